@@ -1,4 +1,4 @@
-"""Reads GPUs: sources, sampler, ring and history; independent of any screen."""
+"""GPU monitoring: sources, sampler, ring buffers and history. It contains no UI code."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _SEVERAL = "sae_tui.gpu.several:Several"
-# Sources without cards: strings, so that listing them imports nothing.
+# Sources without real GPUs. These are strings, so that listing the names imports nothing.
 _STAND_INS = {"simulated": "sae_tui.gpu.simulated:Simulated", "none": "sae_tui.gpu.none:NoGpus"}
 
 
 def source_names() -> tuple[str, ...]:
-    """Return what `--gpu-source` takes."""
+    """Return the values that `--gpu-source` accepts."""
     return (AUTO, *VENDORS, *_STAND_INS)
 
 
 def load_source(name: str, **options: Any) -> GpuSource:
-    """Return the source of this name, not yet opened; `options` go to its constructor. Raise `UserError` if unknown."""
+    """Return the named source, not yet opened, with `options` passed to its constructor.
+
+    Raise `UserError` if no source has this name.
+    """
     name = resolve(name)
     if name == AUTO:
         return _load(_SEVERAL, [load_source(vendor) for vendor in vendors_here()])
@@ -41,9 +44,9 @@ def _load(target: str, *sources: list[GpuSource], **options: Any) -> GpuSource:
 
 
 def resolve(name: str) -> str:
-    """Return what "auto" stands for: the one vendor whose driver is here, "auto" itself where there are several.
+    """Return the vendor that "auto" stands for, or "auto" if the drivers of several vendors are installed.
 
-    Without any driver it is the first vendor, whose source then says what is missing. Other names stay as they are.
+    Without any driver, return the first vendor; its source then reports what is missing. Return other names unchanged.
     """
     if name != AUTO:
         return name
@@ -52,5 +55,5 @@ def resolve(name: str) -> str:
 
 
 def vendor_to_name(source_name: str) -> Vendor:
-    """Return the vendor to speak of where the cards of a source are meant; simulated ones are the first vendor's."""
+    """Return the vendor to name in messages about a source's GPUs; for simulated GPUs, the first vendor."""
     return VENDORS.get(source_name) or next(iter(VENDORS.values()))

@@ -1,4 +1,4 @@
-"""Combines all GPUs of a machine into one, for now and for the past."""
+"""Combines the current values and the history of all GPUs of a machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from sae_tui.gpu.past import Past, Slot
 from sae_tui.gpu.period import Period
 
 Number = TypeVar("Number", int, float)
-HOTTEST_C = 100.0  # where the axis of the temperature ends
+HOTTEST_C = 100.0  # top of the temperature axis
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The number of cards that each quantity comes from."""
+    """The number of GPUs that contribute to each quantity."""
 
     memory: int = 0
     utilization: int = 0
@@ -26,9 +26,9 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Sums and means over the healthy cards; None where none of them has the sensor. `gpu_count` counts all cards.
+    """Sums and means over the healthy GPUs; None if none of them has the sensor. `gpu_count` counts all GPUs.
 
-    Used and total amounts come from the same cards; `counted` says from how many.
+    Used and total amounts come from the same GPUs; `counted` holds the number of GPUs behind each quantity.
     """
 
     gpu_count: int
@@ -42,7 +42,7 @@ class Aggregate:
 
 
 def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
-    """Sum up the samples of all cards that can be read; the last values of the others would be counted for ever."""
+    """Combine the samples of all healthy GPUs; the stale last values of the other GPUs are ignored."""
     alive = [sample for sample in samples if sample.healthy]
     memory = _both((sample.memory_used_bytes, sample.memory_total_bytes) for sample in alive)
     busy = _not_none(sample.utilization for sample in alive if not sample.is_latched)
@@ -63,9 +63,9 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The part of their capacity, 0 to 1, that all cards used together in each interval.
+    """The share of the total capacity, 0 to 1, that all GPUs together used in each interval.
 
-    The capacity is that of the cards which were read then. None where no card was read, or one was due but missing.
+    The capacity is that of the GPUs with a reading in the interval. None if there is no reading, or if one is missing.
     """
 
     memory: Sequence[float | None]
@@ -75,7 +75,7 @@ class Shares:
 
 
 def shares(past: Past) -> Shares:
-    """Return the past of all cards as one, interval by interval."""
+    """Return the combined history of all GPUs, interval by interval."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     quantities = zip(*rows, strict=True) if rows else ((),) * 4
@@ -108,5 +108,5 @@ def _not_none(values: Iterable[Number | None]) -> list[Number]:
 
 
 def _both(pairs: Iterable[tuple[Number | None, Number | None]]) -> list[tuple[Number, Number]]:
-    """Return the pairs of which neither value is None."""
+    """Return the pairs in which neither value is None."""
     return [(one, other) for one, other in pairs if one is not None and other is not None]

@@ -1,4 +1,4 @@
-"""Reads AMD GPUs through AMD SMI, whose module is loaded only in `open`."""
+"""Reads AMD GPUs through AMD SMI. Only `open` loads its module."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from trainer.contract.printable import printable
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# A card that takes longer for its four sensors is asked for no more than these.
+# If reading the four main sensors of a GPU takes longer, the other sensors are not read.
 SLOW_S = 0.1
 ENERGY_EVERY = 10
-LARGEST_PID = 1 << 22  # of Linux
+LARGEST_PID = 1 << 22  # Linux's limit
 MIB = 1 << 20
 PROCESS = "amdsmi_get_gpu_process_info"
-# Above it a limit of power is in microwatts, as ROCm 6 and 7 answer, and not in watts.
+# A larger power limit is in microwatts (ROCm 6 and 7), a smaller one in watts.
 MOST_WATTS = 100_000
-# Ways to split a card, of which SPX is none.
+# Partition modes that split a GPU; SPX means that it is not split.
 PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
 _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 class Amd:
-    """All AMD cards of this machine, by AMD SMI's indices, which go by the PCI bus."""
+    """All AMD GPUs of this machine, with AMD SMI's indices, which follow the PCI bus order."""
 
     name = "amdsmi"
     cuda = True
-    # Which sources of this process have the library open: it does not count, and closing it once closes it for all.
+    # The sources of this process that have the library open. AMD SMI does not count openings: the first close closes
+    # the library for all of them.
     _users: ClassVar[set[Amd]] = set()
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Amd:
 
     @property
     def must_reopen(self) -> bool:
-        """Whether the driver was reloaded, or has other GPUs than when it was opened."""
+        """True if the driver was reloaded, or its GPUs have changed since it was opened."""
         return any(card.is_stale for card in self._cards)
 
     def facts(self) -> GpuFacts:
@@ -95,14 +96,14 @@ class Amd:
 
     @property
     def _xgmi(self) -> int | None:
-        """The number of a link between cards, which differs by version and has had two names."""
+        """AMD SMI's number for an XGMI link; the number and the name of the constant depend on the version."""
         for group, name in (("AmdSmiIoLinkType", "XGMI"), ("AmdSmiLinkType", "AMDSMI_LINK_TYPE_XGMI")):
             if found := getattr(getattr(self._smi, group, None), name, None):
                 return int(found)
         return None
 
     def close(self) -> None:
-        """Close the library unless another source uses it. If it must be reopened, close it for all."""
+        """Close the library unless another source uses it. If it must be reopened, close it for all sources."""
         self._users.discard(self)
         if self._users and not self.must_reopen:
             return
@@ -111,7 +112,7 @@ class Amd:
 
 
 class _Card:
-    """One card. What never changes is asked until it is answered, the limit of power as often as its processes."""
+    """One GPU. Constants are read until a read succeeds; the power limit is read as often as the processes."""
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
         self._smi = smi
@@ -119,7 +120,7 @@ class _Card:
         self.handle = handle
         self.uuid: str | None = None
         self.name = _name(None)
-        self.is_stale = False  # can be read again only after the driver is reopened
+        self.is_stale = False  # True: the GPU can be read again only after the driver is reopened
         self._asking = Asking(smi)
         self._details = AmdDetails(smi, handle)
         self._asic: Mapping[str, Any] | None = None
@@ -141,13 +142,13 @@ class _Card:
         )  # fmt: skip
 
     def details(self) -> GpuDetails:
-        """Return the particulars of the card; none where none is told."""
+        """Return the details of the GPU; fields that AMD SMI does not report are None."""
         return self._details.read()
 
     def _identify(self) -> Mapping[str, Any] | None:
-        """Ask who the card is, until it has answered.
+        """Return the identity of the GPU, which is read until a read succeeds.
 
-        ROCm's runtimes know a card by `GPU-` and the 16 digits of its serial number, and not by the longer UUID that
+        ROCm's runtimes identify a GPU by `GPU-` and the 16 digits of its serial number, not by the longer UUID that
         `amd-smi list` shows.
         """
         if self._asic is None:
@@ -159,7 +160,7 @@ class _Card:
         return self._asic
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a sample by four calls, and up to seven more for what seldom changes."""
+        """Return the fields of a sample, from four calls and up to seven more for values that seldom change."""
         began = time.monotonic()
         busy = self._asking.get("utilization", "amdsmi_get_gpu_activity", self.handle)
         memory = self._asking.get("memory_used_bytes", "amdsmi_get_gpu_vram_usage", self.handle)
@@ -185,7 +186,7 @@ class _Card:
         }
 
     def _unread(self) -> dict[str, Any]:
-        """Return the fields of a card of which no sensor answers: a fault, unless it never has and all are missing."""
+        """Return the fields of a GPU that cannot be read: a fault, or nothing if the GPU never supported any sensor."""
         code = self._asking.code
         if code is None and not self._has_answered:
             return {}
@@ -197,7 +198,7 @@ class _Card:
         return {"healthy": False, "reason": reason, "withheld": code == faults.NO_PERMISSION}
 
     def _power_limit(self, again: bool) -> float | None:
-        """Return the limit in watts, asked `again` since `amd-smi set --power-cap` changes it while the app runs."""
+        """Return the power limit in watts; if `again`, read it again, since `amd-smi set --power-cap` may change it."""
         if again or self._power_limit_w is None:
             answer = self._asking.get("power_limit_w", "amdsmi_get_power_cap_info", self.handle)
             limit = number(answer, "power_cap")
@@ -205,25 +206,31 @@ class _Card:
         return self._power_limit_w
 
     def _split(self, again: bool) -> str:
-        """Return why a part of a split card cannot be used; "" for a whole one, which `amd-smi set -C` can change."""
+        """Return why a partition of a split GPU cannot be used; "" for a GPU that is not split.
+
+        If `again`, read the partition mode again, since `amd-smi set -C` may change it.
+        """
         if again or self._partition is None:
             self._partition = self._asking.get("unusable", "amdsmi_get_gpu_compute_partition", self.handle) or ""
             self._asking.failed.pop("unusable", None)
         return faults.SPLIT % self._partition if self._partition in PARTITIONS else ""
 
     def _energy(self) -> float | None:
-        """Return the counter in joules with every `ENERGY_EVERY`th list of processes; it has all in between."""
+        """Return the energy counter in joules with every `ENERGY_EVERY`th list of processes, otherwise None.
+
+        No energy is lost in between, since the counter accumulates.
+        """
         self._n_listed += 1
         return self._details.energy_j() if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the processes that have the card open; None where they cannot be listed."""
+        """Return the processes that have the GPU open; None if they cannot be listed."""
         listed = self._asking.get("processes", "amdsmi_get_gpu_process_list", self.handle)
         if listed is None:
             return None
         found: dict[int, int | None] = {}
         for one in listed:
-            # ROCm 6.0 lists handles, of which each is to be asked.
+            # ROCm 6.0 lists process handles, and each needs a separate call.
             each = one if isinstance(one, Mapping) else self._asking.ask(PROCESS, self.handle, one) or {}
             pid = int(each.get("pid", 0))
             if 0 < pid <= LARGEST_PID:
@@ -237,7 +244,7 @@ def _uuid(asic: Mapping[str, Any]) -> str | None:
 
 
 def _name(asic: Mapping[str, Any] | None) -> str:
-    """Return the name as it is sold, or with the number of the chip where the table of names does not have it."""
+    """Return the product name, or one with the chip number if AMD SMI does not know the product."""
     name = printable(str((asic or {}).get("market_name", "")).strip())
     if not _is_told(name):
         return "AMD GPU"

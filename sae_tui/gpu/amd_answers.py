@@ -1,4 +1,4 @@
-"""Asks AMD SMI, whose answers are tables in which "N/A", or a number of all ones, stands for what is not supported."""
+"""Calls AMD SMI. In its answers, which are dicts, "N/A" or a number with all bits set means "not supported"."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from sae_tui.gpu import amd_faults as faults
 
-# What ROCm 6.0 passes on as it is, and later versions write as "N/A": all bits of a field set.
+# All bits of a field set: ROCm 6.0 returns these numbers, later versions "N/A".
 _UNSUPPORTED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
 class Asking:
-    """Calls functions of the module by name; keeps which fields failed since `begin`, and the last error's number."""
+    """Calls functions of the module by name; records the fields that failed since `begin`, and the last error code."""
 
     def __init__(self, smi: ModuleType) -> None:
         self._smi: Any = smi
@@ -22,30 +22,30 @@ class Asking:
         self.code: int | None = None
 
     def begin(self) -> None:
-        """Forget what failed."""
+        """Clear the recorded failures."""
         self.failed, self.code = {}, None
 
     def get(self, field: str, function: str, *arguments: Any) -> Any:
-        """Return the answer; None for what is not supported and, noted as a fault of `field`, for what fails."""
+        """Return the answer; None if it is not supported or fails. A failure is recorded for `field`."""
         try:
             return getattr(self._smi, function)(*arguments)
         except self._smi.AmdSmiLibraryException as error:
             if error.err_code not in faults.MISSING:
                 self.code = error.err_code
                 self.failed[field] = faults.sensor(error.err_code)
-        except (AttributeError, self._smi.AmdSmiException):  # another version, or another version's arguments
+        except (AttributeError, self._smi.AmdSmiException):  # another version, or other arguments
             pass
-        except (UnicodeDecodeError, ValueError):  # a text that is none, a serial number that is no number
+        except (UnicodeDecodeError, ValueError):  # text that is not UTF-8, a serial number that is not a number
             self.failed[field] = "unexpected answer"
         return None
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Return the answer; None for whatever is not told."""
+        """Return the answer; None if there is none."""
         return self.get(function, function, *arguments)
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first of these entries that is a number of at least `least`; else None."""
+    """Return the first entry of `keys` that is a number of at least `least`; None if there is none."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

@@ -1,4 +1,4 @@
-"""The particulars of an AMD card: four calls with its processes, a dozen while somebody looks at it."""
+"""The details of an AMD GPU: four calls with each list of processes, a dozen while its page is open."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
 _FAN_MOST = 255
-# Python's AMD SMI tells only whether some limit holds the card back, and not which.
+# The Python module reports only whether a limit throttles the GPU, not which one.
 LIMITED = "a limit of power, current or heat is reached"
-# What MI300 and later tell instead.
+# The fields that MI300 and later report instead.
 VIOLATIONS = {
     "active_ppt_pwr": "power limit reached",
     "active_socket_thrm": THROTTLING[1],
@@ -24,12 +24,12 @@ VIOLATIONS = {
     "active_hbm_thrm": THROTTLING[1],
     "active_prochot_thrm": THROTTLING[2],
 }
-# Generations of PCI Express by the speed of a lane in MT/s.
+# PCI Express generations by lane speed in MT/s.
 _GENERATIONS = {2500: 1, 5000: 2, 8000: 3, 16000: 4, 32000: 5, 64000: 6}
 
 
 class AmdDetails:
-    """Reads one card, in its own thread."""
+    """Reads one GPU, in that GPU's thread."""
 
     def __init__(self, smi: ModuleType, handle: Any) -> None:
         self._smi: Any = smi
@@ -39,7 +39,7 @@ class AmdDetails:
         self._slowdown_c: int | None = None
 
     def temperature_c(self, asking: Asking) -> float | None:
-        """Return the temperature of the hottest place, by which the card is slowed down; some tell only the edge's."""
+        """Return the hot-spot temperature, which the driver throttles by; if unsupported, the edge temperature."""
         smi = self._smi
         current = smi.AmdSmiTemperatureMetric.CURRENT
         answer = asking.get("temperature_c", "amdsmi_get_temp_metric", self._handle, self._hottest, current)
@@ -72,13 +72,13 @@ class AmdDetails:
         return _whole(number(self._asking.ask("amdsmi_get_gpu_total_ecc_count", self._handle), "uncorrectable_count"))
 
     def energy_j(self) -> float | None:
-        """Return the energy since the driver was loaded; the counter is in steps of so many microjoules."""
+        """Return the energy since the driver was loaded; `counter_resolution` is in microjoules per count."""
         answer = self._asking.ask("amdsmi_get_energy_count", self._handle)
         counted, step = number(answer, "energy_accumulator", "power"), number(answer, "counter_resolution")
         return None if counted is None or step is None else counted * step / 1e6
 
     def read(self) -> GpuDetails:
-        """Return what the card tells; None for each sensor that does not answer."""
+        """Return the details of the GPU; None for each sensor that does not answer."""
         from sae_tui.gpu.details import GpuDetails
 
         ask, handle = self._asking.ask, self._handle
@@ -124,13 +124,13 @@ class AmdDetails:
         return None if speed is None else round(100 * min(speed, _FAN_MOST) / _FAN_MOST)
 
     def _slowed_by(self) -> tuple[str, ...] | None:
-        """Return whether a limit slows the card down, which chips before MI300 tell; None for later ones."""
+        """Return the throttling reason that chips before MI300 report, empty if none; None for later chips."""
         metrics = self._asking.ask("amdsmi_get_gpu_metrics_info", self._handle) or {}
         held_back = metrics.get("indep_throttle_status", "N/A")
         return None if isinstance(held_back, str) else (LIMITED,) if held_back else ()
 
     def _violations(self) -> tuple[str, ...] | None:
-        """Return what slows an MI300 down, for which the driver watches it for 0.1 s."""
+        """Return the throttling reasons of an MI300 or later; the driver takes 0.1 s to measure them."""
         answer = self._asking.ask("amdsmi_get_violation_status", self._handle) or {}
         if all(not isinstance(answer.get(name), bool) for name in VIOLATIONS):
             return None

@@ -1,6 +1,6 @@
-"""Words for what can be wrong with an AMD card, a sensor of it, the driver or the library that reads it.
+"""Messages for faults of an AMD GPU, its sensors, the driver or its library, by AMD SMI's error codes.
 
-By the numbers of AMD SMI, which are the same in ROCm 6 and 7.
+The codes are the same in ROCm 6 and 7.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 
 from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
-# What a card, this driver or this version of the library does not have, as against a sensor that fails.
+# Codes for a value that the GPU, the driver or this version of the library lacks; other codes are failures.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
 DRIVER_NOT_LOADED = 34
@@ -45,7 +45,7 @@ SENSOR = {
     31: "GPU lost",
     43: "unexpected answer",
 }
-# What programs compute through; AMD SMI reads much without it.
+# Programs compute through this device file; AMD SMI can read most values without it.
 COMPUTE_FILE = "/dev/kfd"
 JOIN_GROUPS = "join its groups with `sudo usermod -aG render,video $USER`, and log in again"
 SOURCE = {
@@ -57,23 +57,23 @@ INSTALL = "install ROCm's package amd-smi-lib, or amdsmi of ROCm's version with 
 
 
 def card(code: int) -> str:
-    """Return why a card cannot be read."""
+    """Return why a GPU cannot be read."""
     return CARD.get(code, f"the driver answers error {code} for this GPU")
 
 
 def sensor(code: int) -> str:
-    """Return why a sensor of a card cannot be read."""
+    """Return why a sensor of a GPU cannot be read."""
     return SENSOR.get(code, f"error {code}")
 
 
 def source(code: int) -> SourceUnavailable:
-    """Return why no card can be read at all, with what to do about it."""
+    """Return the error for a driver that can read no GPU, with a remedy."""
     other = (f"AMD SMI answers error {code}", "see `amd-smi list` and `sudo dmesg | grep amdgpu`")
     return SourceUnavailable(*SOURCE.get(code, other), is_broken=True)
 
 
 def no_gpus() -> SourceUnavailable:
-    """Return the error for a driver that sees no GPUs, at least for this user."""
+    """Return the error for a driver that sees no GPUs, or shows none to this user."""
     if of_driver():
         return source(NO_PERMISSION)
     remedy = "compare with `amd-smi list`; start a container with --device=/dev/kfd --device=/dev/dri"
@@ -81,17 +81,17 @@ def no_gpus() -> SourceUnavailable:
 
 
 def no_module() -> SourceUnavailable:
-    """Return the error for a machine without the Python module that reads the cards."""
+    """Return the error for a machine without the Python module that reads AMD GPUs."""
     return SourceUnavailable("there is no Python module amdsmi, which reads AMD GPUs", INSTALL)
 
 
 def broken_module(why: str) -> SourceUnavailable:
-    """Return the error for a module that cannot be used, such as one of another version than the library."""
+    """Return the error for a module that cannot be used, for example because its version differs from the library's."""
     return SourceUnavailable(f"the Python module amdsmi cannot be used ({why})", INSTALL, is_broken=True)
 
 
 def of_driver() -> tuple[DriverFault, ...]:
-    """Return what keeps PyTorch from cards that can be read."""
+    """Return the faults that keep PyTorch from using GPUs that AMD SMI can read."""
     if not os.path.exists(COMPUTE_FILE) or os.access(COMPUTE_FILE, os.R_OK | os.W_OK):
         return ()
     sentence = f"no permission to use {COMPUTE_FILE}, without which PyTorch sees no GPU of AMD"

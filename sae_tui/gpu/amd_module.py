@@ -1,4 +1,4 @@
-"""Loads amdsmi, AMD's own Python module, which goes with one version of ROCm's library."""
+"""Loads amdsmi, AMD's Python module, which works with only one version of ROCm's library."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sae_tui.gpu import amd_faults as faults
 
 
 def load_amdsmi() -> ModuleType:
-    """Return the module, that of ROCm itself before an installed one, whose structures may be of another version.
+    """Return the module; prefer ROCm's own, since an installed one may use the structures of another version.
 
-    Raise `SourceUnavailable` where there is none, or it does not go with the library.
+    Raise `SourceUnavailable` if there is no module, or if it does not match the library.
     """
     if "amdsmi" in sys.modules:
         return sys.modules["amdsmi"]
@@ -28,19 +28,19 @@ def load_amdsmi() -> ModuleType:
         raise faults.no_module()
     module = importlib.util.module_from_spec(spec)
     sys.modules["amdsmi"] = module
-    # It prints why it finds no library, which would go across the screen.
+    # The module prints why it finds no library, which would corrupt the screen.
     words = _OwnThread(sys.stdout)
     try:
         with contextlib.redirect_stdout(words):
             spec.loader.exec_module(module)
         return _checked(module)
-    except Exception as error:  # an AttributeError or KeyError of its own for a library that is missing or older
+    except Exception as error:  # such as AttributeError or KeyError if the library is missing or too old
         _forget()
         raise faults.broken_module(_reason(words.getvalue(), error)) from None
 
 
 class _OwnThread(io.StringIO):
-    """Keeps what the thread that made it prints; others print where they did."""
+    """Captures the output of the thread that created it; other threads write to `others`."""
 
     def __init__(self, others: TextIO) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _OwnThread(io.StringIO):
 
 
 def _spec_of_rocm() -> ModuleSpec | None:
-    """Find the module that is installed with ROCm, where there is one."""
+    """Return the spec of the module that ROCm installed, if there is one."""
     root = os.environ.get("ROCM_PATH") or os.environ.get("ROCM_HOME") or "/opt/rocm"
     folder = Path(root, "share", "amd_smi", "amdsmi")
     if not (folder / "__init__.py").is_file():
@@ -77,6 +77,6 @@ def _reason(printed: str, error: Exception) -> str:
 
 
 def _forget() -> None:
-    """Take a module that is half loaded out of Python's table, so that it can be tried again."""
+    """Remove a partly loaded module from `sys.modules`, so that loading it can be tried again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "amdsmi"]:
         del sys.modules[name]

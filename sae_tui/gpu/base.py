@@ -1,4 +1,4 @@
-"""The interface of a GPU source: immutable samples in which `None` means "this sensor is not supported"."""
+"""The interface of a GPU source, and its immutable samples, in which `None` means "sensor not supported"."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# More than a desktop holds, or the 0.3 to 0.9 GB that older drivers count as used on an idle card.
+# More than a desktop uses, and more than the 0.3 to 0.9 GB that older drivers count as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
-# The least that a process holds on a card on which it computes.
+# The minimum memory of a process that computes on a GPU (its CUDA context).
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
-# Percent of utilisation that a desktop causes now and then.
+# A desktop occasionally causes this much utilisation, in percent.
 IDLE_PERCENT = 5
-# Limits of values read from a file that others may have written, so that sums and tables can be made of them.
+# Limits for values from files that other users may have written, so that sums and tables stay valid.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 
-# Opening the driver wakes up every card, which takes seconds where none is in use and nothing keeps them awake.
+# Opening the driver initialises every GPU, which takes seconds if no GPU is in use and persistence mode is off.
 OPEN_LIMIT_S = 15.0
 CARD_LIMIT_S = 5.0
-# What slows a card down that is in trouble: heat, or power that does not come.
+# Reasons for involuntary throttling: heat, or a weak power supply.
 THROTTLING = (
     "hardware limit (heat or power)",
     "too hot (driver limit)",
@@ -53,7 +53,7 @@ class GpuProcess:
             object.__setattr__(self, "memory_used_bytes", None)
 
 
-# Compute modes that allow no compute process, or one at a time.
+# Compute modes that allow no compute process, or only one at a time.
 NO_COMPUTING = "no computing"
 ONE_PROCESS = "one process"
 
@@ -70,12 +70,13 @@ class Xid:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The clocks of a GPU, what limits them, and whether it may be used; read together with its processes.
+    """The clocks of a GPU, their limits, and the health of the GPU; read together with its processes.
 
     `ecc_uncorrected` counts memory errors since the last reset. `rows_pending`: memory rows wait to be replaced.
-    `rows_failed`: a row could not be replaced. The GPU slows itself down at `slowdown_c`. `xid` is the last error, or
-    the last fatal one, since the program began to listen. `recovery` is what the driver asks for before the GPU is used
-    again, as in `a reset`, also for errors before that; empty if nothing. Impossible values become None.
+    `rows_failed`: a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is the newest error, or the
+    newest fatal error if there is one, since the program began to listen. `recovery` is the action that the driver
+    requires before the GPU is used again, like `a reset`, also for earlier errors; empty if none is required.
+    Impossible values become None.
     """
 
     sm_clock_mhz: int | None = None
@@ -95,7 +96,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """Why no job should run on the GPU, the worst reason first, and the same in a few words; both empty if none."""
+        """The worst reason why no job should run on the GPU, in full and in a few words; both empty if none."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
@@ -115,7 +116,7 @@ class Condition:
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
-        """What slows the card down against everybody's will, as against a limit that was set; None if unknown."""
+        """The reasons for involuntary throttling, without limits that a user has set; None if unknown."""
         return None if self.slowed_by is None else tuple(words for words in self.slowed_by if words in THROTTLING)
 
 
@@ -123,9 +124,9 @@ class Condition:
 class GpuSample:
     """One reading of one GPU. `timestamp` is seconds since the epoch.
 
-    `healthy` is False for a card that cannot be read; `reason` says why in one clause. `unusable` says why jobs
-    cannot run on a GPU that can be read. `failed` names the fields whose sensor raised an error or returned an
-    impossible value (which becomes None), not those whose sensor the GPU lacks.
+    `healthy` is False for a GPU that cannot be read; `reason` gives the cause in one clause. `unusable` says why jobs
+    cannot run on a GPU that can be read. `failed` names each field whose sensor raised an error or returned an
+    impossible value (which becomes None); a sensor that the GPU lacks is not listed.
     """
 
     index: FewAtOnce
@@ -138,23 +139,23 @@ class GpuSample:
     temperature_c: Degrees | None = None
     power_w: Measured | None = None
     power_limit_w: Measured | None = None
-    # The counter of the energy since the driver was loaded; only some samples have it.
+    # Energy since the driver was loaded; only some samples have it.
     energy_j: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True
     reason: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
-    # The driver's own figure, which leaves out what it reserves for itself; if unknown, total minus used.
+    # The driver's own value, which excludes the memory that it reserves for itself; if unknown, total minus used.
     memory_free_bytes: Count | None = None
     unusable: str = ""
     condition: Condition | None = None
-    # Whose card it is, by its name in `VENDORS`, where the source has cards of several vendors.
+    # The vendor's name in `VENDORS`, if the source has GPUs of several vendors.
     vendor: str = ""
-    # Whether it cannot be read because only other users may use it.
+    # True if it cannot be read because only other users may use it.
     withheld: bool = False
-    # Since when a GPU that could be read before cannot be read.
+    # When a GPU that could be read before became unreadable.
     unread_since: Time | None = None
-    # Whether its memory is the host's, which other programs and the page cache use too.
+    # True if the GPU uses the host's memory, as do other programs and the page cache.
     is_memory_shared: bool = False
 
     def __post_init__(self) -> None:
@@ -173,12 +174,12 @@ class GpuSample:
 
     @property
     def obstacle(self) -> str:
-        """Why no job can run on a GPU that can be read; empty if one can."""
+        """The reason why no job can run on a GPU that can be read; empty if a job can."""
         return self.unusable or (self.condition.trouble[0] if self.condition else "")
 
     @property
     def is_latched(self) -> bool:
-        """Whether it reports full use although no process has memory there, as Blackwell after a killed process.
+        """True if it reports full utilisation although no process uses its memory, as Blackwell does after a kill.
 
         The reading stays at 100 % until a process creates a CUDA context.
         """
@@ -188,7 +189,7 @@ class GpuSample:
 
     @property
     def unexplained_bytes(self) -> int | None:
-        """The memory in use beyond that of the listed processes; None where that cannot be told."""
+        """The used memory that does not belong to the listed processes; None if unknown."""
         if self.is_memory_shared:
             return None
         listed = [process.memory_used_bytes for process in self.processes or ()]
@@ -199,9 +200,9 @@ class GpuSample:
 
     @property
     def is_used_unseen(self) -> bool:
-        """Whether the card is clearly in use by more than the listed processes.
+        """True if the GPU is clearly in use by processes that are not listed.
 
-        Utilisation alone is no sign: it is high on a card that the driver has just woken up, although nobody uses it.
+        Utilisation alone is no proof: it is high on an idle GPU that the driver has just initialised.
         """
         unexplained = self.unexplained_bytes
         if unexplained is not None and unexplained > UNSEEN_BYTES:
@@ -211,10 +212,7 @@ class GpuSample:
 
 
 def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
-    """Decode the printed samples, one GPU at a time.
-
-    A GPU that cannot be decoded is left out and does not hide the others.
-    """
+    """Decode printed samples; leave out a GPU that cannot be decoded, and keep the others."""
     samples = []
     for one in output:
         with contextlib.suppress(ValueError):
@@ -223,15 +221,15 @@ def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
 
 
 def is_identified(sample: GpuSample) -> bool:
-    """Tell whether the card's identity is known, if only that it has no UUID; until then its UUID is a stand-in."""
+    """Return whether the UUID has been read, or is known to be missing; until then it is a placeholder."""
     return sample.failed.get("uuid") != "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPair:
-    """The connection of two GPUs: `path` as nvidia-smi calls it (PIX, PXB, PHB, NODE, SYS), None where unknown.
+    """The connection of two GPUs: `path` as nvidia-smi names it (PIX, PXB, PHB, NODE, SYS), None if unknown.
 
-    `obstacle` says why one cannot read the other's memory; `peer_to_peer` is None where the driver does not tell.
+    `obstacle` says why they cannot read each other's memory; `peer_to_peer` is None if the driver does not report it.
     """
 
     first: int
@@ -243,7 +241,7 @@ class GpuPair:
 
 
 class DriverFault(NamedTuple):
-    """Something wrong with a vendor's driver although its cards can be read, and what to do about it."""
+    """A fault of a vendor's driver although its GPUs can be read, and its remedy."""
 
     sentence: str
     remedy: str
@@ -251,9 +249,9 @@ class DriverFault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Facts that do not change while the machine runs; `cuda` is the newest CUDA that the driver runs: (major, minor).
+    """Facts that do not change while the machine runs; `cuda` is the newest CUDA that the driver supports.
 
-    `capabilities` and `nvlinks`, the number of links that are up, have an entry per GPU; `pairs` holds every two GPUs
+    `capabilities` and `nvlinks` (the number of active links) have one entry per GPU; `pairs` holds all pairs of GPUs
     that can be read.
     """
 
@@ -266,9 +264,9 @@ class GpuFacts:
 
 
 class SourceUnavailable(Exception):
-    """No GPU can be read at all: `reason` says why, `remedy` what to do about it.
+    """No GPU can be read at all: `reason` says why, `remedy` how to fix it.
 
-    `is_broken` where there is something to repair, as opposed to a machine without GPUs.
+    `is_broken` is True if something needs a repair, False for a machine without GPUs.
     """
 
     def __init__(self, reason: str, remedy: str, *, is_broken: bool = False) -> None:
@@ -279,21 +277,21 @@ class SourceUnavailable(Exception):
 
 
 class GpuSource(Protocol):
-    """A way to read GPUs. Every call may block for ever; each GPU is only read from its own thread."""
+    """A way to read GPUs. Every call may block forever; each GPU is read only from its own thread."""
 
     name: str
-    cuda: bool  # whether PyTorch runs on these GPUs as "cuda", as against CPU processes standing in
+    cuda: bool  # True if PyTorch runs on these GPUs as "cuda"; False if CPU processes stand in for them
 
     def open(self) -> int:
         """Connect and return the number of GPUs; raise `SourceUnavailable`."""
         ...
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        """Read one GPU, its process list only if `processes`; return a fault of the card as a sample, never raise."""
+        """Read one GPU, with its processes if `processes`; never raise, but return an unhealthy sample on a fault."""
         ...
 
     def facts(self) -> GpuFacts:
-        """Return versions and how the cards are connected; what cannot be found out is left out."""
+        """Return versions and the connections of the GPUs; unknown facts are left out."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The interfaces of GPU sources that have more to tell of a card than its samples do."""
+"""Optional interfaces of GPU sources that offer more than samples."""
 
 from __future__ import annotations
 
@@ -14,59 +14,59 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DetailedSource(Protocol):
-    """A source of samples that can also read the particulars of a card, from the card's own thread."""
+    """A source that can also read the details of a GPU, from the GPU's own thread."""
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
-        """Return the particulars of a card whose newest sample is given; may block like `sample`."""
+        """Return the details of a GPU, given its newest sample; may block like `sample`."""
         ...
 
 
 @runtime_checkable
 class SharesSource(Protocol):
-    """A source that can also tell how much of a card each of its processes takes, from the card's own thread."""
+    """A source that can also read the utilisation of a GPU by each process, from the GPU's own thread."""
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return by pid the shares of the multiprocessors of a card whose newest sample is given, in percent."""
+        """Return the percentage of multiprocessors that each process uses, by pid, given the GPU's newest sample."""
         ...
 
 
 @runtime_checkable
 class MixedSource(Protocol):
-    """A source of several vendors' cards."""
+    """A source with GPUs of several vendors."""
 
     def vendor(self, index: int) -> str:
-        """Return whose card it is, by its name in `VENDORS`, without asking the card."""
+        """Return the vendor's name in `VENDORS`, without reading the GPU."""
         ...
 
 
 def vendor_of(source: object, index: int) -> str:
-    """Return whose card it is, where the source has cards of several vendors, and "" where it does not."""
+    """Return the vendor of a GPU if the source has GPUs of several vendors, otherwise ""."""
     return source.vendor(index) if isinstance(source, MixedSource) else ""
 
 
 @runtime_checkable
 class RememberingSource(Protocol):
-    """A source of which the driver remembers how a card was before it was asked."""
+    """A source whose driver buffers readings from before the first read."""
 
     def buffered(self, index: int) -> tuple[Reading, ...]:
-        """Return what is remembered of a card that was read before, oldest first; may block like `sample`."""
+        """Return the buffered readings of a GPU that was read before, oldest first; may block like `sample`."""
         ...
 
 
 @runtime_checkable
 class HurriedSource(Protocol):
-    """A source that can shorten the reads that are under way, because it will be closed."""
+    """A source that can shorten the current reads, because it will be closed."""
 
     def hurry(self) -> None:
-        """Let reads return without processes and condition; called from another thread than theirs."""
+        """Make reads return without processes and condition; may be called from any thread."""
         ...
 
 
 @runtime_checkable
 class ReopeningSource(Protocol):
-    """A source that notices when its driver must be reopened to see the present GPUs."""
+    """A source that notices when its driver must be reopened to see the current GPUs."""
 
     @property
     def must_reopen(self) -> bool:
-        """Whether the driver was reloaded, or has other GPUs or slices than when it was opened."""
+        """True if the driver was reloaded, or its GPUs or slices have changed since it was opened."""
         ...

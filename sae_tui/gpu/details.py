@@ -1,6 +1,6 @@
-"""What is read of a card only while somebody looks at it: clocks, links and faults.
+"""The values that are read only while the page of a GPU is open: clocks, links and faults.
 
-Loaded only then: a waiting supervisor has no use for it.
+A supervisor that waits does not need this module, so it is imported only on demand.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sae_tui.gpu.limits import drop_impossible
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A part of a split card (MIG)."""
+    """A MIG slice of a GPU."""
 
     name: str
     memory_used_bytes: int | None
@@ -22,12 +22,12 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """One reading of a card's particulars; `None` means "this sensor is not supported".
+    """One reading of a GPU's details; `None` means "sensor not supported".
 
-    `slowed_by` says in words what keeps the clocks down; empty while nothing does. Energy is since the driver was
-    loaded, errors of the memory since it was reset, and `xid` the last error since the program began to listen.
-    Percents of the multiprocessors are means since the reading before. `failed` lists the fields with impossible
-    values, each with the reason.
+    `slowed_by` lists the throttling reasons in words; empty if there are none. `energy_j` counts since the driver was
+    loaded, memory errors count since the last reset, and `xid` is the newest error since the program began to listen.
+    Percentages of the multiprocessors are means since the previous reading. `failed` lists the fields with
+    impossible values, each with the reason.
     """
 
     timestamp: float

@@ -1,17 +1,17 @@
-"""Adds up the energy that a card takes, from its stored readings: power, and the driver's counter where it has one."""
+"""Computes the energy that a GPU uses from its stored power readings, and from the energy counter if it has one."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# A reading stands for no more than so much time before and after it; longer is a gap, of which nothing is known.
+# A power reading is valid for at most this long before and after it; a longer interval is a gap without data.
 LONGEST_GAP_S = 10.0
-# The largest card takes 1.2 kW; a counter that says more than this has begun anew, or is broken.
+# The largest GPU draws 1.2 kW; if a counter implies more than this limit, it was reset or is broken.
 MOST_W = 5000.0
 
 
 class EnergyReading(NamedTuple):
-    """What was read of a card at a time (seconds since the epoch); the counter is in J since the driver was loaded."""
+    """A stored reading: time in seconds since the epoch, power, and the counter in J since the driver was loaded."""
 
     timestamp: float
     power_w: float | None = None
@@ -19,7 +19,7 @@ class EnergyReading(NamedTuple):
 
 
 class Used(NamedTuple):
-    """The energy of some time; of `lasted_s` seconds `known_s` were measured, `counted_s` of these by the counter."""
+    """The energy of an interval, and its seconds: elapsed, measured, and measured by the hardware counter."""
 
     joules: float = 0.0
     lasted_s: float = 0.0
@@ -31,29 +31,29 @@ class Used(NamedTuple):
 
 
 class CardMeter:
-    """Measures one card from `begin` on; readings are added in the order of their times.
+    """Measures the energy of one GPU from `begin` on; readings are added in chronological order.
 
-    Between two readings of the counter its difference counts, also over a gap; else the area under the power, by
-    trapezoids, and up to `LONGEST_GAP_S` before the first reading and after the last, as long as they were no gap.
+    Between two counter readings, even across a gap, the energy is their difference. Otherwise it is the integral of
+    the power by the trapezoidal rule, extended to `begin` and to the end if these are within `LONGEST_GAP_S`.
     """
 
     def __init__(self, begin: float) -> None:
         self._begin = begin
-        # The last reading that has the power, and the time of the last of any.
+        # The last reading with a power value, and the time of the last reading of any kind.
         self._last: EnergyReading | None = None
         self._newest: float | None = None
         self._counter: EnergyReading | None = None
-        # Since the last reading of the counter, whose next one takes its place.
+        # The energy since the last counter reading; the next counter reading replaces it.
         self._pending = Used()
         self._settled = Used()
 
     @property
     def newest(self) -> float:
-        """The time of the last reading; at first that of the beginning."""
+        """The time of the last reading, or of the beginning if there is none yet."""
         return self._begin if self._newest is None else self._newest
 
     def add(self, reading: EnergyReading) -> None:
-        """Add a reading; one that is not later than the last is passed over."""
+        """Add a reading; ignore it if it is not later than the last one."""
         if reading.timestamp < self._begin or (self._newest is not None and reading.timestamp <= self._newest):
             return
         self._newest = reading.timestamp
@@ -64,7 +64,7 @@ class CardMeter:
             self._count(reading)
 
     def used(self, end: float) -> Used:
-        """Return what the card took from the beginning to `end`."""
+        """Return the energy that the GPU used from the beginning to `end`."""
         tail_s = end - (self._last.timestamp if self._last else self._begin)
         tail = Used()
         if self._last and self._last.power_w is not None and 0 < tail_s <= LONGEST_GAP_S:
@@ -73,7 +73,7 @@ class CardMeter:
         return total._replace(lasted_s=max(0.0, end - self._begin))
 
     def _area(self, reading: EnergyReading) -> Used:
-        """Return the area under the power since the last reading; nothing of a gap."""
+        """Return the integral of the power since the last reading; zero for a gap."""
         assert reading.power_w is not None
         seconds = reading.timestamp - (self._last.timestamp if self._last else self._begin)
         if seconds > LONGEST_GAP_S:
@@ -82,7 +82,7 @@ class CardMeter:
         return Used((before + reading.power_w) / 2 * seconds, 0.0, seconds)
 
     def _count(self, reading: EnergyReading) -> None:
-        """Settle the time since the counter was last read, by its difference where it can be believed."""
+        """Settle the interval since the last counter reading, by the counter's difference if it is plausible."""
         last, self._counter = self._counter, reading
         if last and last.counter_j is not None and reading.counter_j is not None:
             joules, seconds = reading.counter_j - last.counter_j, reading.timestamp - last.timestamp

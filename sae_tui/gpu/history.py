@@ -1,4 +1,4 @@
-"""Writes `gpu.db`, the history of a host's GPUs; only one process per host does it, the one that holds a file lock."""
+"""Writes `gpu.db`, the history of a host's GPUs. Only the process that holds a file lock writes it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# A turn takes less than a second, and waits up to 5 s for another writer.
+# A turn takes less than a second, plus up to 5 s to wait for another writer.
 SILENT_AFTER_S = 30.0
-# Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
+# Computed from the stored rows, so that a minute that two processes wrote, or one wrote twice, counts once.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"
@@ -41,10 +41,10 @@ HAS_OTHERS = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host < ?1 OR host > 
 
 
 class Recorder:
-    """Stores the samples in the sampler's rings, if this process is the one of its host that does so.
+    """Stores the samples of the sampler's rings, if this process is the elected writer of its host.
 
-    It starts the sampler when it is elected, so that a process that only stands by reads no GPU. A store that
-    cannot be written never stops the sampling: `problem` says why, and the rings are stored later.
+    It starts the sampler when it is elected, so that a process on standby does not read the GPUs. If the store cannot
+    be written, sampling continues, `problem` says why, and the rings are stored later.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Recorder:
         every_s: float = 5.0,
     ) -> None:
         self._problem: str | None = None
-        # When the current turn began.
+        # Start of the current turn (monotonic time).
         self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
@@ -68,7 +68,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # By index and UUID: the position in the ring after the last stored reading.
+        # Position in the ring after the last stored reading, by index and UUID.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -77,7 +77,7 @@ class Recorder:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be stored, or for how long the disk has not answered; None without a problem."""
+        """The reason why nothing can be stored, or how long the disk has not answered; None without a problem."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
             return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
@@ -85,7 +85,7 @@ class Recorder:
 
     @property
     def elected(self) -> bool:
-        """Whether this process is the one that stores."""
+        """True if this process is the writer."""
         return self._lock.held
 
     def _use(self, path: Path, retention: Retention) -> None:
@@ -94,14 +94,14 @@ class Recorder:
         self._file = StoreFile(path, self._open)
 
     def retain(self, retention: Retention) -> None:
-        """Keep samples for another time from now on."""
+        """Change how long samples are kept."""
         self._upkeep.retention = retention
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Store the rest and let another process take over; return False if the disk does not answer in time."""
+        """Store the remaining samples and let another process take over; return False if the disk is too slow."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -110,14 +110,14 @@ class Recorder:
         return not self._thread.is_alive()
 
     def pause(self, timeout: float) -> bool:
-        """Store the rest and let another process take over until `resume`; return False if that takes too long."""
+        """Store the remaining samples and let another process take over until `resume`; return False on a timeout."""
         with self._changed:
             self._paused = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._is_at_rest or not self._thread.is_alive(), timeout)
 
     def resume(self) -> None:
-        """Stand by again, or store if no other process does."""
+        """Try again to become the writer."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -172,7 +172,7 @@ class Recorder:
         jobs = self._jobs_by_uuid()
         with explain_errors(self._path):
             with transaction(db):
-                # Readings wait in the ring until the card's UUID is known.
+                # Readings stay in the ring until the GPU's UUID is known.
                 for sample in filter(is_identified, self._sampler.latest()):
                     rows = self._rows(db, sample)
                     self._insert(db, sample, rows, jobs.get(sample.uuid))
@@ -180,7 +180,7 @@ class Recorder:
                 self._upkeep.turn(db, now)
 
     def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[Reading]:
-        """Return the readings in the ring that are not stored yet, by this process or by an earlier one."""
+        """Return the readings in the ring that neither this process nor an earlier one has stored."""
         key = sample.index, sample.uuid
         rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
         if rows and key not in self._stored:
@@ -189,7 +189,7 @@ class Recorder:
         return rows
 
     def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[Reading]) -> list[Reading]:
-        """Return the readings after the last stored one; if none is stored, those newer than the stored ones."""
+        """Return the readings after the last stored one; if none is stored, all that are newer than the stored rows."""
         times = [row.timestamp for row in rows]
         # The GPU may have had another index.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
@@ -209,19 +209,19 @@ class Recorder:
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
               sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
-        # Readings are not in order after the clock was set back.
+        # If the clock was set back, readings are not in order.
         begin = min(row.timestamp for row in measured) // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
 
     def _open(self) -> sqlite3.Connection:
-        """Open the store; what of the rings is stored there is to be looked up again."""
+        """Open the store, and forget which readings it holds, so that the next turn looks this up."""
         self._stored = {}
         return open_writer(self._path, "gpu")
 
     def _leave_file_of_others(self) -> None:
-        """Switch to a file of this host if the file that earlier versions shared holds rows of other hosts.
+        """Switch to a separate file for this host if the shared file of earlier versions holds rows of other hosts.
 
-        Hosts that write one file block each other, and damage it if locks do not work across hosts.
+        Hosts that write to the same file block each other, and damage it if locks do not work across hosts.
         """
         if self._path == self._own_path:
             return

@@ -1,6 +1,6 @@
-"""Limits of GPU readings. Drivers also return nonsense: all bits set, or a negative number as a huge one.
+"""Limits of GPU readings. Drivers sometimes return nonsense: all bits set, or a negative number as unsigned.
 
-Samples of all vendors are checked, since one impossible value would spoil sums, stores and plots of all GPUs.
+Samples of all vendors are checked, since one impossible value would spoil the sums, stores and plots of all GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MHZ = (0, 20_000)
 _WATTS = (0.0, 10_000.0)
 _COUNT = (0, 1 << 48)
 _RATE = (0.0, 1e13)
-# The lowest and highest possible value of each field, both included.
+# The lowest and highest possible value of each field, inclusive.
 LIMITS: Mapping[str, tuple[float, float]] = {
     "utilization": _PERCENT,
     "memory_used_bytes": _BYTES,
@@ -67,7 +67,7 @@ def drop_impossible(reading: object) -> dict[str, str]:
     names = [name for name in LIMITS if not is_possible(name, getattr(reading, name, None))]
     failed = {name: _words(getattr(reading, name)) for name in names}
     for name in names:
-        # Readings are frozen; this is called only while one is being made.
+        # Readings are frozen; this is called only during their construction.
         object.__setattr__(reading, name, None)
     return failed
 

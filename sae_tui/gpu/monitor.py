@@ -1,4 +1,4 @@
-"""Gives a screen all it needs of the GPUs: samples, stored history and their problems."""
+"""Provides all GPU data for screens: samples, stored history and problems."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# By then another process has stored what it sampled before this one began.
+# Seconds until another process has stored all samples that it took before this process began.
 STORED_BY_S = 6.0
-# A driver without a persistence daemon wakes up every card first, which takes seconds each.
+# Without a persistence daemon, the driver first initialises every GPU, which takes seconds each.
 OPENING_S = 15.0
-# A driver or a disk that hangs must not keep the app from being suspended.
+# A hanging driver or disk must not prevent the app from being suspended.
 _PAUSE_LIMIT_S = 3.0
 
 
 class Monitor:
-    """Samples all GPUs, keeps their past, and stores it if this process is the one of its host that does so."""
+    """Samples all GPUs, keeps their history, and stores it if this process is the elected writer of its host."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # For the first and the final read of the store: the UUID of the GPU at each index whose ring was filled.
+        # For the first and the final read of the store: the UUID, by index, of each GPU whose ring was filled.
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
     @property
     def problem(self) -> str:
-        """Why there are no GPUs, or why their history is not stored; empty while all is well."""
+        """The reason why there are no GPUs, or why their history is not stored; empty without a problem."""
         if self._sampler.problem:
             return str(self._sampler.problem)
         if self.opening and time.monotonic() - self._started > OPENING_S:
@@ -72,12 +72,12 @@ class Monitor:
 
     @property
     def opening(self) -> bool:
-        """Whether the driver has not told yet which GPUs there are."""
+        """True until the driver has listed the GPUs."""
         return self._sampler.status is Status.OPENING
 
     @property
     def hidden(self) -> str:
-        """How many GPUs are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; empty where all are."""
+        """The number of GPUs shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; empty if all are shown."""
         return count_visible(len(self.latest()), self._sampler.count, self.source_name)
 
     def start(self) -> None:
@@ -87,61 +87,61 @@ class Monitor:
         self._recorder.start()
 
     def stop(self) -> None:
-        """End sampling and storing within 0.5 s; `stuck` is then whether a thread hangs in the driver."""
+        """End sampling and storing within 0.5 s; `stuck` is then True if a thread hangs in the driver or on a disk."""
         self._stopped.set()
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
 
     def pause(self) -> None:
-        """Store the rest, let another process of this host store, and close the driver; give up after 3 s."""
+        """Store the remaining samples, let another process take over, and close the driver; give up after 3 s."""
         self._recorder.pause(_PAUSE_LIMIT_S / 3)
         self._sampler.pause(_PAUSE_LIMIT_S * 2 / 3)
 
     def resume(self) -> None:
-        """Read and store again."""
+        """Resume sampling and storing."""
         self._started = time.monotonic()
         self._sampler.resume()
         self._recorder.resume()
 
     def change(self, interval_s: float, retention: Retention) -> None:
-        """Read the cards at another interval, and keep their history for another time."""
+        """Change the sampling interval and the retention."""
         self.interval_s = interval_s
         self._sampler.pace(interval_s)
         self._recorder.retain(retention)
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the newest sample of every card that may be used, by index."""
+        """Return the newest sample of each visible GPU, by index."""
         return visible(self._sampler.latest(), self.source_name)
 
     def readings_s(self) -> dict[int, float]:
-        """Return how long the last reading of each card took, in seconds."""
+        """Return how long the last read of each GPU took, in seconds."""
         return self._sampler.readings_s()
 
     def want_shares(self, wanted: bool) -> None:
-        """Have read from now on how much of its card each process takes, or no more."""
+        """Switch the sampling of per-process utilisation on or off."""
         self._sampler.want_shares(wanted)
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return by pid the shares of a card's multiprocessors; none before the first, or where not wanted."""
+        """Return the percentage of multiprocessors that each process uses, by pid; empty if off or not yet sampled."""
         return self._sampler.sm_percents(index)
 
     def look_at(self, index: int | None) -> None:
-        """Have the particulars of this card read from now on; None of none."""
+        """Read the details of this GPU from now on; None stops reading details."""
         self._sampler.look_at(index)
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the particulars of the card that is looked at; None before the first, or where it tells none."""
+        """Return the newest details of the GPU chosen by `look_at`; None if there are none yet, or for another GPU."""
         return self._sampler.details(index)
 
     def past(self, n: int) -> Past:
-        """Return the last `n` intervals of every card that may be used."""
+        """Return the last `n` intervals of each visible GPU."""
         rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
         return past(rings, n, interval_s=self.interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
-        """Fill the rings from the store, each as soon as its card's UUID is known, since the history outlives the app.
+        """Fill each ring from the store as soon as the UUID of its GPU is known, since the history outlives the app.
 
-        Read the store once more `STORED_BY_S` later, to close the gap between the last batch of another process and the
+        Read the store again after `STORED_BY_S`, to close the gap between the last batch of another process and the
         first sample of this one. A GPU may appear much later, or replace another one.
         """
         begun, final = time.monotonic(), False

@@ -1,4 +1,4 @@
-"""The source of a machine without GPUs."""
+"""A GPU source for a machine without GPUs."""
 
 from __future__ import annotations
 

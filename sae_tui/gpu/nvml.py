@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
     from sae_tui.gpu.ring import Reading
 
-# A card that takes longer for its four sensors is asked for no more than these.
+# If reading the four main sensors of a GPU takes longer, the other sensors are not read.
 SLOW_S = 0.1
-LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 4294967295
+LARGEST_PID = 1 << 22  # Linux's limit; drivers 535.43 to 535.86 return pids like 4294967295
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 ENERGY_EVERY = 10
-# Processes of a GPU that an unseen process uses are read every second, its condition less often.
+# If an unlisted process uses a GPU, its process list is read every second, but its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
-# An upper limit: the app opens the driver in a few places only.
+# An upper limit: the app opens the driver in only a few places.
 _MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
@@ -40,8 +40,8 @@ POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagem
 ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # mJ; not supported before Volta
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
-# NVML's codes for what lies between two cards, and for what is asked of a pair; in pynvml the first of them is a
-# tuple, by mistake.
+# NVML's codes for the path between two GPUs, and for queries about a pair; in pynvml, the first query constant is
+# a tuple by mistake.
 PATHS = {0: "internal", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 PEER_READ, PEER_NVLINK = 0, 2
 MOST_NVLINKS = 36
@@ -49,9 +49,9 @@ Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All NVIDIA cards of this machine, by NVML's indices, which stay the same when a card fails.
+    """All NVIDIA GPUs of this machine, with NVML's indices, which stay the same when a GPU fails.
 
-    The slices of split cards have the indices after those of the cards.
+    MIG slices have the indices after the last GPU.
     """
 
     name = "nvml"
@@ -126,7 +126,7 @@ class Nvml:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return NVML's answer; None for what this driver, this pynvml or this card does not tell."""
+        """Return NVML's answer; None if this driver, pynvml or GPU does not support the call."""
         if None in arguments:
             return None
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
@@ -139,7 +139,7 @@ class Nvml:
 
     @property
     def must_reopen(self) -> bool:
-        """Whether the driver was reloaded, or has other GPUs or slices than when it was opened."""
+        """True if the driver was reloaded, or its GPUs or slices have changed since it was opened."""
         return any(card.is_stale for card in self._cards)
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Nvml:
 
 
 class _CardFault(Exception):
-    """A GPU that cannot be read at all, with NVML's error code."""
+    """Raised when a GPU cannot be read at all, with NVML's error code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(faults.card(code))
@@ -160,14 +160,14 @@ class _CardFault(Exception):
 class _Card:
     """One GPU. Constants are read once per handle; a fault renews the handle, so that the GPU can come back.
 
-    UUID, power limit and MIG mode seldom change and are read as often as the processes. `is_stale`: the GPU can be read
-    again only after the driver is reopened.
+    UUID, power limit and MIG mode seldom change; they are read again when the processes are read. If `is_stale`, the
+    GPU can be read again only after the driver is reopened.
     """
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[Place] = ()) -> None:
-        # Its number here, and that of the card that it is or is a slice of.
+        # The index here, and the index of the whole GPU, which differs for a slice.
         self.index = self.card = index
-        # Whether reads leave out all that can be left out, because the driver will be closed.
+        # True if reads skip optional values, because the driver will be closed.
         self.is_hurried = False
         self.is_stale = False
         self.slices = list(slices)
@@ -201,26 +201,26 @@ class _Card:
         )  # fmt: skip
 
     def details(self, sample: GpuSample) -> GpuDetails:
-        """Return the particulars of the card; none where it cannot be read."""
+        """Return the details of the GPU; empty if it cannot be read."""
         from sae_tui.gpu.details import GpuDetails
 
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle)
 
     def sm_percents(self) -> Mapping[int, int]:
-        """Return the share of the card that each process has; none where it cannot be read."""
+        """Return the percentage of multiprocessors that each process uses, by pid; empty if the GPU cannot be read."""
         return {} if self._handle is None else self._details.sm_percents(self._handle)
 
     def buffered(self) -> tuple[Reading, ...]:
-        """Return what the driver remembers of the card; nothing where it cannot be read."""
+        """Return the readings that the driver has buffered; empty if the GPU cannot be read."""
         from sae_tui.gpu.nvml_buffer import buffered
 
         return () if self._handle is None else buffered(self._nvml, self._handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a healthy sample, by four calls and up to six more for what seldom changes.
+        """Return the fields of a healthy sample, from four calls and up to six more for values that seldom change.
 
-        Raise `_CardFault` if the card cannot be read.
+        Raise `_CardFault` if the GPU cannot be read.
         """
         self._identify(again=processes)
         power_limit = self._once("power_limit_w", POWER_LIMIT)
@@ -243,7 +243,7 @@ class _Card:
         processes = processes and not self.is_hurried
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            # Memory and processes, which the driver also lists of the card, count once, for its slices.
+            # The driver also reports memory and processes for the whole GPU; they count once, for the slices.
             **sizes(None if is_split and self._has_slices else memory, self._memory_kind(memory)),
             "temperature_c": _signed(temperature),
             "power_w": None if power is None else power / 1000,
@@ -257,7 +257,7 @@ class _Card:
     def _identify(self, *, again: bool) -> None:
         """Look up the handle if needed; read UUID and name with each new handle, or if `again`.
 
-        If another GPU has taken the place, drop everything known about the old one.
+        If another GPU now has this index, drop everything known about the old one.
         """
         is_new = self._handle is None
         if is_new:
@@ -285,7 +285,7 @@ class _Card:
             self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
 
     def _read_condition(self, handle: Any, *, whole: bool) -> Condition:
-        """Return the condition, read again if due; if not `whole`, only what decides whether the GPU may be used."""
+        """Return the condition, read again if due; if not `whole`, read only the health of the GPU, not its clocks."""
         if self._condition is None or time.monotonic() >= self._condition_due:
             self._condition = self._details.condition(handle, whole=whole)
             self._condition_due = time.monotonic() + (CONDITION_EVERY_S if whole else SLOW_CONDITION_EVERY_S)
@@ -298,19 +298,22 @@ class _Card:
         return self._memory
 
     def _energy(self) -> int | None:
-        """Return the counter in mJ with every `ENERGY_EVERY`th list of processes; it has all that lies in between."""
+        """Return the energy counter in mJ with every `ENERGY_EVERY`th list of processes, otherwise None.
+
+        No energy is lost in between, since the counter accumulates.
+        """
         self._n_listed += 1
         return self._get("energy_j", ENERGY) if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _look_up(self) -> Any:
-        """Return the handle of the card; raise `_CardFault`."""
+        """Return the handle of the GPU, or raise `_CardFault`."""
         try:
             return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
             raise _CardFault(error.value) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
-        """Return a field that seldom changes: asked until it is answered, or known not to be supported."""
+        """Return a field that seldom changes; it is read until a read succeeds, or shows that it is not supported."""
         if field not in self._static:
             answer = self._get(field, variants)
             if field in self._failed:
@@ -319,7 +322,7 @@ class _Card:
         return self._static[field]
 
     def _get(self, field: str, variants: Variants) -> Any:
-        """Return the answer of the first variant of a call that this driver has; None if there is none, or it fails."""
+        """Return the answer of the first variant that this driver supports; None if there is none, or if it fails."""
         for position in range(self._variant.get(variants, 0), len(variants)):
             self._variant[variants] = position
             function, *arguments = variants[position]
@@ -343,14 +346,14 @@ class _Card:
             self._fault = code
 
     def _uuid(self) -> str:
-        """Return the UUID, or a stand-in, marked in `failed`, to which no job can be pinned."""
+        """Return the UUID, or a placeholder, which is marked in `failed`, and which no job can be pinned to."""
         uuid = text(self._identity.get("uuid"))
         if uuid is None:
             self._failed.setdefault("uuid", "not supported" if "uuid" in self._identity else "unknown")
         return uuid or f"GPU-index-{self.index}"
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the compute and graphics processes, each once: one in both lists has the same memory in each."""
+        """Return the compute and graphics processes; a process in both lists counts once, with the same memory."""
         compute = self._get("processes", COMPUTE)
         if compute is None:
             return None
@@ -384,7 +387,7 @@ class _Slice(_Card):
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        # After a fault, another slice may have taken its place.
+        # After a fault, another slice may have this index.
         self._identify(again=processes)
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)

@@ -1,6 +1,6 @@
-"""What the multiprocessors of an NVIDIA card really do, which its utilisation does not tell: NVML's GPM, Hopper and on.
+"""Measures how busy the multiprocessors of an NVIDIA GPU are, through NVML's GPM (Hopper and later).
 
-Utilisation is the share of time in which any kernel ran, be it on one multiprocessor of 132.
+Utilisation cannot show this: it is the share of time in which any kernel ran, even on one multiprocessor of 132.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from types import ModuleType
 from typing import Any
 
 _VERSION = 1
-# NVML's numbers of what it counts, in the order of `Activity`.
+# NVML's metric numbers, in the order of `Activity`.
 _METRICS = (2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Percent of the multiprocessors that were busy, of the warps they can hold, and of the time in which tensor cores
-    worked; None where that is not known."""
+    """Percent of the multiprocessors that were busy, of the maximum warps, and of the time with busy tensor cores.
+
+    None if unknown.
+    """
 
     sm: float | None = None
     occupancy: float | None = None
@@ -26,14 +28,14 @@ class Activity:
 
 
 class ActivityReader:
-    """Counts from one reading to the next; a card that cannot is asked only once."""
+    """Measures between two reads; if a GPU does not support this, it is queried only once."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
         self._samples: list[Any] | None = None
 
     def read(self, handle: Any) -> Activity:
-        """Return what was done since the last reading; nothing at the first one, and where a card does not tell."""
+        """Return the activity since the last read; empty at the first read, and if the GPU does not support it."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._samples is None:
                 self._samples = []
@@ -41,7 +43,7 @@ class ActivityReader:
                     self._samples = [self._nvml.nvmlGpmSampleAlloc() for _ in range(2)]
                     self._nvml.nvmlGpmSampleGet(handle, self._samples[1])
             elif self._samples:
-                # The older of the two is written anew.
+                # Overwrite the older sample.
                 self._samples.reverse()
                 self._nvml.nvmlGpmSampleGet(handle, self._samples[1])
                 return self._between(*self._samples)

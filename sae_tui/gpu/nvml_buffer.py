@@ -1,4 +1,4 @@
-"""What an NVIDIA driver remembers of a card from before anybody asked: some twenty seconds, six samples each."""
+"""Reads the samples that an NVIDIA driver has buffered: about the last 20 seconds, with six samples per second."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from sae_tui.gpu.limits import is_possible
 from sae_tui.gpu.ring import Reading
 
-# NVML's kinds of samples, with the field of a reading, and what a sample is divided by.
+# NVML's sample types, each with the field of a reading and the divisor of its values.
 _KINDS = ((0, "power_w", 1000.0), (1, "utilization", 1.0))
 
 
 def buffered(nvml: ModuleType, handle: Any) -> tuple[Reading, ...]:
-    """Return the means of the seconds that the driver remembers, oldest first; none where it does not tell."""
+    """Return the mean of each buffered second, oldest first; empty if the driver does not report samples."""
     by_second: dict[int, dict[str, list[float]]] = {}
     for kind, field, divisor in _KINDS:
         with contextlib.suppress(nvml.NVMLError, AttributeError):
@@ -31,7 +31,7 @@ def buffered(nvml: ModuleType, handle: Any) -> tuple[Reading, ...]:
 
 
 def _value(nvml: ModuleType, value_type: int, value: Any) -> float:
-    """Return a sample's value by the member of the union that has it."""
+    """Return a sample's value, from the union member that matches its type; -1 if the type is unknown."""
     members = {
         nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
         nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",

@@ -1,4 +1,4 @@
-"""The particulars of an NVIDIA card, by NVML: five calls with its processes, two dozen while somebody looks at it."""
+"""The details of an NVIDIA GPU from NVML: five calls with each list of processes, two dozen while its page is open."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails, Instance
     from sae_tui.gpu.nvml_activity import ActivityReader
 
-# NVML's numbers for what is asked.
+# NVML's constants.
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _SLOWDOWN = 1
 _CORRECTED, _UNCORRECTED, _SINCE_RESET = 0, 1, 0
 _SENT, _RECEIVED = 0, 1
 _MEMORY_V2 = 0x2000028
 _MOST_NVLINKS = 18
-# Not among them: that the card is idle, at which its clocks are low because nothing is to be done.
+# The reason "idle" is not listed: an idle GPU lowers its clocks because it has no work.
 SLOWED_BY = {
     0x002: "clocks were set (nvidia-smi -ac)",
     0x004: "power limit reached",
@@ -41,7 +41,7 @@ _IDLE = 0x001
 # Memory errors and the compute mode seldom change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
-# The number of the field that holds what the driver asks for after an error, and its values but 0, which is nothing.
+# The number of the field for the action that the driver requires after an error, and its values; 0 means none.
 _RECOVERY_FIELD = 230
 RECOVERIES: Mapping[int | None, str] = {
     0: "",
@@ -53,14 +53,14 @@ RECOVERIES: Mapping[int | None, str] = {
     6: "a reset of its PCIe bus",
     7: "a reboot of the machine",
 }
-# Where a field has its value, by the type of the value.
+# The union member that holds a field's value, by the type of the value.
 _UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
 _RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # what GPUs before Ampere have instead
 
 
 class NvmlDetails:
-    """Reads one card, in its own thread."""
+    """Reads one GPU, in that GPU's thread."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
@@ -72,7 +72,7 @@ class NvmlDetails:
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:
-        """Return whether the GPU may be used and, if `whole`, its clocks, with up to ten calls.
+        """Return the health of the GPU and, if `whole`, its clocks, with up to ten calls.
 
         The first whole call also reads the slowdown temperature.
         """
@@ -118,7 +118,7 @@ class NvmlDetails:
         return None if kind is None else int(getattr(answer.value, kind))
 
     def read(self, handle: Any) -> GpuDetails:
-        """Return what the card tells; None for each sensor that does not answer."""
+        """Return the details of the GPU; None for each sensor that does not answer."""
         from sae_tui.gpu.details import GpuDetails
         from sae_tui.gpu.nvml_activity import ActivityReader
 
@@ -175,12 +175,12 @@ class NvmlDetails:
 
     @functools.cached_property
     def _versions(self) -> tuple[str | None, tuple[int, int] | None]:
-        """The driver's version, and the newest CUDA that it runs."""
+        """The driver's version, and the newest CUDA version that it supports."""
         newest = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         return text(self._ask("nvmlSystemGetDriverVersion")), cuda_version(newest)
 
     def _instances(self, handle: Any) -> tuple[Instance, ...]:
-        """Return the parts of a split card; none of any other."""
+        """Return the slices of a GPU; empty if it is not split."""
         from sae_tui.gpu.details import Instance
 
         parts = []
@@ -203,7 +203,7 @@ class NvmlDetails:
         return (*known, f"for an unknown reason ({unknown:#x})") if unknown else known
 
     def _pcie(self, handle: Any, direction: int) -> float | None:
-        """Return the bytes per second in a direction, which NVML counts for 20 ms while it is asked."""
+        """Return the bytes per second in one direction; NVML blocks for 20 ms to count them."""
         kilobytes: int | None = self._ask("nvmlDeviceGetPcieThroughput", handle, direction)
         return None if kilobytes is None else kilobytes * 1024.0
 
@@ -212,7 +212,7 @@ class NvmlDetails:
         return None if states[0] is None else states.count(1)
 
     def sm_percents(self, handle: Any) -> dict[int, int]:
-        """Return each process's share of the multiprocessors by its newest sample; drivers also answer nonsense."""
+        """Return the percentage of multiprocessors that each process uses, by pid; drop impossible values."""
         samples = sorted(
             self._ask("nvmlDeviceGetProcessUtilization", handle, 0) or (), key=lambda sample: sample.timeStamp
         )
@@ -232,18 +232,18 @@ class NvmlDetails:
         return None
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return NVML's answer; None for what this driver, this pynvml or this card does not tell."""
+        """Return NVML's answer; None if this driver, pynvml or GPU does not support the call."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError, UnicodeDecodeError):
             return getattr(self._nvml, function)(*arguments)
         return None
 
 
 def text(answer: str | bytes | None) -> str | None:
-    """Return what NVML answers as text that can be shown; None where it does not."""
+    """Decode a text from NVML and replace unprintable characters; return None for None."""
     words = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
     return words and printable(words)
 
 
 def cuda_version(number: int | None) -> tuple[int, int] | None:
-    """Return the version that NVML writes as 12040: (12, 4)."""
+    """Convert NVML's CUDA version, like 12040, to (12, 4)."""
     return None if number is None else divmod(number // 10, 100)

@@ -1,4 +1,4 @@
-"""Errors that an NVIDIA driver reports by number (Xid), in words; it tells only those that come while one listens."""
+"""Errors that an NVIDIA driver reports by number (Xid). Errors from before listening began are not reported."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from sae_tui.gpu.base import Xid
 
-_CRITICAL = 8  # the kind of event
+_CRITICAL = 8  # event type
 _MOST_AT_ONCE = 100
-# NVIDIA's "XID Errors" names some 150; these are what one meets in training.
+# NVIDIA's "XID Errors" lists about 150; these are the ones that occur in training.
 WORDS = {
     13: "a kernel failed: an address or instruction it may not use",
     31: "a kernel read or wrote memory that is not its own",
@@ -35,7 +35,7 @@ WORDS = {
 }
 
 
-# Xids for which NVIDIA's list asks for a reset, a repair or a new GPU.
+# Xids that require a reset, a repair or a new GPU according to NVIDIA's list.
 FATAL = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140})
 
 
@@ -46,7 +46,7 @@ def in_words(number: int) -> str:
 
 
 class XidListener:
-    """Listens for the errors of one card."""
+    """Listens for the errors of one GPU."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
@@ -59,7 +59,7 @@ class XidListener:
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._listens_to is not handle:
                 self._listen(handle)
-            # An answer is an event; where there is none, NVML says that it has waited in vain.
+            # Each answer is one event; if there is none, NVML raises a timeout error, which ends the loop.
             for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 number = int(event.eventData)
@@ -69,7 +69,7 @@ class XidListener:
         return self._last
 
     def _listen(self, handle: Any) -> None:
-        """Register for the errors of the card, once for each handle, whether it can tell them or not."""
+        """Register for the errors of the GPU; if that fails, it is not tried again with the same handle."""
         self._listens_to, before, self._events = handle, self._events, None
         if before is not None:
             self._nvml.nvmlEventSetFree(before)

@@ -1,7 +1,7 @@
-"""Words for what can be wrong with an NVIDIA card, a sensor of it or the driver.
+"""Messages for faults of an NVIDIA GPU, its sensors or the driver.
 
-NVIDIA's own two texts for one code differ ("GPU requires restart" and "GPU requires reset"), and neither says what to
-do.
+NVIDIA's own two texts for the same code differ ("GPU requires restart" and "GPU requires reset"), and neither names a
+remedy.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from sae_tui.gpu.faults import LOST
 
 NOT_SUPPORTED = 3
 NO_LIBRARY = 12
-MISMATCH = 18  # of the versions of the library and the driver
-# A function that this driver or this pynvml does not have, or has with another layout of its arguments.
+MISMATCH = 18  # the versions of the library and the driver differ
+# Codes for a function that this driver or pynvml lacks, or whose arguments have another layout.
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are GPUs of their own"
@@ -24,7 +24,7 @@ UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
 # Codes for a GPU that only other users may use.
 WITHHELD = frozenset({4, 17})
-# The meaning of a code that the look-up of a card returns, or each of its sensors.
+# Messages for a code that the look-up of a GPU returns, or that all its sensors return.
 CARD = {
     1: "the driver was unloaded",
     2: "the driver no longer knows this GPU",
@@ -79,12 +79,12 @@ NO_PEER = {
 
 
 def card(code: int) -> str:
-    """Return why a card cannot be read."""
+    """Return why a GPU cannot be read."""
     return CARD.get(code, f"the driver answers error {code} for this GPU")
 
 
 def sensor(code: int) -> str:
-    """Return why a sensor of a card cannot be read."""
+    """Return why a sensor of a GPU cannot be read."""
     return SENSOR.get(code, f"error {code}")
 
 
@@ -98,7 +98,7 @@ def _unsupported_vendors(drm: Path) -> list[str]:
 
 
 def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
-    """Return the error for a machine without NVIDIA's library, which may have GPUs that are not supported."""
+    """Return the error for a machine without NVIDIA's library; name unsupported GPUs if it has any."""
     reason, remedy = SOURCE[NO_LIBRARY]
     if makers := _unsupported_vendors(drm):
         remedy = f"the GPU here is made by {' and '.join(makers)}; only GPUs of NVIDIA and AMD are supported"
@@ -106,7 +106,7 @@ def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
 
 
 def source(code: int) -> SourceUnavailable:
-    """Return why no card can be read at all, with what to do about it."""
+    """Return the error for a driver that can read no GPU, with a remedy."""
     if code == NO_LIBRARY:
         return no_library()
     other = (f"the NVIDIA driver answers error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
@@ -121,7 +121,7 @@ def no_gpus() -> SourceUnavailable:
 
 
 def broken_pynvml(why: str) -> SourceUnavailable:
-    """Return the error for a pynvml that cannot be imported, or is another module of that name."""
+    """Return the error for a pynvml that cannot be imported, or is a different module of that name."""
     return SourceUnavailable(
         f"the Python module pynvml cannot be used ({why})",
         "run `pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py`",

@@ -1,4 +1,4 @@
-"""Loads pynvml, and NVIDIA's library again after an update of the driver."""
+"""Loads pynvml, and reloads NVIDIA's library after a driver update."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _spellings = itertools.count(1)
 
 
 def load_pynvml() -> Any:
-    """Return the module; raise `SourceUnavailable` if it is missing, broken or another one of that name."""
+    """Return the module; raise `SourceUnavailable` if it is missing, broken or a different module of that name."""
     try:
         module = importlib.import_module("pynvml")
-    except Exception as error:  # another distribution of that name fails in ways of its own
+    except Exception as error:  # another package of that name can fail in any way
         raise faults.broken_pynvml(str(error)) from None
     if not hasattr(module, "nvmlMemory_v2"):
         raise faults.broken_pynvml("it is not the one of nvidia-ml-py")
@@ -29,10 +29,10 @@ def load_pynvml() -> Any:
 
 
 def has_renewed(pynvml: Any) -> bool:
-    """Replace the loaded library by the one that is installed now; return False if they are the same.
+    """Replace the loaded library with the installed one; return False if they are the same.
 
-    An update of the driver replaces the file, and the library in memory does not match the new driver. The new file is
-    loaded as a second library in this process. Call this only while the library is not initialised.
+    A driver update replaces the file, and the library in memory does not match the new driver. The new file is loaded
+    as a second library in this process. Call this only while the library is not initialised.
     """
     for path in _installed():
         with contextlib.suppress(OSError, AttributeError):  # AttributeError: another version of pynvml
@@ -48,6 +48,6 @@ def _installed() -> Iterator[str]:
     """Yield the library's path in each folder where this process found it, even if the file was replaced later."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
-    # The loader returns the library in memory for a path that it has seen before, so write it in a new way.
+    # For a path that it has seen before, the loader returns the library in memory, so spell the path differently.
     same = "./" * next(_spellings)
     yield from sorted({os.path.join(os.path.dirname(path), same + _SONAME) for path in mapped})

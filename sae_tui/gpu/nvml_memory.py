@@ -15,7 +15,7 @@ from trainer.contract.machine_memory import machine_memory
 
 # Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# For a slice; not every driver supports the newer call there.
+# For a slice; not every driver supports the newer call for slices.
 SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
 # Chips without their own memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
 _INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)
@@ -26,7 +26,10 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class MemoryKind(NamedTuple):
-    """Whether the GPU of this name uses the host's memory, and the NUMA node of its own memory."""
+    """The memory type of the GPU with this name, and the NUMA node of its own memory.
+
+    `is_integrated`: it uses the host's memory. `is_coherent`: the kernel also uses the GPU's memory as host memory.
+    """
 
     name: str | bytes | None = None
     is_integrated: bool = False

@@ -1,4 +1,4 @@
-"""Finds the slices (MIG instances) of NVIDIA cards that are split, each of which is a GPU of its own for a program."""
+"""Finds the slices (MIG instances) of split NVIDIA GPUs; programs see each slice as a separate GPU."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# A card that hangs in the driver must not keep the others from being shown.
+# A GPU that hangs in the driver must not prevent the others from being shown.
 _LIMIT_S = 2.0
 
 
 class Place(NamedTuple):
-    """Where a slice is: its card by NVML's index, and its number there, of which some may be free."""
+    """The location of a slice: NVML's index of its GPU, and its slice number, which need not be consecutive."""
 
     card: int
     number: int
 
     def look_up(self, nvml: ModuleType) -> Any:
-        """Return the handle of the slice; raise NVML's error where it is there no longer."""
+        """Return the handle of the slice; raise NVML's error if the slice no longer exists."""
         return nvml.nvmlDeviceGetMigDeviceHandleByIndex(nvml.nvmlDeviceGetHandleByIndex(self.card), self.number)
 
 
 def slices(nvml: ModuleType, n_cards: int) -> list[Place]:
-    """Return the slices of all cards that answer in time, in the order of the cards."""
+    """Return the slices of all GPUs that answer in time, in the order of the GPUs."""
     found: dict[int, list[Place]] = {}
 
     def ask(card: int) -> None:
@@ -46,7 +46,7 @@ def places_of(nvml: ModuleType, card: int) -> list[Place]:
 
 
 def _slices_of(nvml: ModuleType, card: int) -> Iterator[Place]:
-    # Cards and drivers that know of no slices answer with an error, as an older pynvml without these functions does.
+    # GPUs and drivers without MIG support return an error; an older pynvml lacks these functions.
     with contextlib.suppress(nvml.NVMLError, AttributeError):
         handle = nvml.nvmlDeviceGetHandleByIndex(card)
         is_split, _ = nvml.nvmlDeviceGetMigMode(handle)

@@ -1,4 +1,4 @@
-"""Calls a driver that may never answer: every call on a thread of its own, with a limit to the wait."""
+"""Calls a driver that may never answer: every call runs on its own thread and has a timeout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def on_thread(call: Callable[[], T]) -> Future[T]:
-    """Start a call that may never return, on a thread, and return the future of its result."""
+    """On a new thread, start a call that may never return; return the future of its result."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -35,12 +35,12 @@ def on_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def is_stuck() -> bool:
-    """Tell whether such a call has not returned yet, so that only `os._exit` is sure to end the process."""
+    """Return whether a call of `on_thread` has not returned yet, so that only `os._exit` is sure to end the process."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
-    """Return the number of GPUs; raise `SourceUnavailable`, also where the driver does not answer in time."""
+    """Open the source and return the number of GPUs; raise `SourceUnavailable` on failure or timeout."""
     try:
         return on_thread(source.open).result(limit_s)
     except TimeoutError:
@@ -66,7 +66,7 @@ def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def read_all(source: GpuSource, count: int, limit_s: float = CARD_LIMIT_S) -> tuple[GpuSample, ...]:
-    """Return one sample of every card, all read at the same time; a card that hangs is an unhealthy sample."""
+    """Return one sample of each GPU, all read in parallel; a GPU that hangs gives an unhealthy sample."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s
     return tuple(
@@ -75,7 +75,7 @@ def read_all(source: GpuSource, count: int, limit_s: float = CARD_LIMIT_S) -> tu
 
 
 def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: float, vendor: str) -> GpuSample:
-    """Return the sample, or an unhealthy one if the card failed or did not answer before the deadline."""
+    """Return the sample, or an unhealthy one if the GPU failed or did not answer before the deadline."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# Seconds for which an answer is reused. Reading it takes 0.4 ms and a thread, for each process and GPU each second.
+# Seconds for which an answer is reused. Without reuse, each process on each GPU would cost 0.4 ms and a thread every
+# second.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
-# By pid and start time, with the monotonic time until which they are reused.
+# Answers by pid and start time, each with the monotonic time when it expires.
 _known: dict[tuple[int, float], tuple[Owner, float]] = {}
 
 
 def owner(pid: int) -> Owner:
-    """Return user and command line of a process; None for what is hidden (ended, or outside the container)."""
+    """Return user and command line of a process; None for each that is hidden (ended, or outside the container)."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):

@@ -1,6 +1,6 @@
-"""Puts the samples of all GPUs on one time grid of clock intervals.
+"""Aligns the samples of all GPUs to one grid of clock intervals.
 
-A card that answers slowly, or later than the others, would otherwise be drawn at another time than they are.
+Otherwise a GPU that answers slowly would be drawn at a different time than the others.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from sae_tui.gpu.period import Period
 from sae_tui.gpu.ring import Reading, Ring
 from sae_tui.gpu.sampler import SILENT_AFTER_S, interval_of
 
-# A reading; `BLANK` where nothing is known; None where a reading was due but is missing.
+# A reading; `BLANK` if nothing is known; None if a reading was due but is missing.
 Slot = Reading | None
 BLANK = Reading(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The last intervals of every card by index, oldest first, and the last power limit that each card reported."""
+    """The last intervals of each GPU by index, oldest first, and the last power limit that each GPU reported."""
 
     slots: Mapping[int, Sequence[Slot]]
     power_limits_w: Mapping[int, float | None]
-    is_period: bool = False  # whether it is drawn whole, in however many columns there are
+    is_period: bool = False  # True if all of it is drawn, scaled to the available columns
 
     def column(self, index: int, name: str, n: int) -> Sequence[float | None]:
-        """Return the last `n` values of a card, or all of a period, newest last; None where there is none."""
+        """Return the last `n` values of a GPU, or all values of a period, newest last; None for a missing value."""
         if self.is_period:
             return Period(slot and getattr(slot, name) for slot in self.slots[index])
         return [slot and getattr(slot, name) for slot in self.slots[index][-n:]] if n else []
 
 
 def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> Past:
-    """Return the last `n` intervals of these cards.
+    """Return the last `n` intervals of these GPUs.
 
-    The newest one is the current interval, or the one before as long as no card has a reading in it.
+    The newest interval is the current one, or the previous one while no GPU has a reading in the current one.
     """
     rows = {index: ring.newest_first() for index, ring in rings.items()}
     running = interval_of(now, interval_s)
@@ -49,9 +49,9 @@ def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) ->
 
 
 def merge(stored: Sequence[Reading], remembered: Sequence[Reading], interval_s: float, now: float) -> list[Reading]:
-    """Return what was stored of a card and, in the intervals of which nothing was, what its driver remembers.
+    """Return a GPU's stored readings, with the gaps filled by the readings that its driver has buffered.
 
-    What the driver's clock has after `now` is left out: another clock than ours cannot be put beside it.
+    Leave out buffered readings after `now`, since the driver's clock may differ from the system's.
     """
     known = {interval_of(reading.timestamp, interval_s) for reading in stored}
     fresh = [one for one in remembered if one.timestamp <= now and interval_of(one.timestamp, interval_s) not in known]
@@ -59,12 +59,12 @@ def merge(stored: Sequence[Reading], remembered: Sequence[Reading], interval_s: 
 
 
 def on_grid(newest_first: Iterable[Reading], last: int, n: int, interval_s: float) -> list[Slot]:
-    """Return the readings of a card on the `n` intervals up to `last`; the newest reading of an interval counts.
+    """Return the readings of a GPU in the `n` intervals up to `last`; the newest reading of an interval counts.
 
-    Its last reading is repeated for as long as a card may be silent (`SILENT_AFTER_S`).
+    A reading is repeated for as long as a GPU may be silent (`SILENT_AFTER_S`).
     """
     first = last - n + 1
-    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # one more for the reading, one for the round of the sampler
+    reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # one more for the read, and one for the sampler's cycle
     slots: list[Slot] = [BLANK] * n
     after: tuple[int, Reading] | None = None
     for reading in newest_first:
@@ -88,7 +88,10 @@ def _bridge(
     after: tuple[int, Reading] | None,
     reach: int,
 ) -> None:
-    """Fill the intervals between two readings: repeat the first one while the gap is short, else leave None."""
+    """Fill the intervals between two readings: repeat the first one in a short gap, otherwise mark the silence as None.
+
+    The intervals are None near a reading of the GPU; the middle of a long gap stays `BLANK`.
+    """
     start = before[0] + 1 if before else first
     end = after[0] if after else last + 1
     near_before = start - 1 + reach if before and not before[1].is_blank else start - 1

@@ -1,13 +1,13 @@
-"""A history that is drawn whole, in however many columns there are; of any other the newest values are drawn."""
+"""A history that is scaled to the available columns; for other histories only the newest values are drawn."""
 
 from __future__ import annotations
 
 
 class Period(tuple[float | None, ...]):
-    """The values of a period, oldest first, in even steps; None where nothing is known."""
+    """The values of a period in equal steps, oldest first; None if unknown."""
 
     def in_columns(self, n: int) -> tuple[float | None, ...]:
-        """Return at most `n` columns, each the mean of what is known of its part."""
+        """Return at most `n` columns, each the mean of the known values in its part of the period."""
         length = len(self)
         n = min(n, length)
         return tuple(_mean(self[column * length // n : (column + 1) * length // n]) for column in range(n))

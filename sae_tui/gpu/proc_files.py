@@ -1,7 +1,7 @@
 """Reads files of a process in /proc with a time limit.
 
 The kernel locks the memory of a process while it reads its command line or environment. A process that hangs in a
-driver may hold that lock for ever and block the reader.
+driver may hold that lock forever and block the reader.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes on the cards with what the operating system knows of each, read only while somebody looks at them."""
+"""The processes on the GPUs with data from the operating system; read only while the list of processes is shown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
 from trainer.contract.process import ProcessRef, in_container, parent_of
 
-# How the folders of control groups are called in which a program puts processes, and the program's name.
+# Patterns of the control groups that container programs and SLURM create, each with the program's name.
 _GROUPS = (
     (re.compile(r"docker[-/]([0-9a-f]{12})[0-9a-f]{52}"), "docker"),
     (re.compile(r"libpod-([0-9a-f]{12})[0-9a-f]{52}"), "podman"),
@@ -34,12 +34,12 @@ _MOST_ANCESTORS = 32
 
 @dataclass(frozen=True, slots=True)
 class ProcessDetails:
-    """A process on one card or more, by their indices; `started` is seconds since the epoch.
+    """A process on one or more GPUs, given by their indices; `started` is seconds since the epoch.
 
-    Percents are of one core and of all of a card's multiprocessors; of several cards, the highest. `identity` is None
-    for a process that cannot be seen from here: the driver lists it, but it has ended, or its pid is one of another
-    container. `container` is what holds it, where that is not what holds the app too; `ancestors` are its parent, the
-    parent of that and so on.
+    `cpu_percent` is relative to one core. `sm_percent` is the share of all multiprocessors of a GPU; for several GPUs,
+    the highest share. `identity` is None for a process that the driver lists but that is not visible here: it has
+    ended, or its pid belongs to another container. `container` is empty if the app runs in the same one; `ancestors`
+    are its parent, grandparent and so on.
     """
 
     pid: int
@@ -58,7 +58,7 @@ class ProcessDetails:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A process below which one on a card was started."""
+    """An ancestor of a process on a GPU."""
 
     pid: int
     user: str | None
@@ -66,7 +66,7 @@ class Ancestor:
 
 
 class ProcessReader:
-    """Reads the processes of some cards; keeps them, since a share of the CPU takes two readings."""
+    """Reads the processes on GPUs, and remembers them, since CPU usage needs two reads."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Host] = {}
@@ -74,7 +74,7 @@ class ProcessReader:
     def read(
         self, samples: Iterable[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]
     ) -> tuple[ProcessDetails, ...]:
-        """Return each process once, those that hold most memory first; `sm_percents` are shares by card and pid."""
+        """Return each process once, sorted by GPU memory, largest first; `sm_percents` are by GPU index and pid."""
         by_pid: dict[int, list[tuple[int, GpuProcess]]] = {}
         for sample in samples:
             for process in sample.processes or ():
@@ -84,7 +84,7 @@ class ProcessReader:
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     def _host(self, pid: int) -> _Host | None:
-        """Return the process as known; anew where another one has got its pid."""
+        """Return the known process, or a new one if the pid now belongs to another process."""
         known = self._known.get(pid)
         return known if known is not None and known.identity.is_alive() else _Host.of(pid)
 
@@ -96,7 +96,7 @@ class ProcessReader:
         shares = [sm_percents[index][pid] for index, _ in on_cards if pid in sm_percents.get(index, ())]
         listed = parts[0]
         host = self._known.get(pid)
-        # The driver counts by the pids of another container, and here another user's process has the number.
+        # The driver uses the pids of another container; here this pid belongs to another user's process.
         if host is not None and None is not listed.user != host.user:
             host = None
         return ProcessDetails(
@@ -111,7 +111,7 @@ class ProcessReader:
 
 
 class _Host:
-    """A process as the operating system knows it; what does not change is read once."""
+    """Operating-system data of a process; constants are read only once."""
 
     def __init__(self, process: Any, identity: ProcessRef) -> None:
         self.identity = identity
@@ -122,8 +122,8 @@ class _Host:
 
     @classmethod
     def of(cls, pid: int) -> _Host | None:
-        """Return the process that has this pid now; None where there is none."""
-        # First who it is, so that what is read of it after cannot be another's.
+        """Return the process that has this pid now; None if there is none."""
+        # Read the identity first, so that later reads cannot silently belong to another process with the same pid.
         identity = ProcessRef.of(pid)
         with _unless_gone():
             host = cls(_process(pid), identity) if identity else None
@@ -131,7 +131,7 @@ class _Host:
         return None
 
     def now(self) -> dict[str, Any]:
-        """Return what is known of it by the names of `ProcessDetails`."""
+        """Return keyword arguments for `ProcessDetails`."""
         cpu = memory = started = None
         with _unless_gone(), self._process.oneshot():
             started, cpu = self._process.create_time(), self._process.cpu_percent()
@@ -143,20 +143,20 @@ class _Host:
 
 
 def _process(pid: int) -> Any:
-    import psutil  # takes 15 ms, which nobody waits for who does not look at processes
+    import psutil  # takes 15 ms, so import it only when the processes are shown
 
     return psutil.Process(pid)
 
 
 def _unless_gone() -> contextlib.AbstractContextManager[None]:
-    """Leave the block quietly where the process has ended, or may not be looked at."""
+    """Suppress the errors raised when the process has ended, or may not be read."""
     import psutil
 
     return contextlib.suppress(psutil.Error, OSError)
 
 
 def _owner(process: Any) -> tuple[str | None, str | None]:
-    """Return user and command line of a process as far as they can be read."""
+    """Return user and command line of a process; None for each that cannot be read."""
     user = command = None
     with _unless_gone():
         user = printable(str(process.username()))
@@ -165,7 +165,7 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
 
 
 def _ancestors(pid: int) -> Iterable[Ancestor]:
-    """Yield the parents of a process, the nearest first, up to the one that all have."""
+    """Yield the ancestors of a process, its parent first, without process 1."""
     for _ in range(_MOST_ANCESTORS):
         parent = parent_of(pid)
         if parent is None or parent <= 1:
@@ -178,13 +178,13 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or the job of a cluster that a process belongs to, "" where that is also the app's own."""
+    """Return the container or cluster job of a process; "" if there is none, or if the app runs in the same one."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
 
 def _group(path: str) -> str:
-    """Return `docker 3f2a91bc04de` for a file with control groups; "" where nothing is known of them."""
+    """Return the container in a cgroup file, like `docker 3f2a91bc04de`; "" if there is none."""
     try:
         text = Path(path).read_text(errors="replace")[:65_536]
     except OSError:
@@ -195,19 +195,19 @@ def _group(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where a process works: its folder, its program and its environment, as far as they may be read."""
+    """The working folder, program and environment of a process; empty if they may not be read."""
 
     folder: str = ""
     program: str = ""
     environment: tuple[tuple[str, str], ...] = ()
 
     def shown(self, *, whole: bool = False) -> tuple[tuple[str, str], ...]:
-        """Return the environment; unless `whole`, hide every value that is not known to be harmless."""
+        """Return the environment variables; unless `whole`, hide every value that is not known to be harmless."""
         return tuple((name, value if whole else _harmless(name, value)) for name, value in self.environment)
 
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read folder, program and environment of a process, as only its user and root may.
+    """Read folder, program and environment of a process, which only its user and root may do.
 
     `Surroundings.shown` hides secrets.
     """
@@ -218,7 +218,7 @@ def surroundings(process: ProcessDetails) -> Surroundings:
     environment = b""
     with contextlib.suppress(OSError):
         environment = read_file(here / "environ")
-    # What was read belongs to the process only if that still lives.
+    # If the process has ended, the values may belong to another process with the same pid.
     if not process.identity.is_alive():
         return Surroundings()
     pairs = (entry.partition("=") for entry in environment.decode("utf-8", "replace").split("\0") if "=" in entry)
@@ -240,10 +240,10 @@ SIGNALS = {
 
 
 def send_signal(process: ProcessDetails, number: signal.Signals, source_name: str) -> str:
-    """Send a signal to exactly the process that was shown; return a sentence on it.
+    """Send a signal to exactly the process that was shown; return a message about the result.
 
-    Raise `UserError` where it has ended, is another user's, cannot be seen from here, or, in a container, where the
-    process of that pid does not have the driver of the cards open, and so is not the one that the driver means.
+    Raise `UserError` if it has ended, belongs to another user or is not visible here. In a container, also raise it
+    if the process with this pid does not have the GPU driver open: the driver then means another process.
     """
     what = f"process {process.pid}"
     if process.identity is None:
@@ -262,7 +262,7 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
 
 
 def _driver_files(source_name: str) -> frozenset[str]:
-    """Return the files that each process on such cards has open; none for cards that are not real."""
+    """Return the device files of the GPU drivers; empty for simulated GPUs."""
     if source_name == "simulated":
         return frozenset()
     vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()

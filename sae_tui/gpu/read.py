@@ -1,4 +1,4 @@
-"""`python -m sae_tui.gpu.read SOURCE`: prints every GPU once as JSON; a process of its own, since a driver may hang."""
+"""`python -m sae_tui.gpu.read SOURCE`: prints each GPU once as JSON, in a separate process since a driver may hang."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
-# Seconds from a loss to the first probe. The pause doubles after each probe, since one costs 0.3 s of a core.
+# Seconds from the loss of a GPU to the first probe. The pause doubles after each probe, which takes 0.3 s of CPU time.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
 
 
 class Probe:
-    """Checks in a separate process whether lost GPUs can be read again, as after a reset.
+    """Checks in a separate process whether lost GPUs can be read again, for example after a reset.
 
     Reopening the driver in this process interrupts the history of the other GPUs and may hang, so this happens only
     after the probe has read a lost GPU.
@@ -35,7 +35,7 @@ class Probe:
         self._due = self._pause_s = 0.0
 
     def finds(self, lost: Collection[int], now: float) -> bool:
-        """Return whether the latest probe has read one of these lost GPUs; never block."""
+        """Return whether the latest probe could read one of these lost GPUs; never block."""
         if not lost:
             self._due = 0.0
             return False
@@ -61,7 +61,7 @@ class Probe:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the samples of a source and return the exit code; `SOURCE` may end in `:COUNT` simulated cards."""
+    """Print the samples of a source and return the exit code; `SOURCE` may end in `:COUNT` for simulated GPUs."""
     name, _, count = arguments[0].partition(":")
     try:
         source = load_source(name, **({"count": int(count)} if count else {}))
@@ -76,5 +76,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # A thread may hang in the driver, and would keep the process from ending.
+    # A thread that hangs in the driver would prevent the process from ending.
     os._exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The recent past of one GPU: its newest samples, written by the sampler and read by many threads."""
+"""The recent history of one GPU: a ring buffer of samples, written by the sampler and read by many threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPACITY = 600
 
 
 class Reading(NamedTuple):
-    """The values kept of a sample; None where the sensor did not answer."""
+    """The fields of a sample that the history keeps; None if the sensor did not answer."""
 
     timestamp: float
     utilization: float | None = None
@@ -22,11 +22,11 @@ class Reading(NamedTuple):
     temperature_c: float | None = None
     power_w: float | None = None
     memory_total_bytes: float | None = None
-    energy_j: float | None = None  # none of a stored one
+    energy_j: float | None = None  # None in readings from the store
 
     @property
     def is_blank(self) -> bool:
-        """Whether it has no values, as that of a card that could not be read."""
+        """True if it has no values, for example because the GPU could not be read."""
         return all(value is None for value in self[1:])
 
 
@@ -48,15 +48,15 @@ class Readable(Protocol):
 
 
 class Ring:
-    """The newest samples of one GPU. Its lock is held for microseconds, so that nobody ever waits."""
+    """The newest samples of one GPU. Its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self.power_limit_w: float | None = None  # as a sample told it last
+        self.power_limit_w: float | None = None  # from the newest sample that has it
         self._lock = threading.Lock()
         self._readings: deque[Reading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
         self._uuid = ""
-        # Live readings of the present GPU, and of all GPUs since the start.
+        # The number of live readings of the current GPU, and of all GPUs since the start.
         self._n_live = self._n_appended = 0
 
     def __len__(self) -> int:
@@ -78,9 +78,9 @@ class Ring:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
-        """Put stored readings of a GPU, oldest first, before the live ones, in place of those put there before.
+        """Put stored readings of a GPU, oldest first, before the live ones; replace any stored readings added earlier.
 
-        Only readings older than the first live one are kept; none if another GPU has this index now.
+        Only readings older than the first live one are kept; none are added if another GPU now has this index.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -91,23 +91,23 @@ class Ring:
             self._readings.extend([*older, *live])
 
     def latest(self) -> GpuSample | None:
-        """Return the newest live sample; None before the first."""
+        """Return the newest live sample; None if there is none yet."""
         return self._latest
 
     def newest_first(self, n: int = CAPACITY) -> list[Reading]:
-        """Return the last `n` readings, newest first; fewer if there are fewer."""
+        """Return up to `n` of the last readings, newest first."""
         with self._lock:
             return list(islice(reversed(self._readings), n))
 
     def column(self, name: str, n: int = CAPACITY) -> list[float | None]:
-        """Return the last `n` values of a field, newest last; fewer if there are fewer."""
+        """Return up to `n` of the last values of a field, newest last."""
         return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
     def since(self, position: int | None, uuid: str) -> tuple[list[Reading], int]:
-        """Return the live readings after a position (None: all readings), oldest first, and the new position.
+        """Return the live readings after a position, oldest first, and the new position; None returns all readings.
 
-        Return no readings if the GPU at this index is not `uuid`. Positions count readings, since a clock may be set
-        back.
+        Return no readings if the GPU at this index is not `uuid`. A position is a count of readings and not a time,
+        since a clock may be set back.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -119,5 +119,5 @@ class Ring:
 
 
 def reading_of(of: Readable) -> Reading:
-    """Return what is kept of a sample."""
+    """Return the reading for a sample."""
     return Reading(of.timestamp, *(getattr(of, name, None) for name in Reading._fields[1:]))

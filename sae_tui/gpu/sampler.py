@@ -1,4 +1,4 @@
-"""Reads every GPU on a thread of its own, so that one that hangs never stops the others or the app."""
+"""Reads each GPU on its own thread, so that a GPU that hangs never blocks the others or the app."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
-# Minimum time between two openings of a driver that opens but does not know its GPUs.
+# Minimum time between two openings of a driver that can be opened but no longer knows its GPUs.
 _REOPEN_AFTER_S = 5.0
 SILENT_AFTER_S = 5.0
-# A card whose reading takes longer is not asked for what its driver remembers, which takes four calls more.
+# If a read takes longer, the samples that the driver has buffered are not read, which would take four more calls.
 _QUICK_S = 0.3
 
 
@@ -49,19 +49,19 @@ class Status(StrEnum):
 
 @dataclass(slots=True)
 class _Card:
-    """The newest sample and the ring of a card; written by its own thread only."""
+    """The newest sample and the ring of a GPU; written only by its own thread."""
 
     sample: GpuSample
     ring: Ring
     answered: float  # monotonic time of the last answer
-    took_s: float = 0.0  # of the last reading
-    buffered: tuple[Reading, ...] | None = None  # what the driver remembered at the first one
+    took_s: float = 0.0  # duration of the last read
+    buffered: tuple[Reading, ...] | None = None  # the driver's buffer at the first healthy read
     details: GpuDetails | None = None
     sm_percents: Mapping[int, int] = field(default_factory=dict)  # by pid
 
 
 class Sampler:
-    """Keeps the newest sample and the recent past of every GPU of a source."""
+    """Keeps the newest sample and the recent history of each GPU of a source."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class Sampler:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """End all threads; return False if one is stuck in the driver, when only `os._exit` is sure to leave."""
+        """End all threads; return False if one is stuck in the driver, so that only `os._exit` ends the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # The source's thread is the first: once it has ended, no further one is added.
+        # The first thread is the source's; after it has ended, no more threads are added.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is Status.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
@@ -135,26 +135,26 @@ class Sampler:
             self._changed.notify_all()
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the newest sample of every card, by index; an unhealthy one if the card has been silent for long."""
+        """Return the newest sample of each GPU, by index; an unhealthy one if the GPU has not answered for long."""
         now = time.monotonic()
         return tuple(self._current(card, now) for card in self._cards)
 
     def ring(self, index: int) -> Ring:
-        """Return the recent past of a card; may be called, and the ring filled, before the source is open."""
+        """Return the ring of a GPU; it may be requested and filled before the source is open."""
         if index not in self._rings:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
 
     def buffered(self, index: int) -> tuple[Reading, ...]:
-        """Return what the driver remembered of a card when it was first read, oldest first."""
+        """Return the readings that the driver had buffered when the GPU was first read, oldest first."""
         return (self._cards[index].buffered or ()) if index < len(self._cards) else ()
 
     def readings_s(self) -> dict[int, float]:
-        """Return how long the last reading of each card took, in seconds."""
+        """Return how long the last read of each GPU took, in seconds."""
         return {index: card.took_s for index, card in enumerate(self._cards)}
 
     def want_shares(self, wanted: bool) -> None:
-        """Read from now on how much of its card each process takes, or no more."""
+        """Switch the sampling of per-process utilisation on or off."""
         if wanted == self._shares_wanted:
             return
         with self._changed:
@@ -162,11 +162,11 @@ class Sampler:
             self._changed.notify_all()
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return the newest shares of a card's multiprocessors by pid; none before the first, or where not wanted."""
+        """Return the percentage of multiprocessors that each process uses, by pid; empty if off or not yet sampled."""
         return self._cards[index].sm_percents if self._shares_wanted and index < len(self._cards) else {}
 
     def look_at(self, index: int | None) -> None:
-        """Read the particulars of this card from now on, and of no other; None reads those of none."""
+        """Read the details of this GPU, and of no other, from now on; None stops reading details."""
         if index == self._looked_at:
             return
         with self._changed:
@@ -174,7 +174,7 @@ class Sampler:
             self._changed.notify_all()
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the newest particulars of the card that is looked at; None before the first, or of another card."""
+        """Return the newest details of the GPU chosen by `look_at`; None if there are none yet, or for another GPU."""
         return self._cards[index].details if index < len(self._cards) and index == self._looked_at else None
 
     def _run(self) -> None:
@@ -205,7 +205,7 @@ class Sampler:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, Status.UNAVAILABLE
             self._now_closed()
-            # With a broken driver the GPUs still exist, though they cannot be read.
+            # If the driver is broken, the GPUs still exist, but cannot be read.
             self._cards = tuple(self._unread(card, problem.reason) for card in self._cards if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
@@ -215,7 +215,7 @@ class Sampler:
         with self._changed:
             if self._paused:
                 self._status = Status.OPENING
-                # The last readings will be too old after the pause.
+                # After the pause, the last readings are too old.
                 self._cards = tuple(self._unread(card, faults.NO_ANSWER_YET) for card in self._cards)
             self._changed.wait_for(lambda: self._stopping or not self._paused)
             self._is_open = not self._stopping
@@ -232,7 +232,7 @@ class Sampler:
         return False
 
     def _must_reopen(self) -> bool:
-        """Return whether the driver has lost its GPUs, has other GPUs now, or answers for none of them."""
+        """Return whether the driver has lost GPUs, has other GPUs now, or can read none of them."""
         now = time.monotonic()
         if now - self._opened < _REOPEN_AFTER_S:
             return False
@@ -243,13 +243,13 @@ class Sampler:
             return now - self._opened >= REOPEN_EVERY_S
         if self.source.name not in (AUTO, *VENDORS):
             return False
-        # Only GPUs that could be read before; a reset of one GPU does not affect the others.
+        # Consider only GPUs that could be read before; the reset of one GPU does not affect the others.
         lost = [card.sample.index for card in unread if card.sample.unread_since is not None]
         return self._probe.finds(lost, now)
 
     def _close(self) -> None:
-        """End the GPU threads that still answer and close the driver, so that it can be reopened."""
-        # Copies are not read by any thread, so the old threads end.
+        """End the GPU threads that are not stuck and close the driver, so that it can be reopened."""
+        # Each thread ends when its entry is no longer in `_cards`, so replace all entries with copies.
         self._cards = tuple(replace(card) for card in self._cards)
         with self._changed:
             self._changed.notify_all()
@@ -260,13 +260,13 @@ class Sampler:
         self._now_closed()
 
     def _watch(self, card: _Card) -> None:
-        """Sample one card once in every interval of the clock, without making up for missed ones."""
+        """Sample one GPU once per clock interval; missed intervals are not made up for."""
         index = card.sample.index
         deadline = processes_due = time.monotonic()
         while self._is_current(card):
-            # Half an interval of slack, since sums of floats never meet exactly.
+            # Half an interval of tolerance, since sums of floats are not exact.
             due = deadline + self._interval / 2 >= processes_due or not card.sample.healthy
-            # Name at once whoever has just begun to use the card.
+            # Identify a process immediately when it begins to use the GPU.
             due = due or card.sample.is_used_unseen
             try:
                 self._turn(card, due)
@@ -289,8 +289,8 @@ class Sampler:
         if not sample.healthy:
             sample = _lost(card.sample, sample)
         if sample.uuid != card.sample.uuid:
-            card.buffered = None  # it is another GPU
-        # The ring comes first, so that it belongs to the GPU of the newest sample.
+            card.buffered = None  # another GPU has this index now
+        # Update the ring first, so that it never lags behind the newest sample after a change of GPU.
         card.ring.append(sample)
         card.sample, card.answered = sample, time.monotonic()
         card.took_s = card.answered - begun
@@ -333,12 +333,12 @@ class Sampler:
     def _read_details(self, sample: GpuSample) -> GpuDetails | None:
         if not sample.healthy or not isinstance(self.source, DetailedSource):
             return None
-        with contextlib.suppress(Exception):  # no particulars are no reason to lose the card
+        with contextlib.suppress(Exception):  # missing details must not make the GPU unreadable
             return self.source.details(sample.index, sample)
         return None
 
     def pace(self, interval_s: float) -> None:
-        """Read the cards at another interval from now on."""
+        """Change the sampling interval."""
         with self._changed:
             self._interval = interval_s
             self._changed.notify_all()
@@ -349,20 +349,20 @@ class Sampler:
         return _blank(card.sample, f"has not answered for {now - card.answered:.0f} s")
 
     def _is_silent(self, card: _Card, now: float) -> bool:
-        """Return whether the present read of a GPU that answered before takes too long."""
+        """Return whether the current read takes too long; False for a GPU that is already known to be unreadable."""
         if self._status is Status.OPENING:
             return False
         waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET
         return waiting and now - card.answered > max(SILENT_AFTER_S, 3 * self._interval)
 
     def _record_silence(self) -> None:
-        """Append an unhealthy sample to the ring of a silent card, so that its line neither freezes nor lags behind."""
+        """Append an unhealthy sample to the ring of a silent GPU, so that its history keeps advancing."""
         for card, sample in zip(self._cards, self.latest(), strict=True):
             if sample is not card.sample:
                 card.ring.append(sample)
 
     def _new_card(self, index: int, old: Sequence[_Card]) -> _Card:
-        """Return the state of a GPU; until the first read it is the state from before the driver was reopened."""
+        """Return the initial state of a GPU: its state before the driver was reopened, or an unhealthy sample."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
             return _Card(old[index].sample, self.ring(index), time.monotonic())
@@ -377,9 +377,9 @@ class Sampler:
         return _Card(sample, card.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, card: _Card | None = None) -> None:
-        """Return at the deadline, or earlier if the sampler stops or pauses, the interval changes or this GPU needs it.
+        """Wait until the deadline, or earlier if the sampler stops or pauses, the interval changes or the GPU needs it.
 
-        A GPU needs it when the user opens its page or the list of processes, or when it is no longer current.
+        A GPU needs it when the user opens its page or the list of processes, or when it is no longer sampled.
         """
         interval, was, shares = self._interval, self._looked_at, self._shares_wanted
         with self._changed:
@@ -403,32 +403,32 @@ class Sampler:
 
 
 def interval_of(timestamp: float, interval_s: float) -> int:
-    """Return the number of the clock interval in which a time lies: the same for all cards, apps and hosts."""
+    """Return the number of the clock interval that contains a time; it is the same for all GPUs, apps and hosts."""
     return math.floor(timestamp / interval_s)
 
 
 def until_next(now: float, interval_s: float) -> float:
-    """Return the seconds until the next interval of the clock has begun.
+    """Return the seconds until the next clock interval has begun.
 
     It adds a tenth of an interval, so that a thread that wakes a little early, or while the clock is being adjusted,
-    does not find itself in the last one.
+    does not still see the previous interval.
     """
     return (interval_of(now, interval_s) + 1.1) * interval_s - now
 
 
 def _join(thread: threading.Thread, deadline: float) -> bool:
-    """Wait for a thread until the deadline; tell whether it has ended."""
+    """Wait for a thread until the deadline; return whether it has ended."""
     thread.join(max(0.0, deadline - time.monotonic()))
     return not thread.is_alive()
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Return an unhealthy sample with the time since when a GPU that could be read before cannot be read."""
+    """Return an unhealthy sample with `unread_since` set: the time when a readable GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 
 def _blank(last: GpuSample, reason: str) -> GpuSample:
-    """Return a sample without values for a card that cannot be read, with its identity."""
+    """Return a sample for a GPU that cannot be read: it has the GPU's identity, but no values."""
     failed = {key: words for key, words in last.failed.items() if key == "uuid"}
     return GpuSample(
         last.index, last.uuid, last.name, time.time(), healthy=False, reason=reason, failed=failed, vendor=last.vendor

@@ -1,4 +1,4 @@
-"""Masks secrets in command lines and environment variables, which go to screens, browsers and other hosts."""
+"""Masks secrets in command lines and environment variables, which screens, browsers and other hosts receive."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "mysql": ("-p",), "mysqldump": ("-p",), "mariadb": ("-p",), "sshpass": ("-p",), "login": ("-p",),
     "smbclient": ("-U",), "curl": ("-u", "-U", "--user", "--proxy-user"), "redis-cli": ("-a",),
 }  # fmt: skip
-# They take a password only directly after -p: the word after a separate -p is a database.
+# These programs take a password only directly after -p: the word after a separate -p is a database.
 _ATTACHED = ("mysql", "mysqldump", "mariadb")
-# Longer arguments are cut, since searching them would take seconds.
+# Longer texts are cut, since searching them would take seconds.
 _LONGEST = 4096
 
 
@@ -65,7 +65,7 @@ def is_harmless(name: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """Mask everything in a text that looks like a secret; cut long texts, so that this stays fast."""
+    """Mask everything in a text that looks like a secret; cut long texts to keep this fast."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}{HIDDEN}"
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
@@ -104,7 +104,7 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def _secret_option(program: str, argument: str) -> str:
-    """Return the option of the program with which an argument begins and whose value is a secret; "" if none."""
+    """Return the option at the start of an argument if its value is a secret for this program; "" otherwise."""
     for option in _OPTIONS.get(program, ()):
         if argument == option or argument.startswith(f"{option}=" if option.startswith("--") else option):
             return option

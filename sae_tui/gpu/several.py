@@ -1,4 +1,4 @@
-"""The cards of several vendors in one machine, numbered one vendor after the other."""
+"""A source for GPUs of several vendors in one machine, with consecutive indices for each vendor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import Reading
 
 
-# Before whoever opens all of them gives up.
+# Less than the limit for opening this source, so that the drivers which answer can still be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 
 class Several:
-    """Reads each vendor's cards by its own source, and marks each sample with its vendor.
+    """Reads each vendor's GPUs through its own source, and marks each sample with its vendor.
 
-    A vendor whose driver fails is left out while another's works; its fault is then among the facts.
+    If a driver fails while another one works, its GPUs are left out, and its fault is listed in the facts.
     """
 
     name = AUTO
@@ -33,14 +33,14 @@ class Several:
     def __init__(self, sources: Sequence[GpuSource]) -> None:
         self.cuda = any(source.cuda for source in sources)
         self._sources = sources
-        # The source of each card, and the card's number in it.
+        # For each GPU, its source and its index there.
         self._cards: list[tuple[GpuSource, int]] = []
         self._faults: list[SourceUnavailable] = []
 
     def open(self) -> int:
         cards: list[tuple[GpuSource, int]] = []
         self._faults = []
-        # Each on a thread of its own: a driver that never answers must not hide the others' cards.
+        # Open each source on its own thread: a driver that never answers must not hide the GPUs of the others.
         counts = [(source, on_thread(source.open)) for source in self._sources]
         deadline = time.monotonic() + LIMIT_S
         for source, count in counts:
@@ -86,10 +86,10 @@ class Several:
         return source.buffered(number) if isinstance(source, RememberingSource) else ()
 
     def facts(self) -> GpuFacts:
-        """Return the facts of all vendors, by the indices of these cards."""
+        """Return the facts of all vendors, with the indices of this source."""
         parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._cards) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
-        # Where one vendor's cards are there, software that is not installed for another's is not missed.
+        # Since one vendor's GPUs work, software that is missing for another vendor is not a fault.
         unread = [DriverFault(error.reason, error.remedy) for error in self._faults if error.is_broken]
         capabilities = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.capabilities)}
         nvlinks = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.nvlinks)}

@@ -1,4 +1,4 @@
-"""Simulated GPUs for the demo, for tests and for pictures; jobs on them are CPU processes."""
+"""Simulated GPUs for the demo, tests and pictures; jobs on them are CPU processes."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 
 
 class Simulated:
-    """Simulates a machine of four GPUs, one of them used by somebody else; repeated for more than four.
+    """Simulates a machine with four GPUs, one of them in use by another user; the four repeat for larger counts.
 
-    `occupied` returns, from any thread, which cards run our jobs right now (UUID to pid and bytes). The values of a
-    card depend only on it and on the clock.
+    `occupied` returns the GPUs that run our jobs now (UUID to pid and bytes); any thread may call it. All values of a
+    GPU are determined by `occupied` and the clock.
     """
 
     name = "simulated"
@@ -87,12 +87,12 @@ class Simulated:
         return self._cards[index].details(self._clock(), sample)
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return equal shares of the card's utilisation."""
+        """Split the utilisation of the GPU equally between its processes."""
         pids = [process.pid for process in sample.processes or ()]
         return dict.fromkeys(pids, round((sample.utilization or 0) / max(1, len(pids))))
 
     def facts(self) -> GpuFacts:
-        """Return pairs in which the first two of every four cards have NVLink, and four cards share a CPU socket."""
+        """Return facts in which every four GPUs share a CPU socket, and the first two of them are linked by NVLink."""
         n_cards = len(self._cards)
         pairs = tuple(starmap(_pair, combinations(range(n_cards), 2)))
         bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
@@ -110,17 +110,17 @@ def _pair(first: int, second: int) -> GpuPair:
 
 
 def uuid_of(index: int) -> str:
-    """Return the UUID of a simulated card, the same in every process."""
+    """Return the UUID of a simulated GPU, which is the same in every process."""
     return f"{UUID_PREFIX}{index}"
 
 
 def is_simulated(uuid: str) -> bool:
-    """Tell whether a card of the stored history was a simulated one."""
+    """Return whether a UUID, for example in the stored history, belongs to a simulated GPU."""
     return uuid.startswith(UUID_PREFIX)
 
 
 def faults_of(text: str) -> dict[int, str]:
-    """Parse "1:lost,2:no_power" into faults by index; raise `UserError` where it is wrong."""
+    """Parse a text like "1:lost,2:no_power" into faults by index; raise `UserError` if it is wrong."""
     fault_by_index: dict[int, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         index, _, fault = part.partition(":")
@@ -161,7 +161,7 @@ class _Card:
         )  # fmt: skip
 
     def details(self, now: float, sample: GpuSample) -> GpuDetails:
-        """Return particulars that go with the sample."""
+        """Return details that are consistent with the sample."""
         from sae_tui.gpu.details import GpuDetails
 
         busy = (sample.utilization or 0) / 100
@@ -194,7 +194,7 @@ class _Card:
         )
 
     def _running(self, uuid: str) -> tuple[GpuProcess, ...]:
-        """Return the processes on the card: somebody else's and the one of our job."""
+        """Return the processes on the GPU: the other user's and our job's."""
         foreign = (self._kind.foreign,) if self._kind.foreign else ()
         if uuid not in (occupied := self._occupied()):
             return foreign
@@ -202,7 +202,7 @@ class _Card:
         return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
 
     def _utilization(self, now: float, *, busy: bool) -> float:
-        """Return percent: 0 when idle, two slow waves between 80 and 95 when busy, near 97 with somebody else's job."""
+        """Return percent: 0 when idle, slow waves between 80 and 95 when busy, near 97 if another user's job runs."""
         if not busy:
             return 0.0
         wave = 0.6 * math.sin(now / 3.7 + self._index) + 0.4 * math.sin(now / 1.3 + 2 * self._index)
@@ -210,7 +210,7 @@ class _Card:
 
 
 class _Heat:
-    """A temperature that approaches that of an idle or busy card exponentially."""
+    """A temperature that exponentially approaches the temperature of an idle or busy GPU."""
 
     def __init__(self, *, hot: bool) -> None:
         self._busy = hot
@@ -228,7 +228,7 @@ class _Heat:
 
 
 def _condition(busy: float) -> Condition:
-    """Return the condition of a card that is so busy, 0 to 1; from 0.98 on at its power limit."""
+    """Return the condition of a GPU with a utilisation of `busy`, 0 to 1; from 0.98 it is at its power limit."""
     return Condition(
         sm_clock_mhz=round(1485 * busy) + 210,
         performance_state=2 if busy else 8,

@@ -1,4 +1,4 @@
-"""Reads `gpu.db`: samples of a card by its UUID, and their means per step, whichever index the card had."""
+"""Reads `gpu.db`: the samples of a GPU, identified by its UUID since its index may change, and their means per step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
-# So many seconds are read to the end before they are handed on: a reader that holds a statement open for as long as
-# somebody looks at its output keeps the write-ahead log from being emptied.
+# History is read in windows of this many seconds, each completely before its rows are yielded: a statement that stays
+# open while a user pages through the output would prevent the write-ahead log from being truncated.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_CARDS = 100_000
-# How far ahead a clock may have been: rows of later times are not read.
+# Rows that are further in the future, from a clock that was ahead, are not read.
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# Rows have the index as key, since no two cards have the same one at a time; the UUID says which card had it when.
-# CROSS JOIN makes SQLite keep the order of the tables, so that each place is a range of the primary key.
+# The index is part of the primary key, since at any time only one GPU has it; the UUID identifies that GPU. A place is
+# an index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each place becomes a range
+# of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
     " json_extract(value, '$[2]') AS sample_end, json_extract(value, '$[3]') AS minute_begin,"
@@ -71,7 +72,7 @@ LAST_BUSY = (
 
 
 class StoredSample(NamedTuple):
-    """A row of the history: a sample, or the means of `samples` of them from `timestamp` on."""
+    """A row of the history: one sample, or the means of several `samples` from `timestamp` on."""
 
     gpu_index: FewAtOnce
     timestamp: Time
@@ -86,7 +87,7 @@ class StoredSample(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A step of all cards: sums and means over those that have the sensor, out of `gpus_counted` with a sample."""
+    """One time step of all GPUs: sums and means over the GPUs with the sensor; `gpus_counted` have a sample."""
 
     timestamp: float
     gpus_counted: int
@@ -98,7 +99,7 @@ class Totals(NamedTuple):
 
 
 def recent(path: Path, host: str, seconds: float) -> dict[str, list[Reading]]:
-    """Return the samples of the last `seconds` of each card, by UUID, to fill the rings."""
+    """Return the samples of the last `seconds` of each GPU, by UUID, to fill the rings."""
     if not path.exists():
         return {}
     now = time.time()
@@ -113,9 +114,9 @@ def recent(path: Path, host: str, seconds: float) -> dict[str, list[Reading]]:
 def stored_samples(
     path: Path, host: str, begin: float, *, uuid: str | None = None, step_s: int | None = None
 ) -> Iterator[StoredSample]:
-    """Yield the history of a card, or of all, since `begin`, oldest first; means of minutes where samples are deleted.
+    """Yield the history of one GPU, or of all, since `begin`, oldest first; minute means replace deleted samples.
 
-    With `step_s` yield the mean of each step, the first of which may begin earlier. Only an hour, or one step, is in
+    With `step_s`, yield the mean of each step; the first step may begin earlier. Only one hour, or one step, is in
     memory at a time.
     """
     with explain_errors(path), closing(_open(path)) as db:
@@ -131,7 +132,7 @@ def stored_samples(
 
 
 def totals(rows: Iterable[StoredSample]) -> Iterator[Totals]:
-    """Combine rows of all cards, in order of time, into one row for each step."""
+    """Combine rows of all GPUs, in chronological order, into one row per step."""
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
         cards = list(each)
         busy = _not_none(card.utilization for card in cards)
@@ -140,7 +141,7 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[Totals]:
             timestamp,
             len(cards),
             sum(used) if (used := _not_none(card.memory_used_bytes for card in cards)) else None,
-            # The total of those cards only whose used memory is in the sum.
+            # Sum the total memory only of GPUs whose used memory is in the sum.
             sum(_not_none(card.memory_total_bytes for card in cards if card.memory_used_bytes is not None)) or None,
             round(sum(busy) / len(busy), 2) if busy else None,
             max(_not_none(card.temperature_c for card in cards), default=None),
@@ -149,10 +150,10 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[Totals]:
 
 
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
-    """Return when the utilisation of a card was last above `above` percent, or `after` if it was not since then.
+    """Return when the utilisation of a GPU was last above `above` percent, or `after` if it has not been since then.
 
-    Return None where nothing is known: no history of that time, or of the last minutes, or none of utilisation, as of
-    a slice.
+    Return None if this is unknown: there is no history since then, or none of the last minutes, or none of the
+    utilisation, which a slice does not report.
     """
     if not path.exists():
         return None
@@ -167,7 +168,10 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
 def energy_readings(
     path: Path, host: str, cards: Iterable[tuple[int, str]], after: Mapping[str, float], until: float
 ) -> dict[str, list[EnergyReading]]:
-    """Return, by UUID, the readings of cards, given as (index, UUID), from `after` of each, exclusive, to `until`."""
+    """Return the energy readings of GPUs by UUID, from each GPU's time in `after` (exclusive) to `until`.
+
+    `cards` are pairs of index and UUID.
+    """
     with explain_errors(path), closing(_open(path)) as db:
         return {
             uuid: list(readable(db.execute(ENERGY, (host, index, after[uuid], until, uuid)).fetchall(), EnergyReading))
@@ -176,7 +180,7 @@ def energy_readings(
 
 
 def indices(db: sqlite3.Connection, host: str) -> list[int]:
-    """Return the indices that cards of a host have had, by one key lookup for each, without reading the tables."""
+    """Return all GPU indices of a host, with one key lookup for each instead of a scan of the tables."""
     all_indices: set[int] = set()
     for table in ("gpu_minutes", "gpu_metrics"):
         query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_CARDS}"
@@ -189,9 +193,9 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
 def _places(
     db: sqlite3.Connection, host: str, begin: float = 0.0, uuid: str | None = None, *, minutes: bool = False
 ) -> str:
-    """Return, as JSON, the indices at which a card, or any, was, with the times of its samples and of its minutes.
+    """Return, as JSON, the indices that one GPU (or any) has had, each with its time ranges of samples and of minutes.
 
-    Where both cover a time, samples are read or, with `minutes`, the minutes, which are sixty times fewer.
+    If both tables cover a time, samples are read or, with `minutes`, the minute means, which are sixty times fewer.
     """
     held = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute >= ? AND gpu_uuid = ?)"
     places: list[tuple[float, ...]] = []
@@ -208,7 +212,7 @@ def _places(
 
 
 def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
-    """Return the times of the oldest and the newest row, the latter no more than `AHEAD_S` in the future."""
+    """Return the times of the oldest and the newest row; the newest is at most `AHEAD_S` in the future."""
     host_indices = indices(db, host)
     tables = (("gpu_minutes", "minute", MINUTE_S), ("gpu_metrics", "timestamp", 1))
     oldest = [_end(db, host, i, "min", table, key, NEVER) * unit for table, key, unit in tables for i in host_indices]
@@ -217,8 +221,8 @@ def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
 
 
 def _end(db: sqlite3.Connection, host: str, index: int, which: str, table: str, key: str, default: float) -> float:
-    # Bounded above, since SQLite sorts text after all numbers.
-    """Return the least or largest key ("min" or "max") of a card's rows; `default` if it has none."""
+    """Return the smallest or largest key ("min" or "max") of the rows at an index; `default` if there are none."""
+    # The key has an upper bound, since SQLite sorts text after all numbers.
     query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ? AND {key} BETWEEN 0 AND {NEVER}"
     key_value: float | None = db.execute(query, (host, index)).fetchone()[0]
     return default if key_value is None else key_value

@@ -1,6 +1,6 @@
-"""Leaves out the cards that CUDA_VISIBLE_DEVICES, or the like of another vendor, hides.
+"""Leaves out the GPUs that CUDA_VISIBLE_DEVICES, or another vendor's equivalent variable, hides.
 
-All are sampled and stored, but only the others are shown.
+Hidden GPUs are sampled and stored, but not shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 def visible(
     samples: Iterable[GpuSample], source_name: str, environ: Mapping[str, str] = os.environ
 ) -> tuple[GpuSample, ...]:
-    """Return the samples of the cards that may be used, by index; of simulated ones none is hidden."""
+    """Return the samples of the visible GPUs, by index; simulated GPUs are never hidden."""
     samples = tuple(samples)
     cards = [(sample.index, sample.uuid, sample.vendor or source_name) for sample in samples]
     left = left_by(cards, lambda vendor: vendor.visible_devices(environ))
@@ -23,9 +23,9 @@ def visible(
 
 
 def left_by(cards: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
-    """Return the indices of the cards (index, UUID, vendor) that each vendor's variable leaves, by its own numbers.
+    """Return the indices of the GPUs (index, UUID, vendor) that each vendor's variable leaves visible.
 
-    Cards of no vendor, such as simulated ones, are left.
+    A variable counts the GPUs of its vendor from 0. GPUs without a vendor, such as simulated ones, stay visible.
     """
     by_vendor: dict[str, list[tuple[int, str]]] = {}
     for index, uuid, name in cards:
@@ -44,12 +44,12 @@ def left_by(cards: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], 
 
 
 def count_visible(n_visible: int, n_cards: int, source_name: str) -> str:
-    """Return how many cards are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if none is hidden."""
+    """Return the number of GPUs shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if none is hidden."""
     return f"{n_visible} of {n_cards} GPUs, by {_variables(source_name)}" if n_visible < n_cards else ""
 
 
 def all_hidden(n_cards: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return why no card can be used, and what to do, where all are hidden."""
+    """Return the message for the case that all GPUs are hidden, with a remedy."""
     variable = _variables(source_name, environ)
     limit = environ.get(variable)
     value = "" if limit is None else f'="{limit}"'
@@ -57,14 +57,18 @@ def all_hidden(n_cards: int, source_name: str, environ: Mapping[str, str] = os.e
 
 
 def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the variables that hide cards of this source, or of all vendors where it has several, as far as set."""
+    """Return the names of the set variables that can hide GPUs of this source, joined with "and".
+
+    A source with several vendors has the variables of all vendors. If no variable is set, return the first vendor's
+    main variable.
+    """
     vendors = [VENDORS[source_name]] if source_name in VENDORS else list(VENDORS.values())
     names = dict.fromkeys(name for vendor in vendors for name in vendor.limits(environ))
     return " and ".join(names) or vendors[0].variable
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Write GPU numbers as `GPUs 0, 2-7`."""
+    """Format GPU indices, like `GPUs 0, 2-7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:

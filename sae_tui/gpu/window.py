@@ -1,4 +1,4 @@
-"""The past in as many columns as there are to draw: of one card the newest intervals, of one or all a span stored."""
+"""History in a given number of columns: the newest intervals of one GPU, or a stored time span of one GPU or all."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sae_tui.gpu.ring import reading_of
 from sae_tui.gpu.stored import MINUTE_S, stored_samples
 
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
-# Seconds that can be looked at, beyond the newest intervals.
+# Time spans that can be shown besides the newest intervals, in seconds.
 SPANS_S = (300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400)
-# From here on the means of minutes are read, sixty times fewer than samples.
+# For longer spans, minute means are read, which are sixty times fewer than samples.
 _MINUTES_FROM_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Columns of `step_s` seconds each from `begin` on: for each field a value or None, and the job that ran then."""
+    """Columns of `step_s` seconds each from `begin` on: a value or None for each field, and the job that ran then."""
 
     begin: float
     step_s: float
@@ -34,12 +34,12 @@ class Window:
         return self.begin + self.step_s * len(self.jobs)
 
     def time_of(self, column: float) -> float:
-        """Return when a column begins, in seconds since the epoch."""
+        """Return the start of a column in seconds since the epoch."""
         return self.begin + self.step_s * column
 
 
 def live_window(past: Past, index: int, n: int, interval_s: float, job: int | None) -> Window:
-    """Return the newest `n` intervals of a card, which `job` has now."""
+    """Return the newest `n` intervals of a GPU, on which `job` runs now."""
     columns = {name: past.column(index, name, n) for name in FIELDS}
     length = max(map(len, columns.values()), default=0)
     begin = (math.floor(time.time() / interval_s) + 1 - length) * interval_s
@@ -47,9 +47,9 @@ def live_window(past: Past, index: int, n: int, interval_s: float, job: int | No
 
 
 def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: float) -> Window:
-    """Return the last `span_s` seconds of a card from the store in at most `n` columns; empty where there is none.
+    """Return the last `span_s` seconds of a GPU from the store, in at most `n` columns; missing values are None.
 
-    Raise `UserError` where the store cannot be read.
+    Raise `UserError` if the store cannot be read.
     """
     first, length, step = _columns(span_s, n, now)
     columns: dict[str, list[float | None]] = {name: [None] * length for name in FIELDS}
@@ -64,9 +64,9 @@ def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: 
 
 
 def stored_past(path: Path, host: str, samples: Sequence[GpuSample], span_s: float, n: int, now: float) -> Past:
-    """Return the last `span_s` seconds of the cards of these samples from the store, in at most `n` columns.
+    """Return the last `span_s` seconds of the GPUs in `samples` from the store, in at most `n` columns.
 
-    Raise `UserError` where the store cannot be read.
+    Raise `UserError` if the store cannot be read.
     """
     first, length, step = _columns(span_s, n, now)
     slots: dict[str, list[Slot]] = {sample.uuid: [BLANK] * length for sample in samples}
@@ -82,7 +82,7 @@ def stored_past(path: Path, host: str, samples: Sequence[GpuSample], span_s: flo
 
 
 def _columns(span_s: float, n: int, now: float) -> tuple[int, int, int]:
-    """Return the number of the first column, how many there are, and how many seconds each has."""
+    """Return the number of the first column, the number of columns, and the seconds per column."""
     step = max(1, math.ceil(span_s / max(1, n)))
     if span_s > _MINUTES_FROM_S:
         step = math.ceil(step / MINUTE_S) * MINUTE_S
