@@ -1,1 +1,1 @@
-"""Other hosts' GPUs and jobs, over the user's own ssh; no screen is here."""
+"""The GPUs and jobs of other hosts, over the user's own ssh. It contains no UI code."""

@@ -1,4 +1,4 @@
-"""Why ssh or the `sae-tui` behind it has ended, in one sentence each, with what to do about it."""
+"""Reasons why ssh, or `sae-tui` on the other host, has ended, each in one sentence with a remedy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 from sae_tui.ssh import NO_SAE_TUI
 
-SSH_FAILED = 255  # as ssh itself ends where it cannot connect, or the line is cut
-# Not more often: servers shut out an address that is refused a few times.
+SSH_FAILED = 255  # ssh's exit code if it cannot connect, or if the connection breaks
+# The wait after a refusal: servers block an address after a few refused logins.
 _REFUSED_AGAIN_S = 300.0
 
 
 class Cause(NamedTuple):
-    """A sentence that follows the name of a host, and for how long not to try again; 0 leaves that to the caller."""
+    """A sentence that follows the name of a host, and the wait before the next try; 0 leaves it to the caller."""
 
     sentence: str
     wait_s: float = 0.0
 
 
 def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause:
-    """Return why there was no greeting from a host, by the exit code and the last lines of standard error."""
+    """Return why a host sent no greeting, from the exit code and the last lines of standard error."""
     told = "\n".join(complaints)
     if exit_code == SSH_FAILED:
         return _of_ssh(host, told, complaints)
@@ -33,7 +33,7 @@ def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause
 
 
 def other_protocol(theirs: int, version: str, ours: int) -> Cause:
-    """Return what to do where two versions do not understand each other."""
+    """Return the cause for a host whose protocol version differs, with a remedy."""
     older, where = ("too old", "there") if theirs < ours else ("newer than the one here", "here")
     return Cause(f"has sae-tui {version}, which is {older}; update it {where}")
 
@@ -59,7 +59,7 @@ def _of_ssh(host: str, told: str, complaints: Sequence[str]) -> Cause:
 
 
 def bare(host: str) -> str:
-    """Return the name of a host without that of the user."""
+    """Return the host name without the user name."""
     return host.rpartition("@")[2]
 
 

@@ -1,4 +1,4 @@
-"""What is done to a job on another host: a command of `sae-tui` there, and its answer."""
+"""Actions on the jobs of another host: run a `sae-tui` command there and return its answer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from trainer.contract.printable import printable
 
 LIMIT_S = 60.0
 _MOST_BYTES = 16 << 10
-_LEAVE_S = 1.0  # for the exit code of one whose output has ended, or is too long
+_LEAVE_S = 1.0  # wait for the exit code after the output has ended or is too long
 
 
 class Errands:
-    """Runs commands of `sae-tui` on other hosts, each from a thread of its own, until all of them are ended at once."""
+    """Runs `sae-tui` commands on other hosts, each on the thread of its caller; all can be ended at once."""
 
     def __init__(self, ssh: Sequence[str]) -> None:
         self._ssh = tuple(ssh)
-        # Held while a process starts, so that none is overlooked when all are ended.
+        # Held while a process starts, so that `end_all` does not miss it.
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_over = False
 
     def run(self, host: str, words: Sequence[str], given: str = "") -> str:
-        """Run `sae-tui` with these words on a host and return its last line; raise `UserError` where that fails.
+        """Run `sae-tui` with these arguments on a host and return its last line; raise `UserError` if that fails.
 
-        `given` is what it reads from its standard input.
+        `given` is its standard input.
         """
         process = self._start(host, words, given)
         late = threading.Timer(LIMIT_S, signal_all, (process, signal.SIGKILL))
@@ -65,7 +65,7 @@ class Errands:
         return process
 
     def end_all(self) -> None:
-        """End those that are under way, which then fail, and begin no other."""
+        """End all running commands, which then fail, and refuse new ones."""
         with self._lock:
             self._is_over = True
             for process in tuple(self._running):

@@ -1,4 +1,4 @@
-"""One thread per host: it starts ssh, takes in what the other side tells, and connects again when it is cut."""
+"""One thread per host, which starts ssh, processes the messages of the host, and reconnects after a failure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sae_tui.hosts.view import HostView, Stage
 from trainer.contract.printable import printable
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-# A connection that held for so long was a good one.
+# A connection that lasted this long was good, so that the next wait is short again.
 _STEADY_S = 30.0
-# The other side writes every second. A host that is silent for longer is shown as silent, then connected again. The
-# greeting may take longer, since a login may.
+# The host writes every second. A host that sends nothing for longer is shown as silent; later the connection is cut
+# and opened again. The greeting may take longer, since a login may be slow.
 SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
-# What a login script may print before the greeting.
+# The number of lines that a login script may print before the greeting.
 _MOST_NOISE = 50
 
 
 class Refused(Exception):
-    """The other side is not one that can be followed; `cause` says why."""
+    """Raised for a host that cannot be followed; `cause` says why."""
 
     def __init__(self, cause: Cause) -> None:
         super().__init__(cause.sentence)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 def messages(link: Link) -> Iterator[Message]:
-    """Yield the messages that follow the greeting; raise `Refused` for another protocol and for what is no message."""
+    """Yield the greeting and the messages after it; raise `Refused` for another protocol or an invalid message."""
     lines = link.lines()
     try:
         hello = _greeting(lines)
@@ -49,7 +49,7 @@ def messages(link: Link) -> Iterator[Message]:
 
 
 def _greeting(lines: Iterator[bytes]) -> Hello | None:
-    """Return the greeting, past what a login script has printed; None where the other side ends before it."""
+    """Return the greeting, and skip the output of login scripts; return None if the output ends before the greeting."""
     for _, line in zip(range(_MOST_NOISE), lines, strict=False):
         try:
             hello = decode(line)
@@ -66,9 +66,9 @@ def _greeting(lines: Iterator[bytes]) -> Hello | None:
 
 
 class HostFollower:
-    """Keeps `view` of a host up to date, and the past of its GPUs; `on_change` is called on its thread.
+    """Keeps the `view` of a host and the history of its GPUs up to date; calls `on_change` on its thread.
 
-    It is called for a change of state and for jobs; samples are there for whoever looks.
+    `on_change` is called when the state or the jobs change, but not for every sample; screens poll those.
     """
 
     def __init__(self, name: str, argv: Sequence[str], on_change: Callable[[], object]) -> None:
@@ -85,17 +85,17 @@ class HostFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End ssh and the thread; it holds nothing that must be waited for."""
+        """End ssh and the thread; there is no need to wait for them."""
         self._stopped.set()
         self.cut()
 
     def cut(self) -> None:
-        """End ssh; the thread starts it again."""
+        """End ssh; the thread then starts it again."""
         if link := self._link:
             link.stop()
 
     def past(self, n: int, interval_s: float) -> Past:
-        """Return the last `n` intervals of every GPU, by this machine's clock."""
+        """Return the last `n` intervals of each GPU, by this machine's clock."""
         return past(self._rings, n, interval_s=interval_s, now=time.time())
 
     def _run(self) -> None:
@@ -105,7 +105,7 @@ class HostFollower:
             try:
                 cause = self._follow()
             except Exception as error:
-                # This thread must outlive whatever another host does.
+                # This thread must survive anything that another host sends.
                 cause = Cause(printable(f"cannot be followed: {error!r}"))
             if self._stopped.is_set():
                 return
@@ -137,10 +137,10 @@ class HostFollower:
         return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
 
     def _judge_silence(self) -> None:
-        """Mark a host that sends nothing for 5 s as silent, and end a connection that is silent for longer.
+        """Mark a host that sends nothing for 5 s as silent, and cut a connection that is silent for 30 s.
 
-        ssh notices a broken connection, but not a host that hangs behind a working one. Bytes count, not messages: a
-        list of many jobs takes more than 30 s on a slow line.
+        ssh notices a broken connection, but not a host that hangs behind a working one. Any byte counts as a sign of
+        life, since a message with many jobs takes more than 30 s over a slow connection.
         """
         if (link := self._link) is None:
             return
@@ -172,7 +172,7 @@ class HostFollower:
 
     def _take_gpus(self, message: Gpus) -> None:
         now = time.time()
-        # Only those of the cards there are: of what a host may call its cards there is no end.
+        # Keep rings only for the indices of this message: otherwise a host could fill the memory with new indices.
         self._rings = {card.index: self._rings.get(card.index) or Ring() for card in message.cards}
         for card in message.cards:
             self._rings[card.index].append(card.sample(now))
@@ -182,7 +182,7 @@ class HostFollower:
             self._on_change()
 
     def _tell_end(self, cause: Cause) -> None:
-        """Say why there is no connection; of one that was cut, since when."""
+        """Show why there is no connection and, if it was cut, since when."""
         if self.view.stage in (Stage.CONNECTED, Stage.SILENT):
             since = time.time() if self.view.is_connected else self.view.since
             self._change(stage=Stage.CUT, sentence=cause.sentence, since=since, cards=())

@@ -1,4 +1,4 @@
-"""All other hosts that are watched, and what can be done on them."""
+"""All monitored hosts, and the actions on them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.contract.settings.toml import table_of
 
 
 class Hosts:
-    """A follower for each host; the pictures they keep may be read by any thread.
+    """A follower for each host; any thread may read their views.
 
-    With `demo`, their GPUs are simulated and their jobs those of their demo.
+    With `demo`, the hosts show simulated GPUs and the jobs of their demo.
     """
 
     def __init__(self, names: Sequence[str], ssh: Sequence[str] = ("ssh",), *, demo: bool = False) -> None:
-        """Prepare it; raise `UserError` where a name is none that ssh should be given."""
+        """Create the followers; raise `UserError` if a host name is not safe to pass to ssh."""
         self._ssh = tuple(ssh)
         self._flags = ("--demo",) if demo else ()
         self._on_change: Callable[[], object] = lambda: None
@@ -31,13 +31,13 @@ class Hosts:
         }
 
     def start(self, on_change: Callable[[], object]) -> None:
-        """Connect to all of them; call `on_change`, on any thread, when there is news."""
+        """Connect to all hosts; `on_change` is called, from any thread, after changes."""
         self._on_change = on_change
         for follower in self._followers.values():
             follower.start()
 
     def stop(self) -> None:
-        """End all connections, errands as well: whoever leaves does not wait for a host."""
+        """End all connections and running commands, so that the app does not wait for a host when it ends."""
         for follower in self._followers.values():
             follower.stop()
         self._errands.end_all()
@@ -49,27 +49,27 @@ class Hosts:
 
     @property
     def views(self) -> tuple[HostView, ...]:
-        """Every host as it is known now, in the order they were named."""
+        """The current view of each host, in the order of their names at the start."""
         return tuple(follower.view for follower in self._followers.values())
 
     def past(self, name: str, n: int, interval_s: float) -> Past:
-        """Return the last `n` intervals of every GPU of a host."""
+        """Return the last `n` intervals of each GPU of a host."""
         return self._followers[name].past(n, interval_s)
 
     def argv(self, name: str, *words: str) -> list[str]:
-        """Return the argv that runs `sae-tui` with these words on a host."""
+        """Return the command that runs `sae-tui` with these arguments on a host."""
         return ssh_argv(name, [*words, *self._flags], self._ssh)
 
     def run(self, name: str, *words: str) -> str:
-        """Run `sae-tui` with these words on a host; return its answer, or raise `UserError`."""
+        """Run `sae-tui` with these arguments on a host; return its answer, or raise `UserError`."""
         return self._errands.run(name, [*words, *self._flags])
 
     def launch(self, name: str, job_file: str, gpus: str) -> str:
-        """Launch a job on a host, which checks it; return its answer, or raise `UserError`.
+        """Launch a job on a host, which also checks it; return its answer, or raise `UserError`.
 
-        `gpus` are those of that host, as `--gpus` takes them: `auto:2`, `0,1` or `cpu`.
+        `gpus` chooses GPUs of that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
         """
-        # The user has allowed the code in the form. Send the flag only if needed, since older hosts do not know it.
+        # The user has allowed the job's code in the form. Send the flag only if needed, since older versions lack it.
         allows = [FLAG] if any(code_in(table_of(job_file))) else []
         words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]
         return self._errands.run(name, words, job_file)

@@ -1,4 +1,4 @@
-"""A process that writes lines, such as ssh, read no faster than a host of good will writes them."""
+"""A rate-limited line reader for a subprocess such as ssh; a well-behaved host stays below the limit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from sae_tui.hosts.protocol import LONGEST_LINE
 from trainer.contract.printable import printable
 
-# A busy host writes 2 lines and 150 kB a second.
+# A busy host writes 2 lines and 150 kB per second.
 _BYTES_S, _BURST = 256 << 10, 2 << 20
-# What a line costs at least, so that short ones cannot come by the ten thousand: 16 lines/s go on for ever.
+# The minimum cost of a line in bytes, so that short lines are limited too: 16 lines/s in the long run.
 _LEAST_COST = 16 << 10
 _CHUNK = 64 << 10
 _LOOK_S = 0.5
@@ -25,14 +25,14 @@ _LEAVE_S = 1.0
 
 
 class Allowance:
-    """How many bytes may be read: so many a second, and a burst of more after a rest."""
+    """The number of bytes that may be read: `bytes_s` per second, plus a burst after a pause (token bucket)."""
 
     def __init__(self, bytes_s: float = _BYTES_S, burst: float = _BURST) -> None:
         self._bytes_s, self._burst = bytes_s, burst
         self._left, self._at = burst, time.monotonic()
 
     def take(self, n_bytes: int) -> float:
-        """Take so many bytes, and return for how many seconds to wait before the next are taken."""
+        """Take `n_bytes`, and return how many seconds to wait before the next call."""
         now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._bytes_s) - n_bytes
         self._at = now
@@ -40,9 +40,9 @@ class Allowance:
 
 
 class Link:
-    """The process and what it writes; used by one thread, but `stop` by any.
+    """A subprocess and its output; used by one thread, but any thread may call `stop`.
 
-    Its standard input is a pipe that ends with this process, however that ends.
+    Its standard input is a pipe that closes when this process ends, even if it is killed.
     """
 
     def __init__(self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:
@@ -56,22 +56,22 @@ class Link:
         self._stopped = threading.Event()
         self._errors = b""
         self._on_wait = on_wait
-        # When standard output last had bytes, or the process was started: monotonic time and wall-clock time.
+        # When standard output last had bytes, or when the process started: monotonic time and wall-clock time.
         self.heard = (time.monotonic(), time.time())
 
     @property
     def complaints(self) -> list[str]:
-        """The last lines that it wrote to standard error, printable."""
+        """The last lines of standard error, made printable."""
         lines = self._errors.decode(errors="replace").replace("\r", "\n").split("\n")
         return [printable(line.strip()) for line in lines if line.strip()]
 
     def stop(self) -> None:
-        """End the process, and with it `lines`."""
+        """End the process, which also ends `lines`."""
         self._stopped.set()
         signal_all(self._process, signal.SIGTERM)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines it writes, without their ends; raise `ValueError` for one that is too long."""
+        """Yield the lines that the process writes, without line ends; raise `ValueError` if a line is too long."""
         partial = b""
         for chunk in self._chunks():
             *whole, partial = (partial + chunk).split(b"\n")
@@ -84,14 +84,14 @@ class Link:
                 raise ValueError(f"a line is longer than {LONGEST_LINE >> 20} MiB")
 
     def close(self) -> int:
-        """End the process if it has not ended by itself, and return its exit code."""
+        """End the process if it is still running, and return its exit code."""
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream:
                 stream.close()
         return end(self._process, _LEAVE_S)
 
     def _chunks(self) -> Iterator[bytes]:
-        """Yield what comes on standard output until it ends; keep the end of what comes on standard error."""
+        """Yield standard output until it ends; keep the end of standard error."""
         out, err = self._process.stdout, self._process.stderr
         assert out is not None
         assert err is not None
@@ -117,15 +117,15 @@ class Link:
 
 
 def signal_all(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a process in a session of its own and to all that it has started there."""
-    # Once it is waited for, its number may be another's.
+    """Send a signal to the process group of a process that leads its own session."""
+    # After the exit code is collected, the pid may belong to another process.
     if process.returncode is None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, number)
 
 
 def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
-    """Return the exit code of a process, which has so long to end by itself, and end what it has left behind."""
+    """Wait up to `patience_s` for a process to end, kill its process group, and return its exit code."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and not _has_ended(process.pid):
         time.sleep(0.01)
@@ -134,5 +134,5 @@ def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
 
 
 def _has_ended(pid: int) -> bool:
-    """Tell whether a child has ended, and leave its exit code to be waited for."""
+    """Return whether a child has ended, without collecting its exit code."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None

@@ -1,4 +1,4 @@
-"""Follows the log of a job on another host, for the screen."""
+"""Follows the log of a job on another host, so that a screen can show it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sae_tui.hosts.protocol import Log
 
 
 class FarLogReader:
-    """A thread that hands over lines; the last one says why there are no more, once the line is cut."""
+    """A thread that passes lines to `on_lines`; the last line says why there are no more."""
 
     def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str]], object]) -> None:
         self._host, self._argv, self._on_lines = host, argv, on_lines
@@ -37,7 +37,7 @@ class FarLogReader:
             self._on_lines([f"({self._host} {end})"])
 
     def _follow(self) -> str:
-        """Hand over lines until there are no more, and return why."""
+        """Pass lines to `on_lines` until there are no more, and return why they ended."""
         try:
             link = self._link = Link(self._argv)
         except OSError as error:

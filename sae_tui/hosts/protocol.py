@@ -1,4 +1,4 @@
-"""What `sae-tui stream` writes on another host, a line of JSON each, and how it is read here: as a stranger's."""
+"""The messages that `sae-tui stream` writes on another host, one line of JSON each; readers treat them as untrusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_LINE = 1 << 20  # bytes
 LONGEST_TEXT, LONGEST_LOG_LINE = 300, 1000  # characters
 MOST_PROCESSES = 8  # of a GPU
 _NOT_OF_SAMPLES = ("holder", "use", "processes")
-MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # of which a message is no longer than a line may be
+MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that it fits into one line
 _MOST_AFTER, _MOST_TAGS = 100, 20
 
 Use = Literal["dim", "good", "warn"]
@@ -31,14 +31,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first line: which protocol is spoken, and by which version of the program."""
+    """The first line: the version of the protocol and of the program."""
 
     protocol: FewAtOnce
     version: str
 
 
 class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process on a GPU; its fields are those of `GpuProcess`."""
+    """A process on a GPU, with the same fields as `GpuProcess`."""
 
     pid: Pid
     user: str | None = None
@@ -47,7 +47,7 @@ class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A GPU as it was read last, who has it, in words, and the processes that hold most of its memory."""
+    """The newest sample of a GPU, its holder in words, and the processes that use most of its memory."""
 
     index: FewAtOnce
     uuid: str
@@ -65,20 +65,20 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     processes: Annotated[tuple[FarProcess, ...], Meta(max_length=MOST_PROCESSES)] = ()
 
     def sample(self, timestamp: float) -> GpuSample:
-        """Return it as a sample that was taken at this time of this machine's clock."""
+        """Return the GPU as a sample; `timestamp` is from this machine's clock."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_OF_SAMPLES}
         return GpuSample(timestamp=timestamp, **fields)
 
 
 class Gpus(msgspec.Struct, frozen=True, tag="gpus"):
-    """All GPUs of the host; `problem` says why there are none, where that is so."""
+    """All GPUs of the host; `problem` says why there are none."""
 
     cards: Annotated[tuple[Card, ...], Meta(max_length=MOST_GPUS)] = ()
     problem: str = ""
 
 
 class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of a job what the list of jobs shows; its fields are those of `JobView`."""
+    """The fields of a job that the list of jobs shows, named as in `JobView`."""
 
     id: JobId
     name: str
@@ -115,11 +115,11 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_TAGS)] = ()
     note: str = ""
-    # As a state an app of an older version would not know it.
+    # A separate field, since older versions do not know the state `imported`.
     imported: bool = False
 
     def view(self, host: str) -> JobView:
-        """Return it as a job of this host; what was not sent of it is empty."""
+        """Return the job as a job of `host`; fields that were not sent are empty."""
         device: Literal["cuda", "cpu"] = "cuda" if self.gpu_ids else "cpu"
         fields = msgspec.structs.asdict(self)
         if fields.pop("imported"):
@@ -128,7 +128,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
-    """The newest jobs of the host; `more` are older, and `problem` says why they cannot be read, where that is so."""
+    """The newest jobs of the host; `more` counts the older ones, and `problem` says why jobs cannot be read."""
 
     jobs: Annotated[tuple[FarJob, ...], Meta(max_length=MOST_JOBS)] = ()
     more: Count = 0
@@ -136,7 +136,7 @@ class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
 
 
 class Log(msgspec.Struct, frozen=True, tag="log"):
-    """The next lines of the log that was asked for."""
+    """The next lines of the requested log."""
 
     lines: Annotated[tuple[str, ...], Meta(max_length=MOST_LOG_LINES)] = ()
 
@@ -145,7 +145,7 @@ Message = Hello | Gpus | Jobs | Log
 
 
 def far_card(sample: GpuSample, holder: str, use: str) -> Card:
-    """Return what is sent of a GPU."""
+    """Convert a sample to the protocol's GPU record."""
     fields = {name: getattr(sample, name) for name in Card.__struct_fields__ if name not in _NOT_OF_SAMPLES}
     busy = sample.utilization
     largest = sorted(sample.processes or (), key=lambda one: -(one.memory_used_bytes or 0))[:MOST_PROCESSES]
@@ -154,7 +154,7 @@ def far_card(sample: GpuSample, holder: str, use: str) -> Card:
 
 
 def far_job(job: JobView) -> FarJob:
-    """Return what is sent of a job."""
+    """Convert a job to the protocol's job record."""
     fields = {name: getattr(job, name) for name in FarJob.__struct_fields__ if name != "imported"}
     if job.state is JobState.IMPORTED:
         fields |= {"state": JobState.FINISHED, "imported": True}
@@ -164,7 +164,7 @@ def far_job(job: JobView) -> FarJob:
 
 
 def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:
-    """Return as a message those that have not ended and the newest others, in their order."""
+    """Return a message with all jobs that fit, in the given order; unfinished jobs take precedence."""
     first = [job.id for job in jobs if not job.state.is_final] + [job.id for job in jobs if job.state.is_final]
     count = MOST_JOBS
     while True:
@@ -176,13 +176,13 @@ def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:
 
 
 def log_messages(lines: Sequence[str]) -> Iterator[Log]:
-    """Yield the lines of a log as messages."""
+    """Split the lines of a log into messages."""
     for start in range(0, len(lines), MOST_LOG_LINES):
         yield _clean(Log(tuple(lines[start : start + MOST_LOG_LINES])), LONGEST_LOG_LINE)
 
 
 def decode(line: bytes) -> Message:
-    """Return the message of a line, its texts printable and cut; raise `ValueError` where it is none."""
+    """Decode a line into a message with printable, truncated texts; raise `ValueError` if it is invalid."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"a line is longer than {LONGEST_LINE >> 20} MiB")
     message: Message = decode_as(line, Message)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def decode(line: bytes) -> Message:
 
 
 def _clean(of: S, longest: int) -> S:
-    """Make every text of a message printable, and no longer than this."""
+    """Make every text of a message printable, and truncate it to `longest` characters."""
     changed = {}
     for name in of.__struct_fields__:
         before = getattr(of, name)

@@ -1,4 +1,4 @@
-"""What is known of another host at a moment, as one immutable picture."""
+"""An immutable snapshot of another host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sae_tui.jobs.view.reader import JobView
 
 
 class Stage(StrEnum):
-    """State of the connection. SILENT: connected, but no messages; CUT: was connected; FAILED: never was."""
+    """State of the connection. SILENT: connected, but no messages; CUT: was connected; FAILED: was never connected."""
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
@@ -21,10 +21,10 @@ class Stage(StrEnum):
 
 
 class HostView(msgspec.Struct, frozen=True):
-    """A host with its last reported GPUs and jobs; `sentence` follows its name and says why it is not connected.
+    """A host with its latest GPUs and jobs; `sentence` follows its name and says why it is not connected.
 
-    `since` (seconds since the epoch) is when the stage began; for SILENT, when the last message came. `problem` and
-    `jobs_problem` are the host's own reports about its GPUs and jobs.
+    `since` (seconds since the epoch) is when the stage began; for SILENT, when the last data arrived. `problem` and
+    `jobs_problem` are reported by the host.
     """
 
     name: str
