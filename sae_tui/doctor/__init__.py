@@ -1,1 +1,1 @@
-"""Checks what of this machine, this session and this terminal hinders a training; independent of any screen."""
+"""Checks this machine, session and terminal for problems with training. It contains no UI code."""

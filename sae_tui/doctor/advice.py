@@ -1,4 +1,4 @@
-"""Recommends how to run a job on this box, and says how far the estimated times can be trusted."""
+"""Recommends how to run a job on this machine, and reports how reliable the estimated times are."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
-# The least speed-up per device that pays, 1 being ideal; below it devices are better left to others.
+# The minimum speed-up per device that is worth it (1 is ideal); with less, leave the devices to others.
 LEAST_EFFICIENCY = 0.7
 
 
 class JobReport(msgspec.Struct, frozen=True):
-    """All ways to run a job, and the findings that follow from them."""
+    """All ways to run a job, and the findings about them."""
 
     name: str
     rows: tuple[JobRow, ...]
@@ -40,7 +40,7 @@ def job_report(
 ) -> JobReport:
     """Report all ways to run a job on these GPUs; raise `JobFileError` if its data cannot be read.
 
-    `cuda` is whether the GPUs are real ones, `busy` are the indices of those that somebody uses.
+    `cuda` is False for simulated GPUs; `busy` are the indices of the GPUs in use.
     """
     data = job.data_shape()
     rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour, cuda=cuda, busy=busy)
@@ -49,7 +49,7 @@ def job_report(
 
 
 def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> Finding:
-    """Tell whether the times are estimated from speeds measured here."""
+    """Report whether the times are estimated from speeds measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
         return Finding("ok", "speeds", "times are by what was measured here")
@@ -63,7 +63,7 @@ def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> F
 
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Recommend the fewest devices that hold the job now, and more if they pay; else say what would make it fit."""
+    """Recommend the fewest devices that fit the job now, and more if they are worth it; otherwise report a remedy."""
     best = min(rows, key=_cost_of)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
@@ -83,13 +83,13 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """Return the sort key of a way to run the job: those that fit and pay come first, then those that take least."""
+    """Return the sort key of a way to run the job: prefer ways that fit and are worth it, then the cheapest."""
     pays = row.efficiency >= LEAST_EFFICIENCY
     return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
 
 
 def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
-    """Yield the largest number of devices that pays, or why even the next number does not."""
+    """Yield the largest number of devices that is worth it, or why even the next larger number is not."""
     others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
     paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
     if paying:
@@ -102,7 +102,7 @@ def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
 
 
 def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Report that the job fits nowhere, with the settings that would make it fit."""
+    """Report that the job does not fit in any way, with settings that would make it fit."""
     here = [row for row in rows if row.room_bytes is not None] or list(rows)
     least = min(here, key=lambda row: row.memory_bytes)
     each, room = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0
@@ -118,7 +118,7 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _named(row: JobRow) -> str:
-    """Name devices and mode, like `4 GPUs as tensor`, or `1 GPU` alone."""
+    """Name the devices and, for several, the mode, like `4 GPUs as tensor` or `1 GPU`."""
     devices = _devices(row.ranks, bool(row.n_gpus))
     return devices if row.ranks == 1 else f"{devices} as {row.mode}"
 

@@ -1,4 +1,4 @@
-"""The result of a check, and the machine that the checks examine."""
+"""The result of a check, and the machine to check."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOLDER_LIMIT_S = 10.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of a check: how something stands and, where that is not well, what to do about it."""
+    """The result of a check and, for a problem, a remedy."""
 
     level: Level
     subject: str
@@ -39,9 +39,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Gpus(msgspec.Struct, frozen=True):
-    """The GPUs as read once; `problem` and `remedy` say why there are none. `cuda` is whether jobs run CUDA on them.
+    """One reading of all GPUs; `problem` and `remedy` say why there are none. `cuda` is False if they are simulated.
 
-    `samples` are those of the `n_cards` cards that the environment leaves.
+    `samples` holds the visible GPUs; the environment may hide some of the `n_cards` GPUs.
     """
 
     source_name: str
@@ -54,7 +54,7 @@ class Gpus(msgspec.Struct, frozen=True):
 
 
 class Box:
-    """The machine, each part read only once, when it is asked for; files are read below `root`."""
+    """The machine. Properties are read at most once, when they are first used; system files are read below `root`."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Box:
         python: str = "",
     ) -> None:
         self.data = data
-        # Whether the data folder does not answer, as on a file server that hangs.
+        # True if the data folder does not answer, for example because its file server hangs.
         self.is_silent = False
-        # The Python of another environment that trains, "" for this one.
+        # The Python interpreter that trains, if it is in another environment; "" for this one.
         self.python = python
         self.environ = environment_at_start() if environ is None else environ
         self.root = root
@@ -80,7 +80,7 @@ class Box:
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
-        """Columns and lines of the terminal; None where there is none."""
+        """Columns and lines of the terminal; None if there is none."""
         for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
             try:
                 terminal_size = os.get_terminal_size(stream.fileno() if stream else -1)
@@ -90,15 +90,15 @@ class Box:
         return None
 
     def program(self, name: str) -> str | None:
-        """Return the path of a program, as the user's shell would find it; None if there is none."""
+        """Return the path of a program, searched in the user's PATH; None if there is none."""
         return shutil.which(name, path=self.environ.get("PATH"))
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """Run a program and return its output and the reason why it failed, "" if it has not."""
+        """Run a program; return its output and the reason for a failure, which is "" on success."""
         return self._run(command, limit_s, {**self.environ, **environ})
 
     def trainer(self, *words: str, limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """Run the trainer, or after "-c" a program, like `output`, by the Python that trains."""
+        """Run the trainer, or the code after "-c", with the Python that trains; return the same as `output`."""
         if self.python and (why := named_python.refusal(self.python)):
             return "", why
         variables = named_python.variables(self.python, self.environ)
@@ -106,7 +106,7 @@ class Box:
 
     @property
     def python_path(self) -> str:
-        """The path of the Python that trains."""
+        """The path of the Python interpreter that trains."""
         return named_python.whole(self.python) or sys.executable
 
     def _run(self, command: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -125,14 +125,14 @@ class Box:
 
 
 def look_at(source: GpuSource, environ: Mapping[str, str]) -> Gpus:
-    """Read all GPUs once, from a driver that may not answer; `environ` may hide some of them."""
+    """Read all GPUs once, with a time limit for the driver; `environ` may hide some of them."""
     try:
         count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:
         return Gpus(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
     samples = visible(read_all(source, count), source.name, environ)
     facts = GpuFacts()
-    # Without facts the doctor only says less; what is wrong with a card is in its sample.
+    # Facts are optional: without them the report is shorter, and faults of a GPU are in its sample.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
     close_source(source)
@@ -141,7 +141,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> Gpus:
 
 
 def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
-    """Return the facts of the shown cards alone, each still at the place of its index."""
+    """Return the facts of the visible GPUs only; the positions still match the GPU indices."""
     return replace(
         facts,
         capabilities=tuple(one if index in shown else None for index, one in enumerate(facts.capabilities)),
@@ -151,7 +151,7 @@ def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
 
 
 def environment_at_start() -> dict[str, str]:
-    """Return the environment as the shell gave it: under LANG=C, Python adds an LC_CTYPE of its own."""
+    """Return the environment as the shell passed it; under LANG=C, Python itself adds LC_CTYPE."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Measures how fast the GPUs exchange data, while nobody uses them."""
+"""Measures how fast the GPUs exchange data, but only while they are idle."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainer.contract.planning.hardware import Speeds, read_box, write_box
 from trainer.contract.runs import nccl
 from trainer.contract.wording import join_words, plural, rate
 
-# Most of it is for importing torch on all ranks from a network disk.
+# Most of this time is for all ranks to import torch from a network disk.
 LIMIT_S = 120.0
-# The speed that a PCIe 4.0 slot with all its lanes reaches through the host's memory.
+# The speed that a full PCIe 4.0 slot reaches through the host's memory.
 LEAST_BYTES_PER_S = 12e9
 BUSY = "probe again when nobody uses them"
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """The output of `python -m trainer probe --json`: figures of each rank, of all together, and of pairs of ranks."""
+    """The output of `python -m trainer probe --json`: speeds per rank, of all ranks together, and per pair of ranks."""
 
     device: str
     ranks: int
@@ -41,16 +41,16 @@ class Probed(msgspec.Struct, frozen=True):
 
     @property
     def speeds(self) -> Speeds:
-        """The speeds that every rank reaches."""
+        """The speeds that every rank reaches: the minimum of all ranks."""
         return Speeds(
             min(self.flops_per_s), min(self.memory_bytes_per_s), self.bus_bytes_per_s, self.latency_s, is_measured=True
         )
 
 
 def check_bus(box: Box) -> Iterator[Finding]:
-    """Measure the bus, only if all GPUs are idle; locks keep jobs from starting on them meanwhile.
+    """Measure the bus if all GPUs are idle; locks keep jobs from starting on them during the measurement.
 
-    What is not installed for that, the check of torch has told.
+    If packages are missing, return without a finding, since `check_torch` reports them.
     """
     if not box.python and missing_of_trainer():
         return
@@ -58,7 +58,7 @@ def check_bus(box: Box) -> Iterator[Finding]:
         yield Finding("note", "bus", "there are no real GPUs to measure it between", "see it on a box with two of them")
         return
     listed = choices(box.gpus.samples, Occupancy(box.data).holders())
-    # Nothing can be exchanged between slices.
+    # MIG slices cannot exchange data.
     usable = [choice for choice in listed if choice.uuid and not is_slice(choice.uuid)]
     busy = [f"GPU {choice.index} is {choice.reason}" for choice in usable if choice.state == "busy"]
     idle = [choice for choice in usable if choice.state == "available"]
@@ -105,14 +105,14 @@ def _measure(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
 
 
 def _peers_fail(failure: str) -> Finding:
-    """Report that reading another GPU's memory is allowed, but that the data gets lost on the way."""
+    """Report that peer-to-peer access is allowed but does not work."""
     sentence = f"GPUs cannot exchange by reading each other's memory ({failure}), only by way of the host's"
     remedy = "turn off IOMMU and ACS in the BIOS, then run this again; until then jobs get NCCL_P2P_DISABLE=1"
     return Finding("warning", "bus", sentence, remedy)
 
 
 def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
-    """Measure, with rank n on the n-th of these GPUs; return the figures, or None and why there are none."""
+    """Measure with rank n on the n-th of these GPUs; return the results, or None and the reason for the failure."""
     visible = VENDORS[idle[0].vendor or box.gpus.source_name].pin(choice.uuid for choice in idle)
     words = ("probe", "--gpus", f"auto:{len(idle)}", "--json")
     answer, failure = box.trainer(*words, limit_s=LIMIT_S, **visible, **environ)
@@ -125,7 +125,7 @@ def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed 
 
 
 def _add_measured(speeds: KnownSpeeds, probed: Probed) -> KnownSpeeds:
-    """Return the known speeds with the measured ones; two ranks, whichever GPUs they get, count as the slowest pair."""
+    """Add the measured speeds to the known ones; the speed for two ranks is that of the slowest pair of GPUs."""
     if probed.ranks > 2 and probed.pairs:
         pair = msgspec.structs.replace(probed.speeds, bus_bytes_per_s=min(probed.pairs.values()))
         speeds = speeds.with_measured(probed.device, probed.precision, 2, pair)
@@ -133,7 +133,7 @@ def _add_measured(speeds: KnownSpeeds, probed: Probed) -> KnownSpeeds:
 
 
 def _judge(probed: Probed) -> Finding:
-    """Tell whether the exchange between all GPUs is fast enough."""
+    """Report whether the exchange between all GPUs is fast enough."""
     speed = f"{plural(probed.ranks, 'GPU')} exchange {rate(probed.bus_bytes_per_s)} in an all-reduce"
     if probed.bus_bytes_per_s >= LEAST_BYTES_PER_S:
         return Finding("ok", "bus", f"{speed}, and wait {probed.latency_s * 1e6:.0f} µs for a small one")
@@ -142,7 +142,7 @@ def _judge(probed: Probed) -> Finding:
 
 
 def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterator[Finding]:
-    """Report the pairs below half of the median speed between two of these GPUs."""
+    """Report the pairs of GPUs that are slower than half of the median speed."""
     if len(probed.pairs) < 2:
         return
     usual = statistics.median(probed.pairs.values())

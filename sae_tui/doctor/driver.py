@@ -1,4 +1,4 @@
-"""Checks the driver and the cards."""
+"""Checks the driver and the GPUs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sae_tui.gpu.visible import all_hidden
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
 
-# Classes of PCI devices: display controllers, of which compute cards are some, and accelerators, such as an MI300X.
+# PCI device classes: display controllers, which include most GPUs, and accelerators, such as an MI300X.
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
-# The graphics of a Ryzen set 0.5 to 2 GiB aside; the smallest cards that ROCm takes have 8.
+# A Ryzen's integrated graphics reserve 0.5 to 2 GiB; the smallest GPUs that ROCm supports have 8 GiB.
 _SMALLEST_CARD_BYTES = 4 << 30
 
 
 def check_driver(box: Box) -> Iterator[Finding]:
-    """Tell whether the cards can be reached at all; a machine without cards has nothing to repair."""
+    """Report whether the driver works; on a machine without GPUs, a missing driver is not an error."""
     gpus = box.gpus
     if gpus.source_name == "simulated":
         sentence = f"{plural(len(gpus.samples), 'GPU')} of this box are simulated, and jobs on them are CPU processes"
@@ -37,7 +37,7 @@ def check_driver(box: Box) -> Iterator[Finding]:
 
 
 def check_visible(box: Box) -> Iterator[Finding]:
-    """Tell how many cards CUDA_VISIBLE_DEVICES or its like leaves, and whether others take its numbers differently."""
+    """Report how many GPUs CUDA_VISIBLE_DEVICES or its like leaves visible, and whether its numbering is ambiguous."""
     gpus = box.gpus
     names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
     for vendor in (VENDORS[name] for name in names if name in VENDORS):
@@ -47,7 +47,7 @@ def check_visible(box: Box) -> Iterator[Finding]:
 
 
 def _finding_of(box: Box, vendor: Vendor, limits: Mapping[str, str]) -> Finding:
-    """Tell how many cards the vendor's variables leave, which are set to `limits`."""
+    """Report how many GPUs the vendor's variables leave visible; `limits` are their values."""
     gpus, limit = box.gpus, next(iter(limits.values()))
     shown, remedy = len(gpus.samples), f"`unset {' '.join(limits)}` to use all of them"
     if not shown:
@@ -65,7 +65,7 @@ def _finding_of(box: Box, vendor: Vendor, limits: Mapping[str, str]) -> Finding:
 
 
 def check_cards(box: Box) -> Iterator[Finding]:
-    """Report each card that cannot be used, and in one finding all that can."""
+    """Report each GPU that cannot be used, and all readable GPUs in one finding."""
     for sample in box.gpus.samples:
         if not sample.healthy:
             remedy = "leave it out of jobs until it can be read again"
@@ -83,9 +83,9 @@ def check_cards(box: Box) -> Iterator[Finding]:
 
 
 def cards_on_the_bus(box: Box) -> str:
-    """Count the display controllers and accelerators of all vendors that the kernel lists, with or without a driver.
+    """Count the GPUs of all vendors on the PCI bus, with or without a driver, and return the counts in words.
 
-    The graphics of a processor are left out, as far as a driver tells: nobody trains on them.
+    Integrated graphics are left out if their driver identifies them, since they are not used for training.
     """
     vendors = (box.root / "sys/bus/pci/devices").glob("*/vendor")
     ids = [
@@ -104,7 +104,7 @@ def _model_name(name: str) -> str:
 
 
 def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
-    """Report why no card can be reached: an error only if there are some on the PCI bus."""
+    """Report why no GPU can be read; it is an error only if there are GPUs on the PCI bus."""
     if on_the_bus:
         sentence = f"{problem}, though {on_the_bus} can be seen on the PCI bus"
         return Finding("error", "driver", sentence, remedy)
@@ -112,7 +112,7 @@ def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
 
 
 def _is_graphics_alone(vendor_file: Path) -> bool:
-    """Tell whether amdgpu says of a device that its memory is too little for a card."""
+    """Return whether amdgpu reports too little memory for a discrete GPU."""
     try:
         return int(vendor_file.with_name("mem_info_vram_total").read_text()) < _SMALLEST_CARD_BYTES
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Tells of both environments: that of the app, and that of the Python which trains, where it is another one."""
+"""Reports on the environment of the app, and on the environment of the Python that trains if it is a different one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.wording import join_words
 
 
 def check_environments(box: Box) -> Iterator[Finding]:
-    """Report which Python the app runs by and, where another one trains, what that has or lacks."""
+    """Report which Python runs the app and, if another one trains, what that one has or lacks."""
     trains = "" if box.python else ", which trains as well"
     yield Finding("ok", "app", f"Python {platform.python_version()}, {PACKAGE} {version(PACKAGE)}{trains}")
     if not box.python:
@@ -52,12 +52,12 @@ def check_trainer_code(_box: Box) -> Iterator[Finding]:
 
 
 def lack_of(box: Box) -> str:
-    """Return what keeps the other Python from training; "" where nothing does, or there is none."""
+    """Return why the other Python cannot train; "" if it can, or if there is no other Python."""
     return look(box.python).lack() if box.python else ""
 
 
 def both(box: Box) -> dict[str, dict[str, Any] | None]:
-    """Return the facts on both environments; None for that of the trainer where it is the app's."""
+    """Return the facts about both environments; "trainer" is None if the app's environment trains."""
     app = {"python": sys.executable, "version": platform.python_version(), "sae_tui": version(PACKAGE)}
     if not box.python:
         return {"app": app, "trainer": None}

@@ -1,4 +1,4 @@
-"""Runs all checks in turn; a new check is a function here or in a new file, and a line in `CHECKS`."""
+"""Runs all checks one after the other; a new check is a function in this folder and an entry in `CHECKS`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.contract.store.database import OTHER_FOLDER
 from trainer.contract.wording import join_words, plural
 
 Check = Callable[[Box], Iterable[Finding]]
-# Checks of what others may do here come first, the slowest one, which imports torch in a process of its own, last.
+# Checks of access by other users come first. The slowest check comes last: it imports torch in a new process.
 CHECKS: tuple[Check, ...] = (
     trust.check_owner,
     trust.check_readers,
@@ -66,7 +66,7 @@ PROBES: tuple[Check, ...] = (bus.check_bus,)
 SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
-# Checks that use the data folder. If its disk hangs, they would hang one after the other.
+# Checks that use the data folder. If its disk hangs, the remaining ones are skipped, since each would hang too.
 OF_FOLDER: frozenset[Check] = frozenset(
     (
         trust.check_owner, trust.check_readers, trust.check_links, trust.check_hook, storage.check_file_system,
@@ -74,20 +74,20 @@ OF_FOLDER: frozenset[Check] = frozenset(
         storage.check_space,
     )
 )  # fmt: skip
-# Seconds that a check may take for its next finding. The driver has limits of its own, 50 s together; checks on request
-# have one for each program that they run.
+# Seconds that a check may take for its next finding. GPU reads have their own limits, 37 s in total; checks on request
+# have a limit for each program that they run.
 LIMIT_S = 60.0
 LIMITS_S: dict[Check, float] = {
     **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),
     storage.check_locks: LIMIT_S,  # reads the GPUs first
-    trust.check_readers: 120.0,  # looks at every file
+    trust.check_readers: 120.0,  # reads the mode of every file
     torch_build.check_torch: 90.0,  # imports torch
     **dict.fromkeys((*PROBES, *SELF_TEST), math.inf),
 }
 
 
 def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
-    """Yield the findings, each as soon as it is there; a check that fails or hangs yields one as well."""
+    """Yield each finding as soon as it is available; a check that fails or hangs also yields a finding."""
     if box.is_silent:
         yield _silent_folder(box, "")
     left_out = []
@@ -101,7 +101,7 @@ def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
 
 
 def _within_limit(box: Box, check: Check) -> Iterator[Finding]:
-    """Yield the findings of a check, which runs on a thread, since a disk may never answer."""
+    """Yield the findings of a check; it runs on its own thread, since a disk may never answer."""
     found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -141,12 +141,12 @@ def _subject(check: Check) -> str:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """Count the findings by level, like `1 error, 2 warnings, 3 notes, 9 ok`, without levels that have none."""
+    """Count the findings by level, like `1 error, 2 warnings, 3 notes, 9 ok`; leave out counts of 0 except "ok"."""
     counts = Counter(finding.level for finding in findings)
     named = [plural(counts[level], level) for level in ("error", "warning", "note") if counts[level]]
     return ", ".join([*named, f"{counts['ok']} ok"])
 
 
 def level_words(finding: Finding) -> str:
-    """Return the level as a sign and a word, since colour alone is not enough."""
+    """Return the level as a sign and a word, so that it does not depend on colour."""
     return f"{SIGNS[finding.level]} {finding.level}"

@@ -1,4 +1,4 @@
-"""Forecasts a job on 1, 2, 4 and 8 GPUs in every mode, or on the CPU: memory, time, and what that costs."""
+"""Forecasts memory, time and cost of a job on 1, 2, 4 and 8 GPUs in every mode, or on the CPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trainer.contract.settings.sources import DataShape
 
 
 class JobRow(msgspec.Struct, frozen=True):
-    """One way to run the job on `ranks` devices; `n_gpus` is 0 where they are CPU processes.
+    """One way to run the job on `ranks` devices; `n_gpus` is 0 if these are CPU processes.
 
-    `chosen` is whether this is the mode that `parallel.mode` of the job comes to. `gpus` are the GPUs with most room,
-    empty if there are fewer than `n_gpus`; `fits` is None then. `fits_now` is whether nobody uses those devices and the
-    job fits into the memory that is free. Speed-up and efficiency are in tokens per second, against one device.
+    `chosen` is True for the mode that the job's `parallel.mode` selects. `gpus` are the GPUs with most free memory; if
+    there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not in use and
+    the job fits into their free memory. Speed-up and efficiency compare tokens per second with one device.
     """
 
     n_gpus: int
@@ -50,7 +50,7 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """A number of devices of one speed, with the memory of the smallest of them."""
+    """A number of devices that are treated as equally fast, with the memory of the smallest one."""
 
     name: str
     count: int
@@ -64,7 +64,7 @@ class Devices(msgspec.Struct, frozen=True):
         return "" if self.are_cards and self.name == CPU else None
 
     def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
-        """Tell whether `n_bytes` fit into the room there is; return None where there are too few devices."""
+        """Return whether `n_bytes` fit into `room_bytes`; None if there are too few devices or the size is unknown."""
         if room_bytes is None or (self.are_cards and not self.gpus):
             return None
         return n_bytes <= room_bytes
@@ -80,12 +80,12 @@ def job_rows(
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> tuple[JobRow, ...]:
-    """Forecast the job on the GPUs that can be read, of which its file may name some; on the CPU if there are none.
+    """Forecast the job on the usable GPUs, or on the ones that its file names; on the CPU if there are none.
 
-    `busy` are the indices of those that somebody uses, which are taken last. Without `cuda` the GPUs are simulated:
-    they have memory, and are as fast as the processes that stand in for them. In the mode that the job comes to,
-    its language model has GPUs of its own where `data.model_gpus = "auto"` would give it some, also if the job has a
-    number there; in others it runs on those that train.
+    `busy` are the indices of the GPUs in use, which are taken last. Without `cuda` the GPUs are simulated: they have
+    memory, but the speed of the CPU processes that stand in for them. In the chosen mode, the language model gets
+    separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number; in the other modes
+    it shares the GPUs that train.
     """
     cards = sorted(cards_for(job, samples), key=lambda card: card.index in busy)
     kinds = (
@@ -97,9 +97,9 @@ def job_rows(
 
 
 def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Return the cards that the job may have, the one with most free memory first; none if it asks for the CPU.
+    """Return the GPUs that the job may use, the one with most free memory first; none if it requests the CPU.
 
-    Slices of cards are left out where there are whole ones; a job can have only one of them.
+    Slices are left out if there are entire GPUs; otherwise only one slice is returned, since a job can use only one.
     """
     named = job.launch.gpus
     if job.on_cpu:
@@ -111,7 +111,7 @@ def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
 
 
 def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
-    """Return the roomiest `count` cards; if there are fewer, `count` devices like those, without indices."""
+    """Return the first `count` of these GPUs; if there are fewer, `count` devices like them, without indices."""
     taken = cards[:count]
     name = slowest(card.name for card in taken) if cuda else CPU
     gpus = tuple(sorted(card.index for card in taken)) if len(taken) == count else ()
@@ -122,7 +122,7 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
-    """Return the numbers of processes to try: one, one for each core, and the number that the job asks for."""
+    """Return the numbers of processes to try: one, one per core, and the number that the job requests."""
     asked = wanted_devices(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
@@ -134,7 +134,7 @@ def _processes(count: int) -> Devices:
 
 
 def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:
-    """Yield the mode that the job comes to, then every other mode with as many tokens in a step."""
+    """Yield the chosen mode, then every other mode with the same number of tokens per step."""
     beside = with_model_gpus(job, devices.count, 0)
     chosen = _forecast(beside, data, devices, speeds, price)
     placed = _placed(job, data, devices, speeds)
@@ -154,7 +154,7 @@ def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price:
 
 
 def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: Box) -> ModelPlacement | None:
-    """Return where the language model of a job would run if the job left it open; None where there is no question."""
+    """Return the automatic placement of the job's language model; None if there is nothing to place."""
     if not devices.are_cards or model_gpus_of(job) == 0:
         return None
     knobs = msgspec.structs.replace(job.data.knobs, model_gpus="auto")
@@ -171,7 +171,7 @@ def _forecast(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, pr
 
 
 def _as(chosen: Forecast, other: Settled) -> Forecast:
-    """Return the forecast for the same steps in another mode."""
+    """Return the forecast for the same number of steps in another mode."""
     slower = other.time.total_s / chosen.settled.time.total_s
     return msgspec.structs.replace(
         chosen,
@@ -184,7 +184,7 @@ def _as(chosen: Forecast, other: Settled) -> Forecast:
 
 
 def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
-    """Return the modes in which so many devices can share the job."""
+    """Return the modes in which `ranks` devices can share the job."""
     if ranks == 1:
         return ["single"]
     if not OPTIMIZERS[job.train.optimizer].elementwise or ranks > job.sae.width(data.d_in):
@@ -215,7 +215,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
 
 
 def _fits(devices: Devices, needed: int) -> dict[str, Any]:
-    """Return the fields that tell what a device needs, and whether it has that."""
+    """Return the memory that each device needs, and whether it fits, as fields of a `JobRow`."""
     return {
         "memory_bytes": needed,
         "fits": devices.has(needed, devices.room.total_bytes),

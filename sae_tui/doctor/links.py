@@ -9,7 +9,7 @@ from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuPair
 from trainer.contract.wording import join_words, plural
 
-# By the names of `nvidia-smi topo -m`, from the shortest way to the longest.
+# Paths by their names in `nvidia-smi topo -m`, from shortest to longest.
 WAYS = {
     "internal": "on one board",
     "PIX": "through one PCIe switch",
@@ -22,7 +22,7 @@ MOST_NAMED = 4
 
 
 def check_nvlink(box: Box) -> Iterator[Finding]:
-    """Report which pairs have NVLink, or XGMI, and the longest way between those that do not."""
+    """Report the pairs that are linked by NVLink or XGMI, and the longest path between the other pairs."""
     facts, link = box.gpus.facts, vendor_to_name(box.gpus.source_name).link
     linked = [pair for pair in facts.pairs if pair.nvlink]
     others = [pair for pair in facts.pairs if not pair.nvlink]
@@ -41,7 +41,7 @@ def check_nvlink(box: Box) -> Iterator[Finding]:
 
 
 def check_peers(box: Box) -> Iterator[Finding]:
-    """Tell whether GPUs can read each other's memory; if not, all data goes through the host's memory."""
+    """Report whether GPUs can read each other's memory; otherwise all data goes through the host's memory."""
     pairs = box.gpus.facts.pairs
     apart = [pair for pair in pairs if pair.peer_to_peer is False]
     if apart:
@@ -58,13 +58,13 @@ def check_peers(box: Box) -> Iterator[Finding]:
 
 
 def _named(pairs: Sequence[GpuPair]) -> str:
-    """Name pairs, like `GPUs 0-1, 2-3 and 4 more pairs`."""
+    """Format pairs, like `GPUs 0-1, 2-3 and 4 more pairs`."""
     names = [f"{pair.first}-{pair.second}" for pair in pairs]
     more = len(names) - MOST_NAMED
     return "GPUs " + join_words([*names[:MOST_NAMED], *([plural(more, "more pair")] if more > 0 else [])])
 
 
 def _longest(pairs: Iterable[GpuPair]) -> str:
-    """Describe the longest way between the GPUs of these pairs."""
+    """Describe the longest path between the GPUs of these pairs."""
     ways = [way for way in WAYS if any(pair.path == way for pair in pairs)]
     return f"{WAYS[ways[-1]]} ({ways[-1]}) at the farthest" if ways else "in a way that the driver does not tell"

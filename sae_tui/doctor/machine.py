@@ -1,4 +1,4 @@
-"""Checks the limits that the operating system sets to a job of several processes."""
+"""Checks operating-system limits that affect jobs with several processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from sae_tui.doctor.base import Box, Finding
 from trainer.contract.wording import gibibytes
 
-# The size that NVIDIA recommends for a container; Docker's own default is 64 MB.
+# The size that NVIDIA recommends for containers; Docker's default is 64 MB.
 LEAST_SHARED_BYTES = 1 << 30
-# Python, torch and NCCL hold about 200 files per rank, a folder of activations one for every shard.
+# Python, torch and NCCL keep about 200 files open per rank, and stored activations one per shard.
 LEAST_FILES = 1024
 LEAST_LOCKED_BYTES = 64 << 20
 
 
 def check_shared_memory(box: Box) -> Iterator[Finding]:
-    """Check /dev/shm, in which NCCL and data loaders pass data between processes."""
+    """Check /dev/shm, through which NCCL and data loaders pass data between processes."""
     folder = box.root / "dev/shm"
     remedy = "start the container with --shm-size=1g or --ipc=host, or `mount -o remount,size=1g /dev/shm`"
     try:
@@ -38,7 +38,7 @@ def check_shared_memory(box: Box) -> Iterator[Finding]:
 
 
 def check_open_files(_: Box) -> Iterator[Finding]:
-    """Check the soft limit of open files, which is what a process gets; it may raise it up to the hard one."""
+    """Check the soft limit of open files; a process gets this limit, and may raise it to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         yield Finding("ok", "open files", f"a process may have {_limit(soft)} files open")
@@ -52,7 +52,7 @@ def check_open_files(_: Box) -> Iterator[Finding]:
 
 
 def check_locked_memory(box: Box) -> Iterator[Finding]:
-    """Check the limit of locked memory, to which only memory for InfiniBand counts; that of the GPU driver does not."""
+    """Check the limit of locked memory: InfiniBand's memory counts towards it, but the GPU driver's does not."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = soft == resource.RLIM_INFINITY or soft >= LEAST_LOCKED_BYTES
     infiniband = any((box.root / "sys/class/infiniband").glob("*"))
@@ -66,7 +66,7 @@ def check_locked_memory(box: Box) -> Iterator[Finding]:
 
 
 def _limit(limit: int, *, of_bytes: bool = False) -> str:
-    """Write a limit as text, in bytes or as a number."""
+    """Format a limit, in bytes or as a number."""
     if limit == resource.RLIM_INFINITY:
         return "any amount of memory" if of_bytes else "any number of"
     return gibibytes(limit) if of_bytes else f"{limit:,}"

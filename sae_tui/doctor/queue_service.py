@@ -17,7 +17,7 @@ from trainer.contract.paths import DataDir, private_folder
 
 _INSTALL = "`sae-tui doctor --install-service` installs a user service for that"
 _LINGER = "run `loginctl enable-linger`, once"
-# The supervisors belong to the service's control group, and must outlive its first process.
+# KillMode=process: supervisors belong to the service's control group, and must outlive its main process.
 _UNIT = """\
 [Unit]
 Description=Restart the queue of sae-tui after a restart of the machine
@@ -72,12 +72,12 @@ def name_of(data: DataDir) -> str:
 def unit(data: DataDir) -> str:
     """Return the text of the user service for a data folder."""
     program, *words = map(_quoted, [sys.executable, "-P", "-m", "sae_tui.jobs.revive", str(data.root)])
-    # Variables are expanded in arguments only.
+    # systemd expands variables only in arguments, not in the program path.
     return _UNIT.format(command=" ".join([program, *(word.replace("$", "$$") for word in words)]))
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for systemd.service(5), which expands % and escapes; a line break would begin another setting."""
+    """Quote a word for systemd.service(5), which expands % and escapes; a line break would start a new setting."""
     for char, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
         word = word.replace(char, written)
     return '"' + "".join(char if char.isprintable() else _escaped(char) for char in word) + '"'

@@ -1,4 +1,4 @@
-"""Runs the trainer's self-test on a GPU that nobody uses, or on the CPU where there is none."""
+"""Runs the trainer's self-test on an idle GPU, or on the CPU if the machine has no GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.wording import plural
 
 SUBJECT = "self-test"
 LIMIT_S = 600.0
-# Names of wrong checks in one line of findings.
+# The maximum number of failed checks that a finding names.
 _MOST_NAMED = 3
 
 
@@ -38,9 +38,9 @@ class Tested(msgspec.Struct, frozen=True):
 
 
 def check_training(box: Box) -> Iterator[Finding]:
-    """Train in small on the first idle GPU, which a lock keeps jobs from meanwhile.
+    """Run a small training on the first idle GPU; a lock keeps jobs off this GPU during the test.
 
-    What is not installed for that, the check of torch has told.
+    If packages are missing, return without a finding, since `check_torch` reports them.
     """
     if not box.python and missing_of_trainer():
         return
@@ -68,14 +68,14 @@ def check_training(box: Box) -> Iterator[Finding]:
 
 
 def _vendor_of_torch(box: Box, vendors: list[str]) -> str:
-    """Return which of several vendors' cards the PyTorch of the Python that trains can use."""
+    """Return the vendor whose GPUs the training environment's PyTorch is built for."""
     with judged_by(look(box.python).packages if box.python else None):
         return vendor_of_build(vendors)
 
 
 @contextlib.contextmanager
 def _kept(box: Box, choice: GpuChoice) -> Iterator[str]:
-    """Keep jobs off a GPU while the context lasts; yield why that cannot be, if it cannot."""
+    """Keep jobs off a GPU during the context; yield the reason if that is not possible, otherwise ""."""
     try:
         box.data.create()
     except UserError as error:

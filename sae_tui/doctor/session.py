@@ -1,8 +1,8 @@
 """Checks whether running jobs survive the logout of their user.
 
-A process can leave its Unix session, but not the control group that logind has put it in: either that of the login
-session, which KillUserProcesses= ends, or that of the user's service manager, which ends with the last login unless
-the user has linger.
+A process can leave its Unix session, but not the control group that logind has put it in. This is either the group of
+the login session, which KillUserProcesses= ends, or the group of the user's service manager, which ends with the last
+login unless linger is enabled for the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEEP = "`loginctl enable-linger`, once: from then on jobs are started outside yo
 
 
 def check_logout(box: Box) -> Iterator[Finding]:
-    """Tell whether jobs survive a logout, by the control group of this process."""
+    """Report whether jobs survive a logout, judged by the control group of this process."""
     user = box.environ.get("USER") or user_name()
     group = _control_group(box)
     if not (box.root / "run/systemd/system").exists():
@@ -36,13 +36,13 @@ def check_logout(box: Box) -> Iterator[Finding]:
 
 
 def guarantee(data: DataDir) -> Finding:
-    """Tell whether a job launched now survives the logout of its user."""
+    """Return a finding on whether a job launched now survives the logout of its user."""
     (finding,) = check_logout(Box(data, load_source("none")))
     return finding
 
 
 def _of_manager(name: str, *, lingers: bool) -> Finding:
-    """Judge jobs that belong to the user's service manager, the unit `name`."""
+    """Return the finding for jobs in the user's service manager, whose unit is `name`."""
     if lingers:
         return Finding("ok", "logout", f"jobs go on after a logout, by linger; they belong to {name}")
     sentence = f"jobs end some seconds after your last logout, since they belong to {name} and you have no linger"
@@ -50,7 +50,7 @@ def _of_manager(name: str, *, lingers: bool) -> Finding:
 
 
 def _of_session(box: Box, user: str) -> Finding:
-    """Judge jobs that belong to a login session, by logind's settings."""
+    """Return the finding for jobs in a login session, judged by logind's settings."""
     answer, failure = box.output(["loginctl", "show-session", *(f"--property={name}" for name in _SETTINGS)])
     settings = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
     if failure or "KillUserProcesses" not in settings:
@@ -64,7 +64,7 @@ def _of_session(box: Box, user: str) -> Finding:
 
 
 def _kills(settings: dict[str, str], user: str) -> bool:
-    """Tell whether logind ends the processes of this user at logout."""
+    """Return whether logind kills the processes of this user at logout."""
     only, exempt = (settings.get(name, "").split() for name in _SETTINGS[1:])
     return settings["KillUserProcesses"] == "yes" and user not in exempt and (not only or user in only)
 

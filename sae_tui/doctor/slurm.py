@@ -10,7 +10,7 @@ from trainer.contract.wording import duration
 
 
 def check_slurm(box: Box) -> Iterator[Finding]:
-    """Report how SLURM can be reached: from inside an allocation, from outside, or not at all."""
+    """Report whether this shell is inside a SLURM allocation, outside one, or without SLURM."""
     missing = [name for name in ("sinfo", "squeue") if box.program(name) is None]
     if job := box.environ.get("SLURM_JOB_ID"):
         yield _inside(box, job)
@@ -24,7 +24,7 @@ def check_slurm(box: Box) -> Iterator[Finding]:
 
 
 def _inside(box: Box, job: str) -> Finding:
-    """Report the allocation that this shell is in, with which all jobs started here end."""
+    """Report the allocation of this shell; all jobs started here end with it."""
     nodes = box.environ.get("SLURM_JOB_NODELIST", "this machine")
     gpus = box.environ.get("SLURM_JOB_GPUS") or box.environ.get("SLURM_STEP_GPUS")
     end = box.environ.get("SLURM_JOB_END_TIME", "")
@@ -34,7 +34,7 @@ def _inside(box: Box, job: str) -> Finding:
 
 
 def _outside(box: Box) -> Finding:
-    """Report the cluster that this machine can reach from outside any allocation."""
+    """Report the cluster that this machine can reach, for a shell outside any allocation."""
     partitions, failure = box.output(["sinfo", "--noheader", "--format=%P"])
     if failure:
         return Finding("warning", "SLURM", f"sinfo fails: {failure}", "ask the administrator whether slurmctld runs")

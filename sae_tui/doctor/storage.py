@@ -1,4 +1,4 @@
-"""Checks the disk that holds the jobs, and SQLite, which stores their records."""
+"""Checks the disk of the data folder, and SQLite, which stores the jobs' records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMFORTABLE_BYTES = 10 << 30
 
 
 def check_folder(box: Box) -> Iterator[Finding]:
-    """Check that a file can be made in the data folder, by one without a name, which leaves no trace."""
+    """Check that a file can be created in the data folder; the test file has no name and leaves nothing behind."""
     root, folder = box.data.root, _existing(box)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -35,7 +35,7 @@ def check_folder(box: Box) -> Iterator[Finding]:
 
 
 def check_space(box: Box) -> Iterator[Finding]:
-    """Check the free space: checkpoints of a large SAE are gibibytes each."""
+    """Check the free space, since each checkpoint of a large SAE takes gibibytes."""
     folder = _existing(box)
     disk = shutil.disk_usage(folder)
     sentence = f"{gibibytes(disk.free)} free of {gibibytes(disk.total)} in {folder}"
@@ -49,9 +49,9 @@ def check_space(box: Box) -> Iterator[Finding]:
 
 
 def check_file_system(box: Box) -> Iterator[Finding]:
-    """Check that the data folder is local: SQLite's write-ahead log needs memory that processes share.
+    """Check that the data folder is on a local disk.
 
-    A network file system does not provide it.
+    SQLite's write-ahead log needs shared memory between processes, which a network file system does not provide.
     """
     name = network_file_system(_existing(box))
     if name is None:
@@ -64,7 +64,7 @@ def check_file_system(box: Box) -> Iterator[Finding]:
 
 
 def check_file_locks(box: Box) -> Iterator[Finding]:
-    """Lock a file to check that locks work in the data folder: they reserve stores, runs and GPUs."""
+    """Check that file locks work in the data folder, since they protect stores, runs and GPUs."""
     if problem := no_locks(_existing(box)):
         sentence, _, remedy = problem.partition("; ")
         yield Finding("error", "file locks", sentence, remedy)
@@ -73,7 +73,7 @@ def check_file_locks(box: Box) -> Iterator[Finding]:
 
 
 def check_store_lock(box: Box) -> Iterator[Finding]:
-    """Report a halted process in the middle of a change, which keeps all others from the list of jobs."""
+    """Report a halted process that holds the lock of the job store, which blocks all other processes."""
     pid = holder_of(box.data.control_db)
     if pid and is_halted(pid):
         sentence, _, remedy = describe_holder(pid).partition("; ")
@@ -81,7 +81,7 @@ def check_store_lock(box: Box) -> Iterator[Finding]:
 
 
 def check_locks(box: Box) -> Iterator[Finding]:
-    """Check that jobs of all users see which GPUs are taken."""
+    """Check that GPU locks are shared by the jobs of all users."""
     if not box.gpus.cuda:
         return
     if problem := lock_problem(box.data, box.gpus.source_name):
@@ -92,7 +92,7 @@ def check_locks(box: Box) -> Iterator[Finding]:
 
 
 def check_sqlite(_: Box) -> Iterator[Finding]:
-    """Check SQLite's version: 3.7.0 to 3.51.2 can damage a WAL that several processes write; two branches are fixed."""
+    """Check SQLite's version: 3.7.0 to 3.51.2 can corrupt a WAL with several writers, except for two fixed branches."""
     version = sqlite3.sqlite_version_info
     if not has_wal_reset_bug(version):
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")
@@ -106,7 +106,7 @@ def check_sqlite(_: Box) -> Iterator[Finding]:
 
 
 def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
-    """Tell whether a version has the bug fixed in 3.51.3, 3.50.7 and 3.44.6 (sqlite.org/wal.html#walresetbug)."""
+    """Return whether a version has the bug fixed in 3.51.3, 3.50.7 and 3.44.6 (sqlite.org/wal.html#walresetbug)."""
     if version < (3, 7) or version >= (3, 51, 3):
         return False
     return not ((3, 50, 7) <= version < (3, 51) or (3, 44, 6) <= version < (3, 45))

@@ -1,4 +1,4 @@
-"""Checks what the terminal can show; colours and characters are judged as the app's own library does."""
+"""Checks what the terminal can show; colours and characters are judged by the same rules as in Textual."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BETTER_TERM = "use a terminal of today and `export TERM=xterm-256color`, inside 
 
 
 def check_colours(box: Box) -> Iterator[Finding]:
-    """Report the number of colours, from COLORTERM and the end of TERM."""
+    """Report the number of colours, from COLORTERM and the suffix of TERM."""
     term = box.environ.get("TERM", "").strip().lower()
     if box.size is None:
         return
@@ -31,7 +31,7 @@ def check_colours(box: Box) -> Iterator[Finding]:
 
 
 def check_characters(box: Box) -> Iterator[Finding]:
-    """Check the locale: where it is not UTF-8, tmux and screen write `_` for a line or a bar."""
+    """Check the locale: if it is not UTF-8, tmux and screen write `_` for lines and bars."""
     locales = [(name, box.environ[name]) for name in ("LC_ALL", "LC_CTYPE", "LANG") if box.environ.get(name)]
     name, value = locales[0] if locales else ("LANG", "")
     if "utf8" in value.lower().replace("-", ""):
@@ -57,7 +57,7 @@ def check_size(box: Box) -> Iterator[Finding]:
 
 
 def check_multiplexer(box: Box) -> Iterator[Finding]:
-    """Report tmux or screen; jobs do not need it, but with it the app can be found again after a disconnect."""
+    """Report tmux or screen; jobs do not need it, but it keeps the app open after a disconnect."""
     if box.environ.get("TMUX"):
         yield Finding("ok", "tmux", "inside tmux: detach, and attach again from anywhere")
     elif box.environ.get("STY"):
@@ -69,7 +69,7 @@ def check_multiplexer(box: Box) -> Iterator[Finding]:
 
 
 def check_mouse(box: Box) -> Iterator[Finding]:
-    """Report whether the terminal tells the app about the mouse."""
+    """Report whether the terminal sends mouse events to the app."""
     term = box.environ.get("TERM", "").lower()
     if box.size is None:
         return

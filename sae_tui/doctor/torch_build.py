@@ -1,4 +1,4 @@
-"""Checks the torch that ranks will import, in a process of its own: whether it suits the driver and the cards."""
+"""Checks, in a separate process, whether the torch that ranks will import suits the driver and the GPUs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
 
-# In seconds: a first import from a network disk takes half a minute.
+# Seconds; the first import from a network disk takes half a minute.
 LIMIT_S = 60.0
-# Compute capabilities of cards that multiply fp64 at a 32nd or 64th of their speed: GeForce and their like.
+# Compute capabilities of GPUs, such as GeForce, that compute fp64 at 1/32 or 1/64 of their fp32 speed.
 _SLOW_AT_FP64 = {(6, 1), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 _ADAM_IN_FP32 = (2, 8)
-# Nothing that it loads is garbage, and both looking for some and shutting torch down took a third of its time.
+# Garbage collection and the shutdown of torch took a third of the time, and neither is needed here.
 _ASK = """
 import gc
 gc.disable()
@@ -42,9 +42,9 @@ os._exit(0)
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """The torch that ranks import. `cuda`, `hip` (of ROCm) and `nccl` are the versions it was built with.
+    """The torch that ranks import. `cuda`, `hip` (ROCm) and `nccl` are the versions that it was built with.
 
-    `nccl_installed` is the version of the package that is installed, `cards` the architectures of AMD's cards.
+    `nccl_installed` is the version of the installed package; `cards` are the architectures of AMD GPUs.
     """
 
     version: str
@@ -60,12 +60,12 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """What it was built for, as vendors' `torch_runtime`; "" where for CPUs only."""
+        """The runtime that it was built for, like `Vendor.torch_runtime`; "" for a CPU build."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
     def built_for(self) -> str:
-        """The same in words, with the version."""
+        """The runtime and its version in words."""
         return (
             f"built for ROCm {self.hip}"
             if self.hip
@@ -76,7 +76,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def check_torch(box: Box) -> Iterator[Finding]:
-    """Check torch against the driver and the cards, and NCCL and Triton with it."""
+    """Check whether torch, NCCL and Triton suit the driver and the GPUs."""
     if not box.python and (missing := missing_of_trainer()):
         sentence = f"GPUs and jobs are shown, but nothing trains here without {join_words(missing)}"
         yield Finding("error", "torch", sentence, f"run `{install('train')}`")
@@ -106,7 +106,7 @@ def check_torch(box: Box) -> Iterator[Finding]:
 
 
 def _ask(box: Box) -> tuple[TorchBuild | None, str]:
-    """Import torch in a process and return its build, or None and why it cannot be told."""
+    """Import torch in a separate process; return its build, or None and the reason for the failure."""
     answer, failure = box.trainer("-c", _ASK, limit_s=LIMIT_S)
     if failure:
         return None, failure
@@ -117,15 +117,16 @@ def _ask(box: Box) -> tuple[TorchBuild | None, str]:
 
 
 def _vendors(gpus: Gpus) -> list[Vendor]:
-    """Return the vendors of the cards."""
+    """Return the vendors of the GPUs."""
     names = dict.fromkeys(sample.vendor for sample in gpus.samples if sample.vendor)
     return [VENDORS[name] for name in names] or [vendor_to_name(gpus.source_name)]
 
 
 def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None) -> Finding:
-    """Check torch's vendor, and its CUDA: it runs on a driver of the same major version, whatever the minor, or newer.
+    """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
-    `vendor` is that of the cards that it is built for, if any is.
+    A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor
+    that torch is built for; None if the machine has no GPUs of that vendor.
     """
     driver = gpus.facts.cuda
     if not build.runtime:
@@ -150,9 +151,9 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None
 
 
 def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
-    """Report cards that torch has no code for: neither of the same major capability nor PTX to compile.
+    """Report GPUs that torch has no code for: neither for the same major capability nor PTX to compile.
 
-    Code for AMD's cards is for one architecture each.
+    Code for AMD GPUs runs on only one architecture each.
     """
     lacking = dict.fromkeys(card.partition(":")[0] for card in build.cards)
     if build.archs and (unknown_cards := [card for card in lacking if card not in build.archs]):
@@ -171,7 +172,7 @@ def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
 
 
 def _updates_fast(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
-    """Advise a newer torch where a fused Adam that computes in fp64 slows a card down."""
+    """Recommend a newer torch if fused Adam computes in fp64 and a GPU is slow at fp64."""
     numbers = build.version.split(".")[:2]
     if not all(map(str.isdecimal, numbers)) or tuple(map(int, numbers)) >= _ADAM_IN_FP32:
         return
@@ -185,7 +186,7 @@ def _updates_fast(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
 
 
 def _covers(arch: str, capability: tuple[int, int]) -> bool:
-    """Tell whether code for `sm_86`, `sm_90a` or `compute_90` runs on a card of this capability."""
+    """Return whether code for `sm_86`, `sm_90a` or `compute_90` runs on a GPU with this capability."""
     kind, _, number = arch.partition("_")
     digits = number.rstrip("af")
     if not digits.isdecimal():
@@ -197,7 +198,7 @@ def _covers(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _exchanges(build: TorchBuild) -> Finding:
-    """Check NCCL, or AMD's RCCL, which GPUs exchange by: torch is compiled against one version and loads another's."""
+    """Check NCCL, or AMD's RCCL: torch may load another version than the one that it was compiled with."""
     name = "RCCL" if build.hip else "NCCL"
     if build.nccl is None:
         sentence = f"torch {build.version} is built without it, and jobs on several GPUs need it"

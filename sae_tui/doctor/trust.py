@@ -1,4 +1,4 @@
-"""Checks who else may read and write the user's data, or act as the user: nobody, as SECURITY.md promises."""
+"""Checks that no other user can read or write the user's data, or act as the user, as SECURITY.md promises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS, GROUP_AND_OTHERS = 0o007, 0o077
 
 
 def check_owner(box: Box) -> Iterator[Finding]:
-    """Report whose data folder it is, and with whom it is shared."""
+    """Report the owner of the data folder, and the group that shares it."""
     root = box.data.root
     if not os.path.exists(root):
         return
@@ -34,7 +34,7 @@ def check_owner(box: Box) -> Iterator[Finding]:
 
 
 def check_readers(box: Box) -> Iterator[Finding]:
-    """Check file modes: new files are made for their owner alone, but older or copied ones may be open to others."""
+    """Check file modes: new files are accessible only to their owner, but older or copied files may not be."""
     root = box.data.root
     if not os.path.exists(root):
         return
@@ -50,18 +50,18 @@ def check_readers(box: Box) -> Iterator[Finding]:
 
 
 def _open_to(folder: Path, whom: int) -> Iterator[Path]:
-    """Yield the files below a folder that `whom`, a mask of mode bits, may read or write.
+    """Yield the files below a folder that the users in `whom`, a mask of mode bits, may read or write.
 
-    Folders on the way that these may not enter are skipped.
+    Folders that they may not enter are skipped.
     """
-    with contextlib.suppress(OSError):  # a job that goes meanwhile makes and removes files
+    with contextlib.suppress(OSError):  # a running job may create and remove files during this check
         if _lets_in(folder, whom):
             for entry in sorted(folder.iterdir()):
                 yield from _open_entry(entry, whom)
 
 
 def _open_entry(entry: Path, whom: int) -> Iterator[Path]:
-    """Yield an entry of a folder, or what is in it, if it is open."""
+    """Yield a file if it is open to the users in `whom`; for a folder, yield the open files below it."""
     with contextlib.suppress(FileNotFoundError):
         mode = entry.lstat().st_mode
         if stat.S_ISDIR(mode):
@@ -71,12 +71,12 @@ def _open_entry(entry: Path, whom: int) -> Iterator[Path]:
 
 
 def _lets_in(folder: Path, whom: int) -> bool:
-    """Tell whether others may enter a folder; without listing it they can guess the names, which are numbers."""
+    """Return whether others may enter a folder; even if they cannot list it, they can guess names such as job ids."""
     return bool(folder.stat().st_mode & whom & 0o111)
 
 
 def check_links(box: Box) -> Iterator[Finding]:
-    """Report a link in the place of a folder in which sae-tui writes and deletes."""
+    """Report a symbolic link in place of a folder that sae-tui writes to and deletes from."""
     runs = box.data.root / "runs"
     ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
     for job_id in (None, *sorted(ids)):
@@ -89,7 +89,7 @@ def check_links(box: Box) -> Iterator[Finding]:
 
 
 def check_hook(box: Box) -> Iterator[Finding]:
-    """Report a command of the settings that is not run, since somebody else may have written it."""
+    """Report a command in the settings that is not run, since another user may have written it."""
     file = box.data.settings_file
     for problem in load_settings(file)[1]:
         if problem.path == "on_job_end":
