@@ -1,1 +1,1 @@
-"""Alerts: what goes wrong on this machine for so long that somebody should know; nothing here needs a screen."""
+"""Alerts: lasting problems of this machine that a user should know about. It contains no UI code."""

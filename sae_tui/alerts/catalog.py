@@ -1,4 +1,4 @@
-"""The kinds of alerts, one declaration each: what is measured, from where on it is bad, and for how long."""
+"""The kinds of alerts. Each is one declaration: the measured value, the bound, and how long it must be exceeded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sae_tui.jobs.cards.idle import IDLE_AFTER_S
 from sae_tui.settings import Settings
 from trainer.contract.wording import gibibytes
 
-# Where a card does not tell at what temperature it slows down.
+# Used for a GPU that does not report its throttling temperature.
 USUAL_SLOWDOWN_C = 90
 GIB = 1 << 30
 
 
 class Look(NamedTuple):
-    """What is known at a time: the newest sample of every card, who holds them, and the room in the data folder."""
+    """The current readings: the newest sample of each GPU, the holders of the GPUs, and the free space on the disk."""
 
     samples: Sequence[GpuSample] = ()
     held: Holders = Holders()
@@ -27,9 +27,9 @@ class Look(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A value at a place, by a name that stays (`gpu-0`, `disk`) and as people call it, and what to say if bad.
+    """A measured value, its location as an id (`gpu-0`, `disk`) and in words, and the text of the alert.
 
-    `value` is None where it is not known, which is no reason for an alert. `about` has more for the hook.
+    `value` is None if it is unknown, which raises no alert. `about` holds more fields for the user's command.
     """
 
     place: str
@@ -40,9 +40,9 @@ class Measured(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of alert. Its setting is the bound from which on it is bad; of a flag, how long that must last.
+    """A kind of alert. Its setting is the bound for the value or, for a flag, how long the flag must stay set.
 
-    It is over once the value is `slack` better than the bound, for `clear_s`.
+    The alert ends after the value has been better than the bound by `slack` for `clear_s` seconds.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Kind(NamedTuple):
     clear_s: float
     raise_s: float = 0.0
     slack: float = 0.0
-    # Seconds in a unit of a flag's setting, and those that have passed before the flag is set.
+    # The unit of a flag's setting in seconds, and how many seconds have already passed when the flag is set.
     unit_s: float = 1.0
     passed_s: float = 0.0
 
     def rule(self, settings: Settings) -> Rule | None:
-        """Return from when to when there is an alert; None where the setting, 0, turns it off."""
+        """Return the rule for this kind of alert; None if the setting is 0, which turns it off."""
         bound: float = getattr(settings, self.setting)
         if bound <= 0:
             return None
@@ -69,7 +69,7 @@ class Kind(NamedTuple):
         return Rule(bound, bound - self.slack, self.raise_s, self.clear_s)
 
     def badness(self, value: float | None) -> float | None:
-        """Return a value by which more is worse, as the rule has its bounds."""
+        """Return the value with a sign such that larger is worse, as in the bounds of the rule."""
         return -value if value is not None and self.bad == "below" else value
 
 
@@ -81,7 +81,7 @@ def _on_card(sample: GpuSample, value: float | None, words: str, held: Holders) 
         "gpu_uuid": sample.uuid,
         "job_id": job.id if job else None,
     }
-    # By its index, which a card has that is lost from the start on: its UUID is then not known.
+    # Use the index, since the UUID is unknown if the GPU is lost from the start.
     return Measured(f"gpu-{sample.index}", place, value, f"{place} {words}", about)
 
 

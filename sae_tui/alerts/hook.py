@@ -1,4 +1,4 @@
-"""The user's own command at an alert: run by itself, with the alert as JSON on its standard input."""
+"""The user's command for alerts, which receives the alert as JSON on its standard input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KILL_AFTER_S = 5
 
 
 def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
-    """Run a command, without a shell and in a session of its own; raise `UserError` where it fails or takes too long.
+    """Run a command without a shell, in a new session; raise `UserError` if it fails or takes too long.
 
     `timeout` ends the command even after this process has ended. The message is kept in memory, not in a temporary
     file, since the disk may be full.

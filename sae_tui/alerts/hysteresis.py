@@ -1,4 +1,4 @@
-"""Tells when something has been bad for long enough, and good again for long enough: in between nothing changes."""
+"""Decides when a value has been bad, or good again, for long enough to begin or end an alert."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 # The value for a place that no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that begins three times within an hour flaps. It ends after it was good for 5 min, or for twice as
-# long as the longest good time of the last hour before the fault returned. So a regular fault is one alert.
+# An alert that begins three times within an hour is flapping. It then ends only after the value was good for 5 min or,
+# if that is longer, for twice the longest good period of the last hour. So a periodic fault gives only one alert.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
 class Rule(NamedTuple):
-    """Bad from `raise_at` up for `raise_s` seconds; over below `clear_at` for `clear_s` seconds."""
+    """An alert begins after `raise_s` seconds from `raise_at` up, and ends after `clear_s` seconds below `clear_at`."""
 
     raise_at: float
     clear_at: float
@@ -23,19 +23,19 @@ class Rule(NamedTuple):
 
 
 class Hysteresis:
-    """Follows one value; times are seconds of any clock that does not go back."""
+    """Follows one value; times are seconds of any monotonic clock."""
 
     def __init__(self, rule: Rule, *, is_raised: bool = False) -> None:
         self.is_raised = is_raised
         self._rule = rule
         self._since: float | None = None
         self._raised: deque[float] = deque(maxlen=FLAPS_AT)
-        # When the value was last not good, and the times it came back from a long good state, with how long that was.
+        # When the value was last not good, and the ends of long good periods, each with its duration.
         self._bad_at: float | None = None
         self._returns: deque[tuple[float, float]] = deque(maxlen=64)
 
     def changes(self, value: float | None, now: float) -> bool:
-        """Take a value (None: unknown); return whether an alert begins or ends with it.
+        """Process a value (None: unknown); return whether an alert begins or ends with it.
 
         An unknown value neither begins nor ends an alert.
         """
@@ -53,11 +53,11 @@ class Hysteresis:
 
     @property
     def flaps(self) -> bool:
-        """Whether the alert has begun three times within an hour."""
+        """True if the alert has begun three times within an hour."""
         return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= HOUR_S
 
     def _lasts_s(self, value: float | None, now: float) -> float:
-        """Return how many seconds the value must stay on the other side before the alert changes."""
+        """Return how many seconds the value must stay bad, or good during an alert, before the alert changes."""
         if not self.is_raised:
             return self._rule.raise_s
         return max(self._rule.clear_s, self._calm_s(now)) if self.flaps and value != GONE else self._rule.clear_s
@@ -75,7 +75,7 @@ class Hysteresis:
         self._bad_at = now
 
     def _is_leaving(self, value: float | None) -> bool:
-        """Tell whether the value is on the other side: bad while there is no alert, good while there is one."""
+        """Return whether the value would change the state: bad without an alert, good during an alert."""
         if value is None:
             return False
         return value < self._rule.clear_at if self.is_raised else value >= self._rule.raise_at

@@ -1,4 +1,4 @@
-"""The alerts of the last day, in a file of the data folder for each host, by the one app there that has the lock."""
+"""Stores the alerts of the last day: one file per host in the data folder, written by the app that holds the lock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Time
 
 DAY_S = 86_400.0
-# What a broken sensor could raise in a day, at one change a minute.
+# More than the alerts that a broken sensor can raise in a day, at one change per minute.
 MOST = 1000
 MOST_HOSTS = 100
 Words = Annotated[str, Meta(max_length=1000)]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that went wrong; times are seconds since the epoch, `cleared` is None while it lasts."""
+    """A problem of the machine; times are seconds since the epoch, and `cleared` is None while it lasts."""
 
     kind: Words
     place: Words
@@ -38,22 +38,22 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_alerts(data: DataDir) -> list[Alert]:
-    """Return the stored alerts of all hosts, oldest first; none of a file that cannot be read."""
+    """Return the stored alerts of all hosts, oldest first; skip files that cannot be read."""
     files = sorted(data.root.glob(data.alerts("*").name))[:MOST_HOSTS]
     alerts = [alert for file in files for alert in read_json(file, list[Alert]) or []]
     return sorted(alerts, key=lambda alert: alert.raised)
 
 
 def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
-    """Replace the stored alerts of this host; raise `OSError` where the disk does not take it."""
+    """Replace the stored alerts of this host; raise `OSError` if they cannot be written."""
     write_json(data.alerts(host), list(alerts))
 
 
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return this host's active alerts, and the alerts of all hosts from the last 24 hours.
 
-    An active alert of another host counts from its beginning, since the app there may have been closed. If there are
-    more than `MOST` alerts, leave out the oldest ended ones.
+    The age of another host's active alert counts from its beginning, since the app there may have been closed. If
+    there are more than `MOST` alerts, leave out the oldest ended ones.
     """
     recent = [alert for alert in alerts if _is_recent(alert, now, host)]
     surplus = len(recent) - MOST
@@ -67,7 +67,7 @@ def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
 def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return the alerts to store.
 
-    Count the last day back from the newest alert at most, so that a clock that runs ahead deletes none.
+    The last day ends no later than the newest alert, so that a clock that runs ahead deletes no alerts.
     """
     known = list(alerts)
     newest = max((alert.cleared or alert.raised for alert in known), default=now)

@@ -1,4 +1,4 @@
-"""One thread that looks for alerts while the app is open, writes them down and runs the user's command."""
+"""Checks for alerts while the app is open, stores them and runs the user's command, all on background threads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
-# Seconds for which changes of one kind are collected after a report: GPUs that fail together are noticed one by one.
+# Changes of one kind are collected for this many seconds after a report, since GPUs that fail together are noticed one
+# by one.
 GROUP_S = 5.0
 
 
 class Alerts:
-    """The alerts of this machine: `turn` takes what is known now. Clocks are given, so that a test can turn them."""
+    """The alerts of this machine: `turn` processes the current readings. Tests can pass their own clocks."""
 
     def __init__(
         self,
@@ -45,33 +46,33 @@ class Alerts:
         self._rules = [(kind, rule) for kind in KINDS if (rule := kind.rule(settings))]
         known = {kind.name: rule for kind, rule in self._rules}
         mine = [alert for alert in stored if alert.host == self._host]
-        # One that has been turned off since is over; any other goes on from before the app was closed, until it is.
+        # A stored alert continues after a restart of the app, but ends if its kind has been turned off since.
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
-        # When the value of each active alert became unknown.
+        # For each active alert whose value is unknown, when it became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
-        # By kind and whether the alerts have ended: changes not yet reported, and when the next report may come.
+        # By kind and whether the alerts have ended: unreported changes, and the earliest time of the next report.
         self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
-        # Why a kind of alert could not be checked.
+        # The reason why a kind of alert could not be checked.
         self.failure = ""
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """The active alerts, oldest first; each says since when its value is unknown."""
+        """The active alerts, oldest first; an alert with an unknown value says since when."""
         return tuple(self._with_age(alert) for alert in self._mine if alert.cleared is None)
 
     @property
     def recent(self) -> list[Alert]:
-        """Those of this host that are to be kept, oldest first."""
+        """The alerts of this host to store, oldest first."""
         return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: Look) -> list[Alert]:
-        """Take the current readings; return the alerts to report as begun or ended.
+        """Process the current readings; return the alerts to report as begun or ended.
 
-        Alerts of one kind that begin or end within `GROUP_S` are merged into one. Return none while a GPU has not
-        answered for the first time: it is neither lost nor recovered.
+        Alerts of one kind that begin or end within `GROUP_S` are merged into one. Return none until every GPU has
+        answered for the first time, since before that a GPU is neither lost nor recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
@@ -90,13 +91,13 @@ class Alerts:
                 seen.add((kind.name, one.place))
                 changed += self._take(kind, rule, one)
         for key in self._states.keys() - seen if look.samples else ():
-            # A card that is not there any more, though the driver tells of others.
+            # The driver lists other GPUs, but no longer this one.
             if self._states[key].changes(GONE, self._clock()):
                 changed.append(self._end(key))
         return self._news(changed)
 
     def _take(self, kind: Kind, rule: Rule, measured: Measured) -> list[Alert]:
-        """Take a value; return the alert that begins or ends with it, if any."""
+        """Process a value; return the alert that begins or ends with it, if any."""
         key = kind.name, measured.place
         state = self._states.setdefault(key, Hysteresis(rule))
         value = kind.badness(measured.value)
@@ -110,7 +111,7 @@ class Alerts:
         return [self._begin(kind, measured, flaps=state.flaps) if state.is_raised else self._end(key)]
 
     def _news(self, changed: list[Alert]) -> list[Alert]:
-        """Return the alerts to report now: at most one per kind in `GROUP_S`, for all changes collected since."""
+        """Return the alerts to report now: at most one per kind in `GROUP_S`, merged from all pending changes."""
         for alert in changed:
             self._pending.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
         now = self._clock()
@@ -119,7 +120,7 @@ class Alerts:
         return [together(self._pending.pop(group)) for group in due]
 
     def rest(self) -> list[Alert]:
-        """Return the alerts that are not yet reported, before these rules are replaced."""
+        """Return the alerts that are not yet reported; call this before the rules are replaced."""
         groups, self._pending = self._pending, {}
         return [together(group) for group in groups.values()]
 
@@ -151,7 +152,7 @@ class Alerts:
 
 
 def together(alerts: Sequence[Alert]) -> Alert:
-    """Merge alerts of one kind, as in `GPUs 0-63 cannot be read: …`; return a single alert unchanged."""
+    """Merge alerts of one kind, like `GPUs 0-63 cannot be read: …`; return a single alert unchanged."""
     first = alerts[-1]
     gpus = sorted({index for alert in alerts if isinstance(index := alert.about.get("gpu_index"), int)})
     if len(gpus) < 2:
@@ -164,7 +165,7 @@ def together(alerts: Sequence[Alert]) -> Alert:
 
 
 def as_ranges(numbers: Sequence[int]) -> str:
-    """Write ascending numbers as ranges, like `0-3, 7`."""
+    """Format ascending numbers as ranges, like `0-3, 7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -175,16 +176,16 @@ def as_ranges(numbers: Sequence[int]) -> str:
 
 
 def _ended(alert: Alert, now: float) -> Alert:
-    """Return the alert as over, at its beginning at the earliest: clocks are set back."""
+    """Return the alert as ended now, but not before its beginning, since the clock may have been set back."""
     return msgspec.structs.replace(alert, cleared=max(now, alert.raised)) if alert.cleared is None else alert
 
 
 class AlertWatcher:
-    """Looks every interval, on a thread of its own: asking a disk how full it is may take for ever.
+    """Checks for alerts at each interval, on its own thread, since reading the free disk space may take forever.
 
-    `samples` returns None until it is known which cards there are. `changed` holds what has begun or ended since the
+    `samples` returns None until the GPUs are known. `changed` holds the alerts that have begun or ended since the
     start, oldest first; `on_change` is called after each addition.
-    Of several apps on a host only the one that has the lock writes the file and runs the user's command.
+    If several apps run on a host, only the app that holds the lock writes the file and runs the user's command.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class AlertWatcher:
     ) -> None:
         self.changed: tuple[Alert, ...] = ()
         self.active: tuple[Alert, ...] = ()
-        # What went wrong with the file or the command, in sentences.
+        # Failures of the checks, the file or the command, one sentence each.
         self.problems: tuple[str, ...] = ()
         self._data, self._on_change, self._readonly = data, on_change, readonly
         self.change(settings)
@@ -215,7 +216,7 @@ class AlertWatcher:
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
 
     def change(self, settings: Settings) -> None:
-        """Look by other bounds from now on."""
+        """Use new bounds from now on."""
         self.interval_s = max(1.0, settings.sampling_interval_s)
         self._settings = settings
 
@@ -223,11 +224,11 @@ class AlertWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end; nothing has to be waited for."""
+        """Ask the thread to end, without waiting for it."""
         self._stop.set()
 
     def recent(self) -> list[Alert]:
-        """Return the alerts of the last day, newest first: of this host as known now, of others as their files say."""
+        """Return the alerts of the last day, newest first: this host's from memory, other hosts' from their files."""
         host = socket.gethostname()
         others = [one for one in read_alerts(self._data) if one.host != host]
         recent = of_last_day([*self._recent, *others], time.time(), host)
@@ -246,11 +247,11 @@ class AlertWatcher:
             try:
                 self._look(alerts)
             except Exception as error:
-                # This thread must outlive whatever a card or the disk does.
+                # This thread must survive every error of a GPU or the disk.
                 self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
-        """Return the stored alerts; none if the disk does not answer, so that new alerts are still found."""
+        """Return the stored alerts; none if the disk does not answer, so that the checks can start anyway."""
         try:
             return on_thread(lambda: read_alerts(self._data)).result(DISK_LIMIT_S)
         except Exception as error:
@@ -258,7 +259,7 @@ class AlertWatcher:
             return []
 
     def _look(self, alerts: Alerts) -> None:
-        # While a driver hangs, its GPUs are unknown, but the disk can still be checked.
+        # While a driver hangs, its GPUs are unknown, but the disk can be checked.
         samples = self._samples() or ()
         changed = alerts.turn(Look(samples, self._held(), self._free_bytes()))
         self.active, self._recent = alerts.active, alerts.recent
@@ -278,7 +279,7 @@ class AlertWatcher:
         self._to_write.put((changed, alerts.recent))
 
     def _write_down(self, reports: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
-        """Run the user's command and write the file, in a separate thread, since the disk may hang."""
+        """Run the user's command and write the file, on a separate thread, since the disk may hang."""
         while True:
             changed, recent = reports.get()
             try:
@@ -302,8 +303,8 @@ class AlertWatcher:
             self._to_run.put(alert)
 
     def _run_hooks(self, alerts: queue.SimpleQueue[Alert]) -> None:
-        """Run the user's command for one alert after the other."""
-        # Loaded with the first alert: most apps see none.
+        """Run the user's command for the alerts, one at a time."""
+        # Imported with the first alert, since most apps have none.
         from sae_tui.alerts.hook import run_hook
 
         while True:
@@ -339,14 +340,14 @@ class AlertWatcher:
 
 
 def as_message(alert: Alert) -> Mapping[str, object]:
-    """Return an alert as the user's command gets it."""
+    """Return the JSON fields of an alert for the user's command."""
     fields = msgspec.structs.asdict(alert)
     about = fields.pop("about")
     return {"state": "raised" if alert.cleared is None else "cleared", **fields, **about, "words": sentence_of(alert)}
 
 
 def sentence_of(alert: Alert) -> str:
-    """Return what to say of an alert when it begins, or when it is over."""
+    """Return the message for an alert that begins or has ended."""
     return alert.words if alert.cleared is None else f"{alert.place_words}: {title_of(alert)} no more"
 
 
