@@ -26,7 +26,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class MemoryKind(NamedTuple):
-    """The memory type of the GPU with this name, and the NUMA node of its own memory.
+    """The memory type of the GPU with this name, and the NUMA node of its memory.
 
     `is_integrated`: it uses the host's memory. `is_coherent`: the kernel also uses the GPU's memory as host memory.
     """

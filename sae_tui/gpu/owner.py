@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# Seconds for which an answer is reused. Without reuse, each process on each GPU would cost 0.4 ms and a thread every
+# Seconds before an answer is read again. Without reuse, each process on each GPU would cost 0.4 ms and a thread every
 # second.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
