@@ -26,6 +26,9 @@ def exchange(group: Group) -> dict[str, Tensor]:
     own["part of half"] = group.part_of_sum(tensors["half"])
     group.sum_(*tensors.values())
     gathered = group.gather(torch.arange(40000) * (group.index + 1))
+    begun, transfers = group.start_gather(torch.arange(40000) * (group.index + 1))
+    group.finish(transfers)
+    assert torch.equal(begun, gathered)
     first = torch.randn(80, 2000).T
     own["own first"] = first.clone()
     group.copy_from_first_([first])

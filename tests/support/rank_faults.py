@@ -5,6 +5,7 @@ Each function takes the number of the rank last.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -12,10 +13,12 @@ import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from trainer.activations.training_data import IndexedData
 from trainer.checkpoints import checkpoint
 from trainer.contract.errors import UserError
+from trainer.contract.planning import step_time
 from trainer.parallel import calibrate, process_group, rebalancer
 from trainer.ranks import rank as rank_module
 from trainer.training import loop
@@ -101,3 +104,42 @@ def end_with_patience(rank: int) -> None:
     connecting: Any = process_group
     of_rank.patience_s = lambda job, world_size: 5000.0 * world_size
     connecting.join = join
+
+
+class Reading(NamedTuple):
+    """Has each rank read a part of the rows, or all, and write how many it reads at a time to COUNTS.RANK.
+
+    The rank `failing` cannot read its batch number `fails_at`; rank 0 asks for a stop after `stops_after` steps.
+    """
+
+    parts: bool
+    counts: str = ""
+    fails_at: int = -1
+    failing: int = -1
+    stops_after: int = -1
+
+    def __call__(self, rank: int) -> None:
+        planning: Any = step_time
+        planning.reads_parts = lambda *_: self.parts
+        indexed_data: Any = IndexedData
+        read, sizes = indexed_data.read, list[int]()
+
+        def counting(data: IndexedData, *arguments: Any) -> Any:
+            if rank == self.failing and len(sizes) == self.fails_at:
+                raise UserError("data.path: the disk went away")
+            rows = read(data, *arguments)
+            sizes.append(len(rows.x))
+            if self.counts:
+                Path(self.counts).with_suffix(f".{rank}").write_text(json.dumps(sizes))
+            return rows
+
+        indexed_data.read = counting
+        trainer_class: Any = loop.Trainer
+        take_step = trainer_class._train_step
+
+        def stopping(trainer: loop.Trainer) -> None:
+            if trainer.position.step == self.stops_after and rank == 0:
+                trainer._stop.set()
+            take_step(trainer)
+
+        trainer_class._train_step = stopping

@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from trainer.activations.base import Pair, in_fp32, of_each_hook
 from trainer.activations.micro_batches import Cut, Stretch
 from trainer.activations.outliers import Outliers
+from trainer.activations.row_readers import Exchange
 from trainer.activations.training_data import Mark, Read, TrainingData
 from trainer.activations.transfer import Sent, Transfer, transfer_to
 from trainer.contract.planning.rows_on_gpu import READ_AHEAD
@@ -30,11 +32,18 @@ class Batch(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """A batch that was read: its rows on their way to the device, how far a stream is with it, tokens of all ranks."""
+    """A batch that was read: its rows on their way to the device, how far a stream is with it, and its tokens."""
 
     sent: Sent
     mark: Mark | None
-    of_all: int
+    stretch: Stretch
+
+
+class Arriving(NamedTuple):
+    """A batch that was read, and its exchange among the ranks that have each read a part of it."""
+
+    coming: Coming
+    exchange: Exchange
 
 
 class Batches:
@@ -67,6 +76,11 @@ class Batches:
         # Where ranks read together: after how many batches all of them end. No thread is further ahead of its step.
         self._last: int | None = None
         self._n_taken = 0
+        # Ranks that read a part each begin to exchange a batch before they train on the one before: the transfer then
+        # takes place during that step. All of them begin it between the same two steps, since exchanges of a step must
+        # be in one order.
+        self._n_ahead = int(data.readers.size > 1)
+        self._arriving: deque[Arriving] = deque()
         # Seconds that `next` has waited for a batch so far.
         self.waited_s = 0.0
         data.rewind()
@@ -75,15 +89,11 @@ class Batches:
 
     def next(self) -> Batch:
         """Return the next batch on the device; raise the error that stopped the reading."""
-        began = time.perf_counter()
-        item = self._ready.get()
-        self.waited_s += time.perf_counter() - began
-        self._places.release()
-        if isinstance(item, BaseException):
-            raise item
-        self._n_taken += 1
-        pair = self._transfer.receive(item.sent)
-        self._data.note_trained(Read(*pair, item.mark))
+        while len(self._arriving) <= self._n_ahead:
+            self._arriving.append(self._begin())
+        coming, exchange = self._arriving.popleft()
+        pair = exchange.finish()
+        self._data.note_trained(Read(*pair, coming.mark))
         hooks = of_each_hook(pair, self._data.n_hooks)
         if self._device.type == "cpu":
             # A GPU widens 16 bits in the pass that scales them.
@@ -92,13 +102,27 @@ class Batches:
             outliers.note(len(pair[0]))
         if self._outliers and self._replaces:
             hooks = [outliers.replace(*pair) for outliers, pair in zip(self._outliers, hooks, strict=True)]
-        return Batch(hooks, item.of_all)
+        return Batch(hooks, coming.stretch.of_all)
+
+    def _begin(self) -> Arriving:
+        """Take the next batch that was read, and begin its exchange."""
+        began = time.perf_counter()
+        item = self._ready.get()
+        self.waited_s += time.perf_counter() - began
+        self._places.release()
+        if isinstance(item, BaseException):
+            raise item
+        self._n_taken += 1
+        pair = self._transfer.receive(item.sent)
+        return Arriving(item, Exchange(pair, item.stretch.length, self._data.readers))
 
     def close(self) -> None:
         """End the thread; needed before another reader of the same files starts in this process.
 
-        Where ranks read together, all of them call this after the same batch.
+        Where ranks read together or a part each, all of them call this after the same batch.
         """
+        while self._arriving:
+            self._arriving.popleft().exchange.finish()
         self._last = self._n_taken + READ_AHEAD + 1 if self._data.reads_together else None
         self._closed.set()
         self._thread.join()
@@ -120,7 +144,7 @@ class Batches:
                 empty = self._transfer.begin()
                 x, y, mark = self._data.read(step_start + stretch.start, stretch.length, empty)
                 if self._has_place():
-                    self._ready.put(Coming(self._transfer.send((x, y)), mark, stretch.of_all))
+                    self._ready.put(Coming(self._transfer.send((x, y)), mark, stretch))
         except BaseException as error:
             if self._has_place():
                 self._ready.put(error)

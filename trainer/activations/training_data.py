@@ -27,6 +27,7 @@ from trainer.activations.base import (
 from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.order import Order
 from trainer.activations.permutation import Words
+from trainer.activations.row_readers import own_rows
 from trainer.activations.shuffle_buffer import Chunk, ShuffleBuffer, StreamRows
 from trainer.activations.split import BLOCK, Split, TooFewTexts, halves_of, split_of
 from trainer.activations.texts import keys_of, seed_key
@@ -121,6 +122,8 @@ class TrainingData(ABC):
     n_train: int | None = None
     # Whether `read` waits for other ranks, which have to read as often.
     reads_together: bool = False
+    # Ranks with the same tokens, if each of them reads a part of every batch.
+    readers: Group = Group()
 
     def __init__(self, n_hooks: int) -> None:
         self.n_hooks = n_hooks
@@ -137,7 +140,8 @@ class TrainingData(ABC):
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
         """Return this rank's next n rows, where `position` tokens of all ranks come before the first of them.
 
-        They are read into what `empty` gives where that can be.
+        They are read into what `empty` gives where that can be. With several `readers` it is this rank's part of them,
+        for an `Exchange`.
         """
 
     @abstractmethod
@@ -175,7 +179,8 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
     how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
-    data = IndexedData(source, n_held_out, seed, parallel.data, how)
+    readers = parallel.latents if parallel.reads_parts else Group()
+    data = IndexedData(source, n_held_out, seed, parallel.data, how, readers)
     if resumed and resumed.held_out and _choice(resumed.held_out) != _choice(data.held_out_key()):
         raise UserError(_HELD_OUT_OTHERS)
     return data
@@ -198,10 +203,16 @@ class IndexedData(TrainingData):
     """Stored rows, in an endless sequence of epochs; a position is all that a checkpoint has to remember."""
 
     def __init__(
-        self, source: IndexedSource, n_held_out: int, seed: int, group: Group, how: HowHeldOut | None = None
+        self,
+        source: IndexedSource,
+        n_held_out: int,
+        seed: int,
+        group: Group,
+        how: HowHeldOut | None = None,
+        readers: Group | None = None,
     ) -> None:
         super().__init__(source.n_hooks)
-        self._source = source
+        self._source, self.readers = source, readers or Group()
         try:
             self.split = _split(source, n_held_out, how or HowHeldOut("rows", seed))
         except TooFewTexts as error:
@@ -227,7 +238,7 @@ class IndexedData(TrainingData):
         """Do nothing: any position can be read."""
 
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
-        return Read(*self._source.pairs(self._order.stretch(position, n), empty))
+        return Read(*self._source.pairs(own_rows(self._order.stretch(position, n), self.readers), empty))
 
     def note_trained(self, rows: Read) -> None:
         """Do nothing: rows can be read again."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Long against one step, short against the time in which a user expects to see that a run has become slower.
 WINDOW_S = 5.0
 # Shares of the time in which all ranks wait for data, and for how many seconds before that is reported: 8 GPUs that
-# share latents need 9 ms of the host's memory for a step of 6 ms.
+# share latents and read all rows each need 9 ms of the host's memory for a step of 6 ms.
 MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 

@@ -65,6 +65,8 @@ def arrange(
             # Another run may have written since: what it has measured stays.
             box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
+    # Results do not depend on who reads a row.
+    to_read_by = slowest(speeds)
     if job.train.deterministic:
         # Measurements differ a little every time, and with them the order in which numbers are added. The figures are
         # also the same on unlike cards, since all ranks have to decide alike.
@@ -77,6 +79,7 @@ def arrange(
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
     parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
+    parallel.reads_parts = step_time.reads_parts(settled.work, to_read_by, _fewest_on_a_host(world))
     return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares, model_why))
 
 
@@ -147,7 +150,16 @@ def _free_bytes(device: torch.device) -> int:
 
 def _processes_here(world: World) -> int:
     """Return the number of ranks that share the free memory that was read."""
-    return 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
+    return 1 if world.device.type == "cuda" else _ranks_on_this_host(world)
+
+
+def _ranks_on_this_host(world: World) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
+
+
+def _fewest_on_a_host(world: World) -> int:
+    """Return the number of ranks on the host that has the fewest."""
+    return int(world.group.gather(torch.tensor([_ranks_on_this_host(world)], device=world.device)).min())
 
 
 def _plan(settled: Settled, speeds: Speeds, shares: Shares, model_why: str) -> Plan:

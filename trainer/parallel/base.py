@@ -61,6 +61,8 @@ class Parallel:
         self.room: list[float] | None = None
         # The largest part of a micro-batch that a rank has memory for, where that is known.
         self.most_tokens: int | None = None
+        # Whether each rank of `latents` reads a part of their stored rows, and gets the other parts from the others.
+        self.reads_parts = False
 
     @property
     def rank(self) -> int:

@@ -76,6 +76,10 @@ class Group:
         """Return the tensors of all ranks, which have one shape, as [size, ...]."""
         return tensor[None]
 
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """Begin to `gather`; return the memory that is filled, and the transfers, which `finish` ends."""
+        return self.gather(tensor), []
+
     def to_owners(self, tensor: Tensor) -> Tensor:
         """Return this rank's rows (`own_part`) as every rank has them, [size, n_own, ...]; `tensor` has all rows."""
         return tensor[None]
@@ -189,6 +193,12 @@ class Ranks(Processes):
         with exchanging(self._waiting):
             _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self._group)
         return gathered
+
+    def start_gather(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        with exchanging(self._waiting):
+            own = tensor.contiguous().view(-1)
+            return gathered, [_all_gather(gathered.view(-1), own, group=self._group, async_op=True)]
 
     def to_owners(self, tensor: Tensor) -> Tensor:
         sizes = part_sizes(len(tensor), self.size)

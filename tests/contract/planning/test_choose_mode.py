@@ -12,7 +12,7 @@ from support.workloads import workload
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Place, settle
 from trainer.contract.planning.hardware import CPU, Speeds
-from trainer.contract.planning.step_time import step_time, wire_of
+from trainer.contract.planning.step_time import reads_parts, step_time, wire_of
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
@@ -196,3 +196,31 @@ def test_a_skip_connection_costs_its_two_products_and_the_sum_of_its_gradient(ma
     assert with_skip - without == pytest.approx(2 * 2 * tokens * 512 * 256 / 1e12)
     sent = [wire_of(work).n_bytes for work in works]
     assert sent[1] - sent[0] == pytest.approx(4 * 512 * 256)
+
+
+def read_parts(make_job: MakeJob, ranks: int, speeds: Speeds, *, device: str = "", **changes: Any) -> bool:
+    job = wide(make_job, batch_size=4096 * ranks)
+    for section, keys in ({"parallel": {"mode": "tensor"}} | changes).items():
+        job = job.replace(section, **keys)
+    return reads_parts(Workload(job, ranks, GPT2_XL, device), speeds, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_read_parts_where_their_bus_is_faster_than_the_hosts_memory(make_job: MakeJob, ranks: int) -> None:
+    assert read_parts(make_job, ranks, NVLINK)
+    assert not read_parts(make_job, ranks, STAGED)
+
+
+def test_ranks_read_all_rows_where_parts_would_delay_a_steps_exchanges(make_job: MakeJob) -> None:
+    # As fast as the host's memory for eight ranks, and slower than the product of the encoder.
+    pcie = msgspec.structs.replace(NVLINK, bus_bytes_per_s=20e9)
+    assert not read_parts(make_job, 8, pcie)
+    assert not read_parts(make_job, 2, NVLINK, train={"batch_size": 16})
+
+
+def test_ranks_with_tokens_of_their_own_or_on_cpus_read_all_rows(make_job: MakeJob) -> None:
+    assert not read_parts(make_job, 4, NVLINK, parallel={"mode": "ddp"})
+    assert not read_parts(make_job, 4, NVLINK, device=CPU)
+    assert not read_parts(make_job, 1, NVLINK)
+    hybrid = {"mode": "hybrid", "latent_ranks": 4}
+    assert read_parts(make_job, 8, NVLINK, parallel=hybrid, train={"batch_size": 16384})

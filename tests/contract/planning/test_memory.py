@@ -25,6 +25,7 @@ from trainer.contract.planning.memory import (
     remedies,
     state_bytes,
 )
+from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.settings.job import JobConfig
 
 MakeJob = Callable[..., JobConfig]
@@ -238,3 +239,13 @@ def test_an_h200_reserves_what_is_estimated_to_a_tenth(
     job = make_job(sae=sizes | {"architecture": architecture}, train={"batch_size": 4096} | train)
     is_compiled = train.get("optimizer") == "signum"
     assert of_plain_steps(workload(job, d_in), is_compiled=is_compiled) / 1e6 == pytest.approx(reserved, rel=0.1)
+
+
+@pytest.mark.parametrize(("ranks", "n_batches"), [(2, 2.5), (3, 2), (8, 2)])
+def test_readers_of_parts_hold_three_parts_and_a_whole_batch_ahead_of_a_step(
+    make_job: MakeJob, ranks: int, n_batches: float
+) -> None:
+    job = make_job(data={"path": "acts", "held_out_tokens": 0}, train={"batch_size": 128}, parallel={"mode": "tensor"})
+    assert bytes_of_rows(workload(job, 16, ranks)) == n_batches * 4 * 128 * 16
+    alone = job.replace("parallel", mode="ddp")
+    assert bytes_of_rows(workload(alone, 16, ranks)) == 2 * 4 * 128 * 16

@@ -18,7 +18,9 @@ def bytes_of_rows(work: Workload) -> int:
     """Return the most bytes of a rank that trains: as if all rows were stored in fp32."""
     width = len(work.job.hooks) * work.shape.width
     n_held_out = work.job.data.held_out(work.shape.n_tokens, work.ranks)
-    sent_ahead = READ_AHEAD * 4 * work.micro_batch * width
+    # Ranks that read a part each have the parts of two batches and of a third that is exchanged, and all of the latter.
+    n_ahead = max(READ_AHEAD, 1 + (READ_AHEAD + 1) / work.latent_ranks) if work.latent_ranks > 1 else READ_AHEAD
+    sent_ahead = round(n_ahead * 4 * work.micro_batch * width)
     return sent_ahead + most_kept(n_held_out, work.data_ranks, width)
 
 
