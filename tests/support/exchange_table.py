@@ -1,4 +1,4 @@
-"""A table of what ranks on GPUs exchange in a step, kept with the code so that a review sees a change.
+"""A table of what ranks on GPUs read and exchange in a step, kept with the code so that a review sees a change.
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
@@ -17,21 +17,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from support.fake_gpu import job_of, one_of_ranks
 from support.roofline import cost
 from support.step_ops import Exchange, Op, OpLog, Step, recorded_step
 from torch import Tensor
 
+from trainer.activations.row_readers import Exchange as RowExchange
+from trainer.activations.row_readers import own_rows
+from trainer.contract.planning.hardware import assumed_speeds
+from trainer.contract.planning.step_time import reads_parts
+from trainer.contract.planning.workload import Workload
+from trainer.contract.settings.sources import DataShape
 from trainer.parallel import group as groups
-from trainer.parallel.group import Processes, Ranks
+from trainer.parallel.group import Group, Processes, Ranks
 from trainer.parallel.waiting import HostWaiting
 
 # Shapes A and B of `tests/benchmarks/gpu_step.py`, with 4,096 tokens for each rank.
 SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}
 TOKENS = 4096
 CASES = ("no dead", "auxk")
-COLUMNS = "mode,ranks,shape,case,asked for by,over,collective,type,times,MB that a rank sends"
+COLUMNS = "mode,ranks,shape,case,asked for by,over,collective,type,times,MB that a rank sends (or reads)"
 # Bytes/s that a GPU sends over NVLink, and seconds that a collective takes at least.
 LINK, LATENCY = 360e9, 15e-6
 _TRAINER = f"{Path(groups.__file__).parents[1]}/"
@@ -156,7 +164,28 @@ def step_of(mode: Mode, shape: str, case: str) -> Step:
     train = {"precision": "bf16", "batch_size": TOKENS * mode.n_latents}
     job = job_of(sae | {"architecture": "topk"}, train, settings | mode.settings)
     with counted_collectives():
-        return recorded_step(job, d_in, dead=case == "auxk", parallel=ranks, log=log)
+        step = recorded_step(job, d_in, dead=case == "auxk", parallel=ranks, log=log)
+        rows = torch.empty(_rows_read(mode, shape), d_in, dtype=torch.bfloat16, device="meta")
+        RowExchange((rows, rows), TOKENS * mode.n_latents, _readers(mode, shape, log))
+    # A batch is exchanged during the step before it.
+    of_rows = [dataclasses.replace(one, begins=0, ends=len(step.ops)) for one in log.exchanges[len(step.exchanges) :]]
+    return dataclasses.replace(step, exchanges=(*of_rows, *step.exchanges))
+
+
+def _readers(mode: Mode, shape: str, log: OpLog) -> Group:
+    """Return the ranks of which each reads a part of the stored rows, on one host of H200s."""
+    settings = {"mode": "hybrid", "latent_ranks": mode.n_latents} if mode.n_data > 1 else {"mode": "tensor"}
+    sae, d_in = SHAPES[shape]
+    train = {"precision": "bf16", "batch_size": TOKENS * mode.n_latents}
+    job = job_of(sae | {"architecture": "topk"}, train, settings)
+    work, speeds = Workload(job, mode.ranks, DataShape(d_in, None, None), "H200"), assumed_speeds("H200", "bf16")
+    name = "world" if mode.n_data == 1 else "latents"
+    return CountedRanks(name, mode.n_latents, log) if reads_parts(work, speeds, mode.ranks) else Group()
+
+
+def _rows_read(mode: Mode, shape: str) -> int:
+    """Return how many stored rows a rank reads for a step."""
+    return len(own_rows(np.arange(TOKENS * mode.n_latents), _readers(mode, shape, OpLog())))
 
 
 def rows() -> Iterator[str]:
@@ -171,7 +200,13 @@ def rows() -> Iterator[str]:
 
 
 def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
-    """Yield the lines of one mode: one for all collectives that are alike, in the order of the first of each."""
+    """Yield the lines of one mode: one for all collectives that are alike, in the order of the first of each.
+
+    The first is what a rank reads of the host's memory.
+    """
+    read = round(2 * _rows_read(mode, shape) * SHAPES[shape][1] / 1e6, 3)
+    of_read = ("activations/training_data.py IndexedData.read", "host", "read", "bfloat16", 1, read)
+    yield ",".join(map(str, (mode.name, mode.ranks, shape, case, *of_read)))
     listed = [
         (one.at, one.group, one.kind, "+".join(str(dtype).removeprefix("torch.") for dtype in one.sent), _mb(one))
         for one in step_of(mode, shape, case).exchanges

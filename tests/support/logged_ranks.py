@@ -20,10 +20,13 @@ from support.fake_gpu import job_of
 from support.forked import loaded_context
 from torch import Tensor
 
-from trainer.activations.batches import Batch
+from trainer.activations.base import IndexedSource, Indices
+from trainer.activations.batches import Batches
+from trainer.activations.training_data import IndexedData
 from trainer.contract.planning.workload import Layout
 from trainer.parallel import group, process_group
 from trainer.parallel.grid import Grid
+from trainer.parallel.group import Group
 from trainer.parallel.process_group import CPU, World, join
 from trainer.parallel.shares import even, parse_shares
 from trainer.training.learner import Learner
@@ -102,9 +105,24 @@ def _train(world: World, case: Case) -> None:
     learner = Learner(job, D_IN, None, parallel)
     x = torch.randn(layout.tokens_per_step, D_IN, generator=torch.Generator().manual_seed(0)) + torch.arange(D_IN)
     learner.initialise(x, x)
-    parts = [(x[one.start : one.start + one.length], one.of_all) for one in cut_of(layout, parallel).stretches]
-    for step in range(N_STEPS):
-        take_step([learner], parallel, step, [Batch([(own, own)], of_all) for own, of_all in parts])
+    cut = cut_of(layout, parallel)
+    data = IndexedData(_Stored(x), 0, 0, Group(), readers=parallel.latents)
+    with contextlib.closing(Batches(data, cut, start=0, device=CPU)) as batches:
+        for step in range(N_STEPS):
+            take_step([learner], parallel, step, (batches.next() for _ in cut.stretches))
+
+
+class _Stored(IndexedSource):
+    """Rows in memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self.n_tokens, self.d_in = x, len(x), D_IN
+
+    def rows(self, indices: Indices) -> Tensor:
+        return self._x[torch.from_numpy(indices)]
+
+    def name_of(self, index: int) -> str:
+        return f"row {index}"
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class Exchange:
         x, y = own
         parts = [] if readers.size == 1 else [x] if y is x else [x, y]
         # As bytes, since not every library sends every type of number.
-        self._begun = [readers.start_gather(part.contiguous().view(torch.uint8)) for part in parts]
+        self._begun = [*map(readers.start_gather, (part.contiguous().view(torch.uint8) for part in parts))]
 
     def finish(self) -> Pair:
         """Wait for the other ranks' rows, and return inputs and targets: the same tensor for an SAE."""

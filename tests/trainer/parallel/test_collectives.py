@@ -62,3 +62,14 @@ def test_every_kind_of_exchange_took_part(calls: list[list[list[Call]]]) -> None
     names = {"all_reduce", "broadcast", "all_to_all_single", "coalescing", "coalesced", parts, whole}
     assert {call.name for call in of_first} == names
     assert any("bfloat16" in word for call in of_first for word in call.arguments)
+
+
+def test_rows_are_exchanged_between_the_exchanges_of_steps(
+    calls: list[list[list[Call]]],
+) -> None:
+    number = USUAL.index(Case(8, "gpu", {"architecture": "topk"}, {"mode": "tensor"}))
+    of_rows = [at for at, call in enumerate(calls[0][number]) if "uint8" in " ".join(call.arguments)]
+    # Two before the first step, and one before the second.
+    first, second, third = of_rows
+    assert second == first + 1
+    assert third > second + 1
