@@ -79,7 +79,7 @@ def arrange(
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
     parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
-    parallel.reads_parts = step_time.reads_parts(settled.work, to_read_by, _fewest_on_a_host(world))
+    parallel.reads_parts = _all_say(step_time.reads_parts(settled.work, to_read_by, _ranks_on_this_host(world)), world)
     return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares, model_why))
 
 
@@ -157,9 +157,9 @@ def _ranks_on_this_host(world: World) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
 
 
-def _fewest_on_a_host(world: World) -> int:
-    """Return the number of ranks on the host that has the fewest."""
-    return int(world.group.gather(torch.tensor([_ranks_on_this_host(world)], device=world.device)).min())
+def _all_say(own: bool, world: World) -> bool:
+    """Return whether all ranks say yes: they may be on hosts of different sizes."""
+    return bool(world.group.gather(torch.tensor([int(own)], device=world.device)).min())
 
 
 def _plan(settled: Settled, speeds: Speeds, shares: Shares, model_why: str) -> Plan:

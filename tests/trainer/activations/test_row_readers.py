@@ -251,7 +251,7 @@ def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_not_for_data(
     assert slow_data_s > fast_data_s
 
 
-# Ranks, the mode, and how many of the ranks have tokens of their own.
+# Ranks, the mode, and the number of ranks with different tokens.
 GRIDS = {"tensor-2": (2, "tensor", 1), "tensor-3": (3, "tensor", 1), "hybrid-4": (4, "hybrid", 2)}
 
 
