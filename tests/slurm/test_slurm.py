@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.extractions import extraction_job, run_ranks
+from support.hanging_ranks import HANGING
 from support.tiny_models import make_model, sentences
 
 from sae_tui.jobs import edits
@@ -22,6 +23,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, rank_co
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.states import JobState
+from trainer.ranks.staging import SENTENCE
 
 pytestmark = pytest.mark.timeout(240)
 N_ROWS = 12_000
@@ -220,3 +222,15 @@ def shards(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each shard."""
     files = folder.glob("*/*.safetensors")
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_ranks_of_srun_restart_together_if_the_first_exchange_hangs(submission, monkeypatch) -> None:
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests.parent), str(tests)]))
+    monkeypatch.setenv(HANGING, "1")
+    one = submission(n_steps=3)
+    one.start(lambda spec: [sys.executable, "-P", "-m", "support.hanging_ranks", *rank_command(spec)[4:]])
+    assert one.until_ended() == [EXIT_FINISHED] * 2
+    with contextlib.closing(SeriesReader(one.paths.metrics_db)) as reader:
+        assert [event.message for event in reader.events() if event.kind == "staged"] == [SENTENCE]
+        assert [point.step for point in reader.points("loss")] == [1, 2, 3]

@@ -158,9 +158,17 @@ def join(
             device_id=device if on_gpu else None,
         )
         ranks = Ranks(None, time)
-        if on_gpu:
-            open_connections(ranks, dist.PrefixStore("open", store), device, on_hang, patience)
+        if _may_hang(device):
+            # By torchrun's environment the ranks meet in a store of its agent or, in older versions, of rank 0.
+            first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            opening = dist.PrefixStore("open", store)
+            open_connections(ranks, opening, device, on_hang, patience, first_has_store=first_has_store)
     return Joined(device, store, ranks, time, patience)
+
+
+def _may_hang(device: torch.device) -> bool:
+    """Return whether ranks on this device exchange by a library that may wait without end, and takes memory for it."""
+    return device.type == "cuda"
 
 
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:

@@ -44,7 +44,9 @@ def test_ranks_on_gpus_are_connected_by_the_card_that_is_theirs(
     monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
     monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
     opened: list[torch.device] = []
-    monkeypatch.setattr(process_group, "open_connections", lambda _group, _store, device, *_: opened.append(device))
+    monkeypatch.setattr(
+        process_group, "open_connections", lambda _group, _store, device, *_, **__: opened.append(device)
+    )
     process_group.join(device, 1, 2, tmp_path / "rendezvous")
     assert by == [joined]
     assert opened == ([] if device == CPU else [device])

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.hanging_ranks import HANGING
 from support.workloads import stream_of_model
 
 from trainer.cli import main
@@ -22,31 +23,41 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.ranks import torchrun
+from trainer.ranks.staging import LATER, SENTENCE
 
 MakeJob = Callable[..., JobConfig]
 
 
-def on_two_hosts(job_file: Path, out: Path, *overrides: str) -> list[str]:
-    """Run both agents to their end, and return what each of them printed."""
+def on_two_hosts(
+    job_file: Path, out: Path, *overrides: str, module: str = "trainer", shares_store: bool = True, **variables: str
+) -> list[str]:
+    """Run both agents to their end, and return what each of them printed.
+
+    Without `shares_store` rank 0 has the store in which the ranks meet, else the first agent.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    static = ("--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port", str(port))
+    dynamic = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1")
     agents = []
     for node in range(2):
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-            *("--nproc-per-node", "1", "--rdzv-backend", "static"),
-            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *("-m", "trainer", "join", str(job_file), "--out", str(out)),
+            *("--nproc-per-node", "1", *(static if shares_store else dynamic)),
+            *("-m", module, "join", str(job_file), "--out", str(out)),
             *(part for override in overrides for part in ("--set", override)),
         ]
         environment = os.environ | {
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parents[3], Path(__file__).parents[2]))),
             "SAE_TUI_DATA_DIR": str(out.parent / "data"),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0" if shares_store else "1",
         }
         agents.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(
+                command, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
         )
     try:
         printed = [agent.communicate(timeout=150)[0] for agent in agents]
@@ -55,6 +66,22 @@ def on_two_hosts(job_file: Path, out: Path, *overrides: str) -> list[str]:
             agent.kill()
     assert [agent.returncode for agent in agents] == [EXIT_FINISHED] * 2, "\n".join(printed)
     return printed
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("hanging", "shares_store"), [("1", True), ("0", False)])
+def test_ranks_of_torchrun_restart_together_if_the_first_exchange_hangs(
+    hanging: str, shares_store: bool, make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(train={"n_steps": 3}, parallel={"mode": "ddp"}, launch={"gpus": "cpu"})
+    job_file, out = tmp_path / "job.toml", tmp_path / "shared"
+    job_file.write_text(dump_job(job))
+    variables = {HANGING: hanging, "OMP_NUM_THREADS": "1"}
+    on_two_hosts(job_file, out, module="support.hanging_ranks", shares_store=shares_store, **variables)
+    with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:
+        assert [event.message for event in reader.events() if event.kind == "staged"] == [f"{SENTENCE}, {LATER}"]
+        assert [point.step for point in reader.points("loss")][-1] == 3
+    assert read_box(DataDir(tmp_path / "data").box_file).peers_fail
 
 
 @pytest.mark.timeout(300)
