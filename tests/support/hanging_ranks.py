@@ -3,8 +3,8 @@
     python -m support.hanging_ranks join JOB.toml --out FOLDER
 
 The ranks exchange over gloo and open their connections as ranks on GPUs do. `SAE_TUI_TEST_HANGS` lists the ranks that
-hang after the last exchange; they no longer do once transfers go through the host's memory. The other ranks are then
-through, and wait for them.
+hang after the last of these exchanges; they no longer do once transfers go through the host's memory. The other ranks
+are then through, and wait for them. With `SAE_TUI_TEST_HUNG_FILE` they hang in a later step, and make this file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,22 +23,35 @@ from trainer.parallel import opening, process_group
 from trainer.parallel.group import Ranks
 from trainer.ranks import staging
 
-HANGING = "SAE_TUI_TEST_HANGS"
-LIMIT_S = 3.0
+HANGING, HUNG_FILE = "SAE_TUI_TEST_HANGS", "SAE_TUI_TEST_HUNG_FILE"
+LIMIT_S, STEPS = 3.0, 50
 
 
 class Hanging(Ranks):
-    """A group whose exchange of owned rows never returns on some ranks."""
+    """A group one of whose exchanges never returns on some ranks."""
+
+    n_sums = 0
+
+    def start_sums(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        self.n_sums += 1
+        if self.n_sums > STEPS and _hangs() and (file := os.environ.get(HUNG_FILE)):
+            Path(file).touch()
+            threading.Event().wait()
+        return super().start_sums(tensors)
 
     def from_owners(self, tensor: torch.Tensor, n_rows: int) -> torch.Tensor:
         rows = super().from_owners(tensor, n_rows)
-        if os.environ["RANK"] in os.environ.get(HANGING, "").split() and not staging.is_staged():
+        if _hangs() and HUNG_FILE not in os.environ:
             threading.Event().wait()
         return rows
 
 
+def _hangs() -> bool:
+    return os.environ["RANK"] in os.environ[HANGING].split() and not staging.is_staged()
+
+
 if __name__ == "__main__":
     # A rank that starts again shares the two cores with its peers.
-    opening.LIMIT_S = 60.0 if staging.is_staged() else LIMIT_S
+    opening.LIMIT_S = 60.0 if staging.is_staged() or HUNG_FILE in os.environ else LIMIT_S
     process_group.__dict__.update(Ranks=Hanging, among_neighbours=lambda *_: None, _may_hang=lambda _device: True)
     sys.exit(main())

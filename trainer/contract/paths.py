@@ -74,6 +74,10 @@ class RunPaths:
         """Return the path of what a failing rank writes: `{"error": "one sentence", "traceback": "..."}`."""
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
+    def first_rank(self, attempt: int) -> Path:
+        """Return the path of the process that is rank 0 of a training."""
+        return self.attempt(attempt) / "first.json"
+
     def rank_mark(self, attempt: int, rank: int) -> Path:
         """Return the path of the `RankMark` of a rank on another host: where it runs and how it ended."""
         return self.attempt(attempt) / f"rank{rank}.json"

@@ -42,6 +42,11 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property
+    def is_gone(self) -> bool:
+        """Whether it is known to have ended; False for a process that cannot be seen from here."""
+        return self.boot_id == boot_id() and not self.is_alive()
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether its pid is one of another PID namespace (a container) of this machine."""
         return is_of_this_boot(self.boot_id) and self.boot_id != boot_id()

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.contract import prctl
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
-from trainer.contract.json_file import write_json
+from trainer.contract.json_file import read_json, write_json
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.planning.gpu_vendors import is_slice_by_name, refusal_of_slices
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.workload import steps_of, with_model_gpus
 from trainer.contract.printable import printable_lines
-from trainer.contract.process import STOP_SIGNALS
+from trainer.contract.process import STOP_SIGNALS, ProcessRef
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
@@ -101,7 +101,11 @@ def _train(
     try:
         # The other ranks wait in the next step while rank 0 saves, and end with it if it fails.
         others_s = patience_s(job, spec.world_size)
-        _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else others_s, parent)
+        first = paths.first_rank(spec.attempt)
+        if rank == 0 and isinstance(job, JobConfig):
+            with contextlib.suppress(OSError):
+                write_json(first, ProcessRef.current())
+        _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else others_s, parent, first)
         return _run(spec, rank, job, paths, progress, stop, finish, on_met, others_s)
     except BaseException as error:
         progress.event("failed", _sentence(error), "error")
@@ -424,38 +428,50 @@ def _hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
-def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
+def _stop_on_sigterm(
+    stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int, first: Path | None = None
+) -> None:
     """Start a thread that waits for `STOP_SIGNALS`: a handler would not run while the main thread waits for a peer."""
-    arguments = (stop, progress, stuck_after_s, parent)
+    arguments = (stop, progress, stuck_after_s, parent, first)
     threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
 
 
-def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
+def _await_sigterm(
+    stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int, first: Path | None
+) -> None:
     """Ask the training to stop at each such signal; after the first, also exit if it is stuck or orphaned."""
     signal.sigwait(STOP_SIGNALS)
     stop.set()
-    threading.Thread(target=_end_if_stuck, args=(progress, stuck_after_s, parent), name="stuck", daemon=True).start()
+    arguments = (progress, stuck_after_s, parent, first)
+    threading.Thread(target=_end_if_stuck, args=arguments, name="stuck", daemon=True).start()
     while True:
         signal.sigwait(STOP_SIGNALS)
         stop.set()
 
 
-def _end_if_stuck(progress: Progress, stuck_after_s: float, parent: int) -> None:
+def _end_if_stuck(progress: Progress, stuck_after_s: float, parent: int, first: Path | None) -> None:
     """Wait until the training is stuck or orphaned, and exit the process."""
 
     def is_alone() -> bool:
-        """Tell whether the supervisor is gone before the first step, when nothing is lost by ending.
+        """Return whether the supervisor is gone, and nothing is lost by ending: before the first step, or if rank 0,
+        which saves, is gone too.
 
         The other ranks, orphans too, may have died before all had met. The signal of a parent's death can come from one
         of its threads, a moment before the process is gone.
         """
-        return progress.place[0] == "starting" and os.getppid() != parent
+        return os.getppid() != parent and (progress.place[0] == "starting" or _is_gone(first))
 
     wait_until_stuck(progress, stuck_after_s, is_alone)
     phase, step = progress.place
     if is_alone():
-        _leave("its supervisor is gone before it began to train")
+        _leave(f"its supervisor is gone{' before it began to train' if phase == 'starting' else ', and so is rank 0'}")
     _leave(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
+
+
+def _is_gone(first: Path | None) -> bool:
+    """Return whether the process of rank 0 is known to have ended; on another host it is not."""
+    process = read_json(first, ProcessRef) if first else None
+    return process is not None and process.is_gone
 
 
 def _leave(reason: str) -> NoReturn:

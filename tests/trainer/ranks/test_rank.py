@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.hanging_ranks import HANGING, HUNG_FILE
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths
@@ -267,6 +268,41 @@ def test_a_rank_that_waits_for_others_ends_with_its_supervisor_also_when_a_threa
         eventually(lambda: not rank.is_alive(), 10)
     finally:
         rank.send(signal.SIGKILL)
+
+
+SUPERVISED = """
+import os, signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-m", "support.hanging_ranks", "rank", sys.argv[1]])
+with open(sys.argv[2] + os.environ["RANK"], "w") as file:
+    file.write(str(rank.pid) + ".")
+signal.pause()
+"""
+
+
+def test_a_rank_whose_exchange_hangs_leaves_with_its_supervisor_and_rank_0(
+    make_job: Callable, start_ranks: Callable, eventually: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, tests = tmp_path / "hung", Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests.parent), str(tests)]))
+    monkeypatch.setenv(HANGING, "1")
+    monkeypatch.setenv(HUNG_FILE, str(hung))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    supervisors = start_ranks(
+        make_job(train=ENDLESS), 2, command=lambda spec: [sys.executable, "-c", SUPERVISED, spec, tmp_path / "pid"]
+    )
+    eventually(hung.exists)
+    first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
+    try:
+        supervisors.processes[1].kill()
+        # It has taken the signal of its supervisor's death, and waits for rank 0.
+        eventually(lambda: not _has_pending_sigterm(other.pid))
+        assert other.is_alive()
+        supervisors.processes[0].kill()
+        first.send(signal.SIGKILL)
+        eventually(lambda: not other.is_alive(), 10)
+    finally:
+        for process in (first, other):
+            process.send(signal.SIGKILL)
 
 
 def _has_pending_sigterm(pid: int) -> bool:
