@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,8 @@ from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
 # For ranks to meet; and for an exchange, unless its caller knows that a rank may be busy for longer.
 TIMEOUT = timedelta(minutes=10)
+# For ranks to disconnect after a run.
+CLOSES_WITHIN_S = 10.0
 CPU = torch.device("cpu")
 UNMET = "the ranks could not find each other"
 
@@ -100,6 +104,14 @@ class Joined(Connected):
         return own
 
     def close(self) -> None:
+        # NCCL may wait here for ranks that have left already, or fail since they have; all work is done by now.
+        closing = threading.Thread(target=_disconnect, name="disconnect", daemon=True)
+        closing.start()
+        closing.join(CLOSES_WITHIN_S)
+
+
+def _disconnect() -> None:
+    with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -61,6 +62,26 @@ def test_every_group_of_ranks_waits_as_long_as_a_save_may_take(tmp_path: Path, m
     patience = timedelta(hours=2)
     process_group.join(CPU, 0, 2, tmp_path / "rendezvous", patience=patience).part([[0, 1]])
     assert waits == [7200.0, patience, patience, 7200.0]
+
+
+@pytest.mark.parametrize("ending", ["hangs", "fails"])
+def test_a_rank_whose_peers_do_not_disconnect_ends_all_the_same(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def destroy() -> None:
+        if ending == "fails":
+            raise RuntimeError("NCCL error: remote process exited")
+        threading.Event().wait()
+
+    monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
+    monkeypatch.setattr(process_group, "CLOSES_WITHIN_S", 0.1)
+    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "destroy_process_group", destroy)
+    closing = threading.Thread(target=process_group.join(CPU, 0, 2, tmp_path / "rendezvous").close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 def test_a_file_system_without_locks_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
