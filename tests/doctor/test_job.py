@@ -81,7 +81,8 @@ def test_the_memory_is_that_of_the_estimate_with_as_many_tokens_in_a_step() -> N
         if not row.chosen:
             same_step = job().replace("train", global_batch_size=row.n_gpus * 4096)
             changed = same_step.replace("parallel", mode=row.mode)
-            assert row.memory_bytes == memory.estimate(workload(changed, 1024, row.n_gpus)).total
+            work = workload(changed, 1024, row.n_gpus).on_device(cards(1)[0].name)
+            assert row.memory_bytes == memory.estimate(work).total
 
 
 def test_the_modes_of_a_count_take_the_same_steps() -> None:

@@ -86,7 +86,7 @@ def told_need(screen: str) -> str:
 def test_a_job_that_can_never_run_is_refused_and_auto_takes_the_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
-    terminal.wait_for("needs 0.6 GiB per GPU")
+    terminal.wait_for("needs 0.9 GiB per GPU")
     open_file(terminal, job_file(box, "never", 1_200_000, "[0, 1, 2]", "ddp"), "sae.d_sae: needs ")
     refusal = r"needs [\d.]+ GiB on each of 3 GPUs, and GPU 2 has 10\.0 GiB in all; it fits with"
     assert re.search(refusal, one_line(terminal.text))
@@ -109,7 +109,7 @@ def test_a_job_that_can_never_run_is_refused_and_auto_takes_the_mode_that_fits(b
 def test_a_width_typed_into_the_form_makes_auto_take_the_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
-    terminal.wait_for("needs 0.6 GiB per GPU")
+    terminal.wait_for("needs 0.9 GiB per GPU")
     type_setting(terminal, "keep_checkpoints", "1")
     type_setting(terminal, "d_sae", "1200000")
     terminal.wait_for("3 GPUs, tensor")

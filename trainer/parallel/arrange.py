@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from trainer.contract.machine_memory import machine_memory
-from trainer.contract.planning import memory, step_time
+from trainer.contract.planning import hardware, memory, step_time
 from trainer.contract.planning.choose_mode import Place, Settled, settle
 from trainer.contract.planning.hardware import AUTO, CPU, Speeds, assumed_speeds, read_box, write_box
 from trainer.contract.planning.plan import Plan
@@ -23,6 +23,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.parallel import calibrate
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import device_name
+from trainer.parallel.group import gather_bytes
 from trainer.parallel.process_group import World
 from trainer.parallel.shares import Shares, by_speed, even, parse_shares
 from trainer.runtime.precision import resolve_precision, set_matmul_precision
@@ -71,9 +72,10 @@ def arrange(
         # Measurements differ a little every time, and with them the order in which numbers are added. The figures are
         # also the same on unlike cards, since all ranks have to decide alike.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
-    free = _free_of_all(world, may_take)
+    work = Workload(job, world.size, shape, _name_of_all(world, name))
+    free = _free_of_all(world, work, may_take)
     place = Place(slowest(speeds), min(free) if free else None)
-    settled = settle(Workload(job, world.size, shape, name), place)
+    settled = settle(work, place)
     room = _room(settled, free)
     shares = _shares(settled, speeds, room)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
@@ -93,6 +95,11 @@ def _precision_of_all(world: World, asked: str) -> str:
         return own
     of_all = world.group.gather(torch.tensor([AUTO.index(own)], device=world.device))
     return AUTO[int(of_all.min())]
+
+
+def _name_of_all(world: World, own: str) -> str:
+    """Return the name of the slowest device, by which all ranks estimate memory: unlike cards would decide unlike."""
+    return hardware.slowest(name.decode() for name in gather_bytes(world.group, own.encode(), world.device))
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
@@ -119,8 +126,9 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None
 def _room(settled: Settled, free: Sequence[int]) -> list[float] | None:
     """Return the share of all latents that each rank has memory for; None where every rank holds all of them."""
     n_columns = settled.work.latent_ranks
-    whole = n_columns * max(1, settled.needs_bytes - settled.memory.context)
-    return [n_bytes / whole for n_bytes in free] if n_columns > 1 else None
+    beside = memory.beside_tensors(settled.held)
+    whole = n_columns * max(1, settled.needs_bytes - beside)
+    return [max(0, n_bytes - beside) / whole for n_bytes in free] if n_columns > 1 else None
 
 
 def _most_tokens(settled: Settled, place: Place) -> int:
@@ -134,9 +142,15 @@ def _most_tokens(settled: Settled, place: Place) -> int:
     return even_share
 
 
-def _free_of_all(world: World, may_take: int | None) -> list[int]:
-    """Return the bytes that each rank may use of its device, CUDA context included, and no more than `may_take`."""
-    own = _free_bytes(world.device) / _processes_here(world) + memory.context_bytes(world.device.type)
+def _free_of_all(world: World, work: Workload, may_take: int | None) -> list[int]:
+    """Return the bytes that each rank may use of its device, and no more than `may_take`.
+
+    They include what estimates count and the rank has taken already: its CUDA context, and NCCL's connections of all
+    ranks.
+    """
+    # The groups of a hybrid are not connected yet.
+    met = work.with_settings("parallel", mode="ddp") if work.mode == "hybrid" else work
+    own = _free_bytes(world.device) / _processes_here(world) + memory.beside_tensors(met)
     own = min(own, may_take or own)
     of_all = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
     return [int(n_bytes) for n_bytes in of_all]

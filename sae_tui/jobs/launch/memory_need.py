@@ -92,7 +92,8 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
         # The size of a process says nothing of a card.
         return look
     past_peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
-    took = Took(past_peak.job_id, past_peak.peak_bytes + memory.CUDA_CONTEXT_BYTES) if past_peak else None
+    beside = memory.beside_tensors(look.settled.held)
+    took = Took(past_peak.job_id, past_peak.peak_bytes + beside) if past_peak else None
     return msgspec.structs.replace(look, took=took)
 
 
@@ -133,16 +134,6 @@ def memory_of_host() -> HostRoom:
     """Return this machine's memory for processes on the CPU: what it could give without swapping, and has in all."""
     memory = machine_memory()
     return HostRoom(memory.available_bytes, memory.total_bytes)
-
-
-def expected_bytes(job: Job) -> int | None:
-    """Return the bytes expected of a rank of a recorded job, to stand beside the peak that was measured of it.
-
-    PyTorch does not count the CUDA context on a GPU; a process on the CPU is counted with its libraries.
-    """
-    if job.estimated_memory_bytes is None or job.device != "cuda":
-        return job.estimated_memory_bytes
-    return max(0, job.estimated_memory_bytes - memory.CUDA_CONTEXT_BYTES)
 
 
 def measured_peak(

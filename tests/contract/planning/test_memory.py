@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from support.workloads import workload
 
 from trainer.contract.planning import activation_memory
+from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
     WORKSPACE_BYTES,
     estimate,
     n_parameters,
+    nccl_bytes,
     of_plain_steps,
     on_disk,
     remedies,
@@ -37,13 +39,18 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
     return estimate(workload(job, d_in, world_size)).total
 
 
+def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
+    """Return the total without NCCL's buffers, which a lone rank does without."""
+    return total(make_job, *sizes, **train) - nccl_bytes(workload(make_job(), 1, sizes[-1]))
+
+
 @given(d_in=sizes, d_sae=sizes, batch_size=sizes, world_size=st.integers(1, 8), more=st.integers(1, 1000))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_more_of_anything_takes_more_and_more_ranks_never_take_more_each(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
     # Small steps of a lone GPU are recorded otherwise, for which they take memory that larger ones do not.
-    of = partial(total, deterministic=True)
+    of = partial(of_tensors, deterministic=True)
     least = of(make_job, d_in, d_sae, batch_size, world_size)
     assert of(make_job, d_in, d_sae + more, batch_size, world_size) > least
     # A few tokens take less in their pass than the update of the weights, which is later.
@@ -82,7 +89,8 @@ def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_b
     # Of the held-out rows each keeps its part; and only a lone GPU records its steps, beside which it evaluates.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
-    assert msgspec.structs.replace(replica, slack=alone.slack) == alone
+    nccl = nccl_bytes(workload(alone_job, 768, 4))
+    assert msgspec.structs.replace(replica, slack=alone.slack) == msgspec.structs.replace(alone, communication=nccl)
     dealt = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert dealt.optimizer == alone.optimizer / 4
     assert (dealt.weights, dealt.gradients) == (alone.weights, alone.gradients)
@@ -91,9 +99,54 @@ def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_b
     shared = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "tensor"}), 768, 4))
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 4, rel=1e-3)
-    assert alone.communication == 0 < shared.communication
+    assert alone.communication == 0 < nccl < shared.communication
     hybrid = make_job(sae=sae, train=train, parallel={"mode": "hybrid", "latent_ranks": 4, "zero": False})
-    assert msgspec.structs.replace(estimate(workload(hybrid, 768, 8)), slack=shared.slack) == shared
+    of_groups = estimate(workload(hybrid, 768, 8))
+    assert of_groups.communication == shared.communication + 2 * nccl
+    assert msgspec.structs.replace(of_groups, slack=shared.slack, communication=shared.communication) == shared
+
+
+@pytest.mark.parametrize(
+    ("name", "n_gpus", "mode", "gigabytes"),
+    [
+        ("NVIDIA H100 80GB HBM3", 1, "auto", 0),
+        ("NVIDIA H100 80GB HBM3", 2, "ddp", 0.8),
+        ("NVIDIA A100-SXM4-80GB", 4, "ddp", 2.5),
+        ("NVIDIA H100 80GB HBM3", 8, "ddp", 4.3),
+        ("NVIDIA H100 80GB HBM3", 8, "tensor", 4.3),
+        # Eight, two groups of four, and four pairs.
+        ("NVIDIA H100 80GB HBM3", 8, "hybrid", 4.3 + 2.5 + 0.8),
+        # The threads of one process exchange without NCCL.
+        ("NVIDIA H100 80GB HBM3", 8, "dp", 0),
+        ("NVIDIA GeForce RTX 4090", 8, "ddp", 0.3),
+        ("NVIDIA H100 PCIe", 8, "ddp", 0.3),
+        ("NVIDIA A100-PCIE-40GB", 8, "tensor", 0.3),
+        ("", 2, "ddp", 0.3),
+        (CPU, 8, "ddp", 0),
+    ],
+)
+def test_nccl_takes_memory_by_link_number_of_gpus_and_groups(
+    make_job: MakeJob, name: str, n_gpus: int, mode: str, gigabytes: float
+) -> None:
+    parallel = {"mode": mode} | ({"latent_ranks": 4} if mode == "hybrid" else {})
+    work = workload(make_job(parallel=parallel), 768, n_gpus).on_device(name)
+    assert nccl_bytes(work) / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert estimate(work).communication >= nccl_bytes(work)
+
+
+def test_each_node_of_a_cluster_has_the_buffers_of_its_own_gpus(make_job: MakeJob) -> None:
+    launch = {"backend": "slurm", "nodes": 2, "gpus": "auto:8"}
+    name = "NVIDIA H100 80GB HBM3"
+    of_two_nodes = workload(make_job(parallel={"mode": "ddp"}, launch=launch), 768, 16).on_device(name)
+    of_one = workload(make_job(parallel={"mode": "ddp"}), 768, 8).on_device(name)
+    assert nccl_bytes(of_two_nodes) == nccl_bytes(of_one)
+
+
+def test_what_pytorch_counts_is_without_nccl(make_job: MakeJob) -> None:
+    work = workload(make_job(parallel={"mode": "ddp"}), 768, 8)
+    by_pcie, by_nvlink = (work.on_device(name) for name in ("RTX 4090", "NVIDIA H200"))
+    assert estimate(by_nvlink).total - estimate(by_pcie).total == nccl_bytes(by_nvlink) - nccl_bytes(by_pcie) > 0
+    assert of_plain_steps(by_nvlink, is_compiled=True) == of_plain_steps(by_pcie, is_compiled=True)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +190,9 @@ def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
 ) -> None:
     together = estimate(workload(make_job(sae={"d_sae": widths}), d_in, 2))
     alone = [estimate(workload(make_job(sae={"d_sae": width}), d_in, 2)) for width in widths]
-    for name in ("weights", "gradients", "optimizer", "communication"):
+    for name in ("weights", "gradients", "optimizer"):
         assert getattr(together, name) == sum(getattr(one, name) for one in alone)
+    assert together.communication == alone[0].communication
     assert together.context == alone[0].context
     assert max(one.activations for one in alone) <= together.activations <= sum(one.activations for one in alone) + 5
 

@@ -13,6 +13,7 @@ from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Workload
 from trainer.contract.wording import gibibytes
 from trainer.parallel import arrange
+from trainer.parallel.group import Group
 from trainer.parallel.process_group import World
 from trainer.parallel.threads import Threads, on_all
 
@@ -58,3 +59,41 @@ def test_ranks_read_parts_of_the_rows_only_if_all_of_them_say_so() -> None:
 
     assert agreed(True, True, True) == [True] * 3
     assert agreed(True, False, True) == [False] * 3
+
+
+@pytest.mark.parametrize("mode", ["ddp", "tensor"])
+def test_memory_that_nccl_has_taken_already_is_not_required_again(
+    mode: str, make_job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = workload(make_job(parallel={"mode": mode}), 384, 2).on_device("NVIDIA H100 80GB HBM3")
+    left = memory.estimate(work).total - memory.context_bytes("cuda") - memory.nccl_bytes(work)
+    monkeypatch.setattr(arrange, "_free_bytes", lambda _device: left)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+
+    def fits(group: Threads, may_take: int | None = None) -> bool:
+        free = arrange._free_of_all(World(torch.device("cpu"), group), work, may_take)
+        return settle(work, Place(assumed_speeds("NVIDIA H100", "bf16"), min(free))).fits
+
+    assert on_all(2, fits) == [True, True]
+    left -= 1
+    assert on_all(2, fits) == [False, False]
+
+
+def test_a_hybrid_keeps_memory_for_groups_that_are_not_connected_yet(make_job, monkeypatch) -> None:
+    job = make_job(parallel={"mode": "hybrid", "latent_ranks": 2})
+    work = workload(job, 384, 4).on_device("NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(arrange, "_free_bytes", lambda _device: 10**9)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    world = World(torch.device("cpu"), type("Four", (Group,), {"size": 4})())
+    (free,) = arrange._free_of_all(world, work, None)
+    pairs = memory.nccl_bytes(workload(make_job(), 384, 2).on_device(work.device_name))
+    assert free == 10**9 + memory.beside_tensors(work) - 2 * pairs
+
+
+def test_ranks_on_unlike_cards_estimate_by_the_same_one() -> None:
+    cards = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3")
+
+    def of_rank(group: Threads) -> str:
+        return arrange._name_of_all(World(torch.device("cpu"), group), cards[group.index])
+
+    assert on_all(3, of_rank) == [cards[1]] * 3

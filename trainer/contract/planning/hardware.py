@@ -155,12 +155,22 @@ def assumed_speeds(device: str, precision: str) -> Speeds:
     """Return speeds from the published figures of the card of this name, or of an ordinary card where it is unknown."""
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
-    figures_of_card = next((figures for name, figures in _PUBLISHED.items() if name in device), _UNKNOWN)
-    tflops, gigabytes, nvlink = figures_of_card
+    tflops, gigabytes, nvlink = _published(device)
     of_card = int(match[1]) / 7 if (match := _SLICE.search(device)) else 1.0
     bus = nvlink * 1e9 or (_STAGED_BUS if "GeForce" in device else _PCIE_BUS)
     reached = _REACHED * of_card
     return Speeds(reached * tflops * 1e12 * _SLOWER[precision], reached * gigabytes * 1e9, bus, _LATENCY_S)
+
+
+def has_nvlink(device: str) -> bool:
+    """Return whether cards of this name usually reach each other by NVLink or XGMI; PCIe variants do not."""
+    return _published(device)[2] > 0
+
+
+def _published(device: str) -> tuple[int, int, int]:
+    """Return the published figures of a card, without its link in a variant for PCIe."""
+    tflops, gigabytes, nvlink = next((figures for name, figures in _PUBLISHED.items() if name in device), _UNKNOWN)
+    return tflops, gigabytes, 0 if "PCIE" in device.upper() else nvlink
 
 
 def slowest(names: Iterable[str]) -> str:

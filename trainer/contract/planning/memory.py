@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from trainer.contract.planning import activation_memory, recorded_steps
+from trainer.contract.planning.hardware import has_nvlink
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
-from trainer.contract.planning.workload import Workload
+from trainer.contract.planning.workload import ONE_PROCESS, Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae, Train
 
@@ -28,6 +29,12 @@ ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
 # cuBLAS sets memory aside for each thread and stream that multiplies, as much as `cuda_variables` asks for: the forward
 # pass has a thread, and the backward pass one of its own. A recorded step has a stream of its own.
 WORKSPACE_BYTES = 2 * 2**25
+# NCCL's buffers for each GPU, outside PyTorch's memory. Over NVLink, 8 H100 took 1.06 GB for sums and gathers and 4.34
+# GB once all pairs had exchanged (NVIDIA/nccl #1685); 4 A100 took 0.54 to 0.69 GB for a group without pairs (#964).
+# Over PCIe NCCL opens few channels.
+_NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
+# Fewer GPUs have no switch between them, and fewer channels.
+_SWITCHED_FROM = 4
 # Bytes of one value of optimizer state; int8 also stores a scale for every block.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 
@@ -36,8 +43,9 @@ class Memory(msgspec.Struct, frozen=True):
     """What one rank holds at the peak of a step, in bytes; the parts add up to the total.
 
     Most activations are freed by the time gradients are made, so both use the same memory: `activations` is what the
-    peak needs beyond the gradients and the exchange buffers (`communication`). `slack` is what the allocator cannot
-    hand out again, cuBLAS' workspaces, what evaluations need beyond a step, and rows beside those of a step.
+    peak needs beyond the gradients and the exchange buffers. `communication` also counts NCCL's buffers; `slack` is
+    what the allocator cannot hand out again, cuBLAS' workspaces, what evaluations need beyond a step, and rows beside
+    those of a step.
     """
 
     weights: int
@@ -68,7 +76,7 @@ def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
     An update that `is_compiled` needs none beside its state, unless it multiplies matrices.
     """
     whole = _fullest(work, is_compiled=is_compiled)
-    taken = whole.total - whole.context - whole.slack
+    taken = whole.total - beside_tensors(work) - whole.slack
     return taken + _of_allocator(taken)
 
 
@@ -108,7 +116,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
         gradients=sum(weights),
         optimizer=optimizer,
         activations=peak - sum(weights) - communication + beside + source.activations,
-        communication=communication,
+        communication=communication + nccl_bytes(work),
         slack=_of_allocator(taken) + beside_steps if on_cuda else 0,
         context=context_bytes(work.device),
     )
@@ -156,6 +164,31 @@ def of_reader(work: Workload) -> Memory | None:
 def context_bytes(device: str) -> int:
     """Return a rank's bytes before any tensor: its CUDA context on a GPU, the process itself on the CPU."""
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
+
+
+def beside_tensors(work: Workload) -> int:
+    """Return the bytes that a rank takes of its device and that PyTorch does not count: its context, and NCCL's."""
+    return context_bytes(work.device) + nccl_bytes(work)
+
+
+def nccl_bytes(work: Workload) -> int:
+    """Return the bytes that NCCL takes of each GPU for exchanges among all ranks, and in groups of a hybrid.
+
+    Ranks open all connections as they meet, whatever the mode: sums, gathers, and those of each pair, by which latents
+    are shared and checkpoints collected.
+    """
+    if work.device != "cuda" or work.ranks == 1 or work.mode in ONE_PROCESS:
+        return 0
+    groups = [work.ranks, work.latent_ranks, work.data_ranks] if work.mode == "hybrid" else [work.ranks]
+    n_nodes = work.job.launch.nodes if work.job.cluster else 1
+    return sum(_group_bytes(-(-size // n_nodes), has_nvlink(work.device_name)) for size in groups if size > 1)
+
+
+def _group_bytes(n_gpus: int, by_nvlink: bool) -> int:
+    """Return NCCL's bytes for a group that has this many GPUs on each host."""
+    if not by_nvlink:
+        return _PCIE_BYTES
+    return (_NVLINK_BYTES if n_gpus >= _SWITCHED_FROM else _PCIE_BYTES) + (n_gpus - 1) * _NVLINK_PAIR_BYTES
 
 
 def _sharing_steps(work: Workload, train: Train) -> int:
