@@ -320,6 +320,14 @@ def test_an_estimate_adds_up_and_names_every_part(
     assert len(bar) < 80
 
 
+def test_an_estimate_warns_of_latents_that_do_not_divide_evenly(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replicas = ["--set", "launch.gpus=auto:3", "--set", "parallel.mode=ddp"]
+    assert main(["estimate", str(job_file), *replicas]) == EXIT_FINISHED
+    assert "warning: sae.d_sae: 64 latents do not divide evenly over 3 GPUs" in capsys.readouterr().out
+
+
 def test_an_estimate_tells_the_time_by_what_was_measured_or_else_by_assumed_speeds(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

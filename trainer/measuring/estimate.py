@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.paths import box_file
-from trainer.contract.planning.check_job import chosen_indices, wanted_devices
+from trainer.contract.planning.check_job import check_division, chosen_indices, wanted_devices
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
@@ -83,6 +83,7 @@ class Estimate(msgspec.Struct, frozen=True):
         yield self._held_out
         if self.device_name == CPU and (busy := busy_sentence(os.getloadavg()[0], len(os.sched_getaffinity(0)))):
             yield busy
+        yield from (f"warning: {problem}" for problem in check_division(work))
         by = "speeds measured here" if self.placed.is_measured else f"assumed speeds of a usual {self.device_name}"
         clock = datetime.timedelta(seconds=round(self.seconds))
         yield f"about {clock} ({self.tokens_per_s:,.0f} tokens/s, {self.job.parallel.mode}) by {by}"

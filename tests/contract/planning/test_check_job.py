@@ -298,6 +298,32 @@ def test_a_run_too_short_to_steer_its_l0_gets_a_warning(
         assert checked(sae=fixed, train=train, launch=launch) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "n_gpus", "warned"),
+    [
+        ({"parallel": {"mode": "ddp"}}, 2, ""),
+        ({"parallel": {"mode": "ddp"}}, 3, "64 latents do not divide evenly over 3 GPUs"),
+        # Their sums are whole whatever the number of latents.
+        ({"parallel": {"mode": "ddp", "zero": False}}, 3, ""),
+        ({"parallel": {"mode": "ddp"}, "launch": {"gpus": "cpu:3"}}, 3, ""),
+        # Ranks with latents of their own exchange no gradients of weights.
+        ({"parallel": {"mode": "tensor"}}, 3, ""),
+        ({"parallel": {"mode": "hybrid", "latent_ranks": 3}}, 6, "64 latents do not divide evenly over 6 GPUs"),
+        ({"parallel": {"mode": "ddp"}, "sae": {"d_sae": [64, 66]}}, 3, "64 latents do not divide evenly over 3 GPUs"),
+    ],
+)
+def test_latents_that_do_not_divide_evenly_over_replicas_get_a_warning(
+    settings: dict[str, Any], n_gpus: int, warned: str, checked: Callable[..., list[Problem]], tmp_path: Path
+) -> None:
+    gpus = tuple(MachineGpu(index, "RTX 3090", 23 * GIB) for index in range(n_gpus))
+    defaults = {"launch": {"gpus": f"auto:{n_gpus}"}, "sae": {"d_sae": 64}, "train": SMALL}
+    problems = checked(Machine(gpus, cpu_count=8, output_root=tmp_path), **(defaults | settings))
+    assert [(problem.path, problem.severity) for problem in problems] == [("sae.d_sae", "warning")] * bool(warned)
+    if warned:
+        assert problems[0].message.startswith(warned)
+        assert problems[0].message.endswith(f"{64 - 64 % n_gpus} or 66 do")
+
+
 def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:
     (problem,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
     assert problem.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")

@@ -90,6 +90,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
         wrong_paths = {problem.path for problem in errors(problems)}
         of_training = expected if isinstance(expected, Outlook) else outlook_on(job, data, machine)
         problems += [problem for problem in of_training.problems(job) if problem.path not in wrong_paths]
+        problems += check_division(of_training.settled.work)
     problems += _check_disk(work, machine)
     return problems
 
@@ -278,6 +279,27 @@ def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
         message = f"{d_sae} latents for {data.d_in} dimensions is not overcomplete; expected at least {data.d_in}"
         problems.append(Problem(width_path, message, "warning"))
     return problems
+
+
+def check_division(work: Workload) -> list[Problem]:
+    """Warn about latents that replicas on GPUs cannot divide evenly; `work` has its mode settled.
+
+    NCCL then sums whole gradients on each, where it would else sum the rows that the GPU steps.
+    """
+    if work.device != "cuda" or work.data_ranks == 1:
+        return []
+    n_ways = work.data_ranks * work.latent_ranks
+    problems = []
+    for member in work.members.values():
+        width = member.sae.width(work.d_in)
+        if work.uses_zero(member.train) and width > n_ways and width % n_ways:
+            more = -(-width // n_ways) * n_ways
+            message = (
+                f"{width:,} latents do not divide evenly over {n_ways} GPUs, so that gradients take twice the bytes of "
+                f"the exchange; {more - n_ways:,} or {more:,} do"
+            )
+            problems.append(Problem("sae.d_sae" if member.sae.d_sae else "sae.expansion_factor", message, "warning"))
+    return list(dict.fromkeys(problems))
 
 
 def _check_length(work: Workload) -> list[Problem]:
