@@ -12,13 +12,16 @@ import torch
 from support.box import ROOT
 
 
-def run_cases(cases: Path, *, on_cpu: bool = False) -> None:
-    """Assert that all cases of a file pass: on a GPU where there is one, unless `on_cpu`, else in the interpreter."""
+def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False) -> None:
+    """Assert that all cases of a file pass: on a GPU where there is one, unless `on_cpu`, else in the interpreter.
+
+    Cases of `compiles` only compile, for which they need neither.
+    """
     pytest.importorskip("triton")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     if on_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    if on_cpu or not torch.cuda.is_available():
+    if not compiles and (on_cpu or not torch.cuda.is_available()):
         environment["TRITON_INTERPRET"] = "1"
     plugins = [word for name in ("no:xdist", "no:cacheprovider", "support.programs") for word in ("-p", name)]
     command = [sys.executable, "-m", "pytest", *plugins, str(cases)]

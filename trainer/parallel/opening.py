@@ -44,8 +44,12 @@ def open_connections(
         _await_readers(group, store, first_has_store=first_has_store)
         on_hang()
 
+    def give_up() -> None:
+        if _verdict(store, HANGS) == HANGS:
+            leave()
+
     _meet(group, store, "begin", patience.total_seconds())
-    timer = threading.Timer(LIMIT_S, lambda: _verdict(store, HANGS) == HANGS and leave())
+    timer = threading.Timer(LIMIT_S, give_up)
     timer.daemon = True
     timer.start()
     try:

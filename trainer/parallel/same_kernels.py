@@ -18,21 +18,19 @@ def agree(
     dtype: torch.dtype,
     *,
     compiles: bool,
-    begin: Callable[[int, int], object],
     report: Callable[[str], object],
 ) -> None:
     """Try all kernels on all ranks, first where `compiles` is true; withhold what does not work on every rank.
 
     Ranks that compiled at the same time would each take a minute of the host's cores and write the same files. A rank
     without a kernel is several times slower, and all others wait for it; without ZeRO its replica would also round
-    differently. `begin` gets the number of each module and how many there are; `report` gets a sentence for each
-    cause, with what it concerns.
+    differently. `report` gets a sentence for each cause, with what it concerns.
     """
     if compiles:
-        try_all(device, dtype, begin)
+        try_all(device, dtype)
     # On the CPU: a gather on a GPU is only queued, and the others would begin to compile.
     group.gather(torch.zeros(1, device=device)).cpu()
-    failures = try_all(device, dtype, begin)
+    failures = try_all(device, dtype)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]
     causes: dict[str, list[str]] = {}
     for name in sorted(set().union(*of_all)):

@@ -35,7 +35,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import read_own_text
-from trainer.contract.store.metrics_store import COMPILING, WAITING, Heartbeat, SeriesWriter
+from trainer.contract.store.metrics_store import COMPILING, WAITING, Heartbeat, SeriesWriter, is_before_first_step
 from trainer.ranks import staging
 from trainer.ranks.environment import write_environment
 from trainer.ranks.loading import load_trainer
@@ -282,31 +282,46 @@ def _train_with(
     return finished
 
 
-def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -> None:
-    """Compile and try all kernels before the first step, with a line and a heartbeat for each module.
+class Compiling:
+    """Reports the kernels that Triton compiles before the first step, of a run that begins at `step`."""
 
-    The first time on a machine that takes one or two minutes, in which the run must not look as if it hangs.
+    def __init__(self, progress: Progress, step: int, tokens: int) -> None:
+        self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
+
+    def begin(self, number: int) -> None:
+        """Report the kernel of this number, unless training has begun, whose steps are its progress."""
+        from trainer.reporting import rank_log
+        from trainer.runtime.triton_kernels import N_KERNELS
+
+        if not (self._progress.place[0] == "starting" or is_before_first_step(self._progress.place[0])):
+            return
+        of_all = f"{number} of {N_KERNELS}" if number <= N_KERNELS else f"{number}"
+        self._progress.beat(f"{COMPILING}, {of_all}", self._step, self._tokens)
+        if time.monotonic() - self._said > SLOW_S:
+            self._said = time.monotonic()
+            rank_log.say(f"compiling {of_all} kernels, first time on this machine")
+
+
+def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -> None:
+    """Compile and try all kernels before the first step, with a heartbeat for each.
+
+    The first time on a machine that takes one or two minutes, in which the run must not look as if it hangs. The first
+    step compiles some more for its own sizes.
     """
     import torch
 
     from trainer.parallel.same_kernels import agree
-    from trainer.reporting import rank_log
     from trainer.runtime.precision import NARROW
+    from trainer.runtime.triton_kernels import report_compiling
 
-    at, said = _begins_at(spec, 0), [time.monotonic()]
-
-    def begin(number: int, n_modules: int) -> None:
-        progress.beat(COMPILING, at.step if at else 0, at.tokens if at else 0)
-        if world.group.index == 0 and time.monotonic() - said[0] > SLOW_S:
-            said[0] = time.monotonic()
-            rank_log.say(f"compiling kernels, {number} of {n_modules} modules (once on each machine)")
-
+    if world.group.index == 0:
+        at = _begins_at(spec, 0)
+        report_compiling(Compiling(progress, at.step if at else 0, at.tokens if at else 0).begin)
     agree(
         world.group,
         world.device,
         NARROW.get(job.train.precision, torch.float32),
         compiles=(world.group.index if spec.as_one_process else _local_rank()) == 0,
-        begin=begin,
         report=lambda words: progress.event("kernels", words, "warning"),
     )
 

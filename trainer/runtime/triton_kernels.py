@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +18,8 @@ from trainer.contract.errors import first_line
 from trainer.runtime.out_of_memory import is_shortage
 
 RETRY_S = 2.0
+# How many kernels the trials of all modules compile, each variant by itself.
+N_KERNELS = 40
 
 
 class Kernels(NamedTuple):
@@ -78,15 +82,39 @@ def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> 
         module.try_out(device, *dtypes)
 
 
-def try_all(device: torch.device, dtype: torch.dtype, begin: Callable[[int, int], object]) -> dict[str, str]:
-    """Compile and try the kernels of all modules; return, by module, why some do not work.
-
-    `begin` gets the number of each module, from 1, and how many there are.
-    """
-    for number, (name, kernels) in enumerate(MODULES.items(), start=1):
-        begin(number, len(MODULES))
+def try_all(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Compile and try the kernels of all modules; return, by module, why some do not work."""
+    for name, kernels in MODULES.items():
         working_kernels(name, device, *([dtype] if kernels.by_dtype else []))
     return _failures.get(device, {})
+
+
+def report_compiling(begin: Callable[[int], object]) -> None:
+    """From now on call `begin` before Triton compiles a kernel or reads a compiled one, with its number from 1.
+
+    Nothing is reported where Triton is missing.
+    """
+    with contextlib.suppress(ImportError, AttributeError):
+        settings, name = _hook_of_triton()
+        before, numbers = getattr(settings, name), itertools.count(1)
+
+        def hook(*arguments: Any, **named: Any) -> Any:
+            begin(next(numbers))
+            # What it returns decides whether the kernel is compiled at all.
+            return before(*arguments, **named) if before else None
+
+        setattr(settings, name, hook)
+
+
+def _hook_of_triton() -> tuple[Any, str]:
+    """Return the object and the name of its attribute that Triton calls before it compiles a kernel."""
+    try:
+        from triton import knobs
+    except ImportError:  # before Triton 3.4, which PyTorch 2.8 brings
+        from triton.runtime.jit import JITFunction
+
+        return JITFunction, "cache_hook"
+    return knobs.runtime, "jit_cache_hook"
 
 
 def withhold(names: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.job_store import ENDING, Control, RequestKind
-from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, JUDGING, WAITING, Heartbeat
+from trainer.contract.store.metrics_store import JUDGING, WAITING, Heartbeat, is_before_first_step
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -129,7 +129,7 @@ class Watch:
     @property
     def _is_starting(self) -> bool:
         """Whether it loads and prepares, and has not done so for longer than that may take."""
-        is_before = self._beat is None or self._beat.phase in BEFORE_FIRST_STEP
+        is_before = self._beat is None or is_before_first_step(self._beat.phase)
         return is_before and time.monotonic() < self._late_at
 
     @property

@@ -26,7 +26,7 @@ from trainer.contract.settings.series import held_out, held_out_metrics, measure
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import ENDING, Control
-from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, Point, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Point, SeriesReader, SeriesWriter, is_before_first_step
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
 
@@ -66,7 +66,7 @@ class JobView(Job, frozen=True, kw_only=True):
 
 def is_loading(job: JobView) -> bool:
     """Return whether a running job has made no step yet: it loads its model, or prepares."""
-    return job.state == JobState.RUNNING and job.phase in BEFORE_FIRST_STEP
+    return job.state == JobState.RUNNING and is_before_first_step(job.phase)
 
 
 def newest_value(job: Job, name: str) -> float | None:

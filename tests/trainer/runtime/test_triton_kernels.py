@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from support.interpreted import run_cases
 
 from trainer.metrics import interval
 from trainer.optimizers import row_adam
@@ -89,13 +90,19 @@ def test_a_cache_that_another_process_changes_is_tried_once_more(kernels: Trials
 
 def test_all_kernels_are_tried_and_withheld_ones_are_not_used(kernels: Trials) -> None:
     names = [kernels("fine"), kernels("broken", RuntimeError("no compiler\nin /usr/bin")), kernels("others_lack")]
-    begun: list[tuple[int, int]] = []
     with pytest.warns(UserWarning, match="steps of broken"):
-        failures = triton_kernels.try_all(CPU, torch.bfloat16, lambda *numbers: begun.append(numbers))
-    assert begun == [(1, 3), (2, 3), (3, 3)]
+        failures = triton_kernels.try_all(CPU, torch.bfloat16)
     assert failures == {"broken": "no compiler"}
     triton_kernels.withhold(["others_lack"])
     assert [working_kernels(name, CPU) is not None for name in names] == [True, False, False]
+
+
+def test_each_kernel_is_reported_before_triton_compiles_it() -> None:
+    run_cases(Path(__file__).with_name("compiling_cases.py"), compiles=True)
+
+
+def test_the_number_of_kernels_is_the_one_that_their_trials_launch() -> None:
+    run_cases(Path(__file__).with_name("kernel_count_cases.py"), on_cpu=True)
 
 
 def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:

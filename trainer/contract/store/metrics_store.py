@@ -26,7 +26,12 @@ TRAINING, COOLING = "training", "cooling down"
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
 # The phases before the first step; the second one is for models of extractions, the third for kernels of GPUs.
 LOADING_MODEL, COMPILING = "loading the model", "compiling kernels"
-BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, COMPILING, "preparing")
+_BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
+
+
+def is_before_first_step(phase: str) -> bool:
+    """Return whether a run in this phase has yet to make a step; that of kernels also has the number of each."""
+    return phase in _BEFORE_FIRST_STEP or phase.startswith(COMPILING)
 
 
 class Row(msgspec.Struct, frozen=True):

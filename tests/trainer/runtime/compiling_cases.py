@@ -1,0 +1,61 @@
+"""What is reported of kernels as Triton compiles them, for a GPU that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from support.launch_counter import NoGpu
+from triton.runtime.driver import driver
+
+from trainer.contract.store.metrics_store import is_before_first_step
+from trainer.ranks import rank
+from trainer.ranks.rank import Compiling
+from trainer.reporting.progress import Progress
+from trainer.runtime.triton_kernels import N_KERNELS, report_compiling
+
+
+@triton.jit
+def _double(x, out, n: tl.constexpr):
+    at = tl.arange(0, n)
+    tl.store(out + at, 2 * tl.load(x + at))
+
+
+class Phases(Progress):
+    """Progress that remembers all phases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases: list[str] = []
+
+    def beat(self, phase: str, step: int, tokens: int) -> None:
+        super().beat(phase, step, tokens)
+        self.phases.append(phase)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    driver.set_active(NoGpu())
+
+
+def test_each_kernel_has_a_phase_of_its_own_until_training_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank, "SLOW_S", 0.0)
+    progress = Phases()
+    report_compiling(Compiling(progress, 7, 70).begin)
+    x = torch.ones(64)
+    kernels = [_double.warmup(x, x, n, grid=(1,)) for n in (16, 32, 16)]
+    # It is compiled all the same, and once for each n.
+    assert all(kernel.asm["ptx"] for kernel in kernels)
+    assert progress.phases == [f"compiling kernels, {number} of {N_KERNELS}" for number in (1, 2)]
+    assert progress.place == (progress.phases[-1], 7)
+    assert all(map(is_before_first_step, progress.phases))
+    assert f"compiling 2 of {N_KERNELS} kernels, first time on this machine" in capsys.readouterr().out
+    progress.beat("training", 8, 80)
+    _double.warmup(x, x, 64, grid=(1,))
+    assert progress.place == ("training", 8)
