@@ -126,7 +126,7 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None
 def _room(settled: Settled, free: Sequence[int]) -> list[float] | None:
     """Return the share of all latents that each rank has memory for; None where every rank holds all of them."""
     n_columns = settled.work.latent_ranks
-    beside = memory.beside_tensors(settled.held)
+    beside = memory.outside_pytorch(settled.held)
     whole = n_columns * max(1, settled.needs_bytes - beside)
     return [max(0, n_bytes - beside) / whole for n_bytes in free] if n_columns > 1 else None
 
@@ -150,7 +150,7 @@ def _free_of_all(world: World, work: Workload, may_take: int | None) -> list[int
     """
     # The groups of a hybrid are not connected yet.
     met = work.with_settings("parallel", mode="ddp") if work.mode == "hybrid" else work
-    own = _free_bytes(world.device) / _processes_here(world) + memory.beside_tensors(met)
+    own = _free_bytes(world.device) / _processes_here(world) + memory.outside_pytorch(met)
     own = min(own, may_take or own)
     of_all = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
     return [int(n_bytes) for n_bytes in of_all]

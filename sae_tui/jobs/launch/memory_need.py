@@ -92,7 +92,7 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
         # The size of a process says nothing of a card.
         return look
     past_peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
-    beside = memory.beside_tensors(look.settled.held)
+    beside = memory.outside_pytorch(look.settled.held)
     took = Took(past_peak.job_id, past_peak.peak_bytes + beside) if past_peak else None
     return msgspec.structs.replace(look, took=took)
 

@@ -24,7 +24,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import NO_ROOM
 from trainer.contract.planning.forecast import Room as HostRoom
-from trainer.contract.planning.memory import PROCESS_BYTES, beside_tensors
+from trainer.contract.planning.memory import PROCESS_BYTES, outside_pytorch
 from trainer.contract.planning.outlook import Outlook, outlook
 from trainer.contract.settings.job import Axis, JobConfig
 from trainer.contract.settings.job_file import dump_job
@@ -135,7 +135,7 @@ def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimate
     look = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config)])
     takes = need(look, config, DATA, Room(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
     assert takes.parts == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens))
-    assert takes.rank_bytes == look.needs_bytes == 3 * GIB + beside_tensors(workload(config, 8, 2))
+    assert takes.rank_bytes == look.needs_bytes == 3 * GIB + outside_pytorch(workload(config, 8, 2))
     assert look.problems(config) == []
     less = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config, peak_memory_bytes=2**14)])
     assert less.needs_bytes == takes.parts.total

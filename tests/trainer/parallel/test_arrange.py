@@ -87,7 +87,7 @@ def test_a_hybrid_keeps_memory_for_groups_that_are_not_connected_yet(make_job, m
     world = World(torch.device("cpu"), type("Four", (Group,), {"size": 4})())
     (free,) = arrange._free_of_all(world, work, None)
     pairs = memory.nccl_bytes(workload(make_job(), 384, 2).on_device(work.device_name))
-    assert free == 10**9 + memory.beside_tensors(work) - 2 * pairs
+    assert free == 10**9 + memory.outside_pytorch(work) - 2 * pairs
 
 
 def test_ranks_on_unlike_cards_estimate_by_the_same_one() -> None:

@@ -76,7 +76,7 @@ def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
     An update that `is_compiled` needs none beside its state, unless it multiplies matrices.
     """
     whole = _fullest(work, is_compiled=is_compiled)
-    taken = whole.total - beside_tensors(work) - whole.slack
+    taken = whole.total - outside_pytorch(work) - whole.slack
     return taken + _of_allocator(taken)
 
 
@@ -166,16 +166,16 @@ def context_bytes(device: str) -> int:
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
-def beside_tensors(work: Workload) -> int:
-    """Return the bytes that a rank takes of its device and that PyTorch does not count: its context, and NCCL's."""
+def outside_pytorch(work: Workload) -> int:
+    """Return the bytes of a device that a rank takes and PyTorch does not count: its context and NCCL's buffers."""
     return context_bytes(work.device) + nccl_bytes(work)
 
 
 def nccl_bytes(work: Workload) -> int:
     """Return the bytes that NCCL takes of each GPU for exchanges among all ranks, and in groups of a hybrid.
 
-    Ranks open all connections as they meet, whatever the mode: sums, gathers, and those of each pair, by which latents
-    are shared and checkpoints collected.
+    Ranks open all connections as they meet, in every mode. Sums and gathers need one kind. Shared latents and the
+    collection of checkpoints need another, between each pair of GPUs.
     """
     if work.device != "cuda" or work.ranks == 1 or work.mode in ONE_PROCESS:
         return 0
