@@ -125,7 +125,7 @@ def test_a_width_typed_into_the_form_makes_auto_take_the_mode_that_fits(box: Box
 def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")
-    terminal.wait_for("GiB per GPU")
+    terminal.wait_for("needs 0.9 GiB")
     open_file(terminal, job_file(box, "later", 600_000, "[1]"), "1 GPU, single")
     terminal.press(HOME, DOWN, DOWN, DOWN, " ")
     terminal.wait_for("Choose it all the same?")
