@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +79,19 @@ class Trained(NamedTuple):
 
 def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int) -> list[Trained]:
     """Take steps with ranks of which `sharing` share the latents, all on the same batch x [n_tokens, d_in] raw data."""
+
+    def work(learner: Learner, parallel: Parallel) -> None:
+        own = own_part(x, parallel.data)
+        for step in range(n_steps):
+            take_step([learner], parallel, step, [Batch([(own, own)], len(x))])
+
+    return on_grid(job, x, n_ranks, sharing, work)
+
+
+def on_grid(
+    job: JobConfig, x: Tensor, n_ranks: int, sharing: int, work: Callable[[Learner, Parallel], object]
+) -> list[Trained]:
+    """Call `work` on each of the ranks, of which `sharing` share the latents, with a learner that begins with x."""
     calls: list[list[Call]] = [[] for _ in range(n_ranks)]
     world = Meeting(n_ranks, TIMEOUT_S)
     rows = [Meeting(sharing, TIMEOUT_S) for _ in range(n_ranks // sharing)]
@@ -101,9 +114,7 @@ def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int)
         learner = Learner(job, x.shape[1], None, parallel)
         learner.initialise(x, x)
         noted.clear()
-        own = own_part(x, parallel.data)
-        for step in range(n_steps):
-            take_step([learner], parallel, step, [Batch([(own, own)], len(x))])
+        work(learner, parallel)
         return Trained(learner, noted)
 
     return on_all(n_ranks, run, TIMEOUT_S)

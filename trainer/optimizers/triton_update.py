@@ -80,6 +80,8 @@ def measure(
 ) -> None:
     """Write the squared length of each row of a gradient to `squares` [n], or of some and more, given by number [m].
 
+    A number of −1 stands for no row.
+
     With `unit_rows` write the product of each gradient with its row of these to `dots` [n], and to `squares` that of
     the part across it.
     """
@@ -218,7 +220,7 @@ def _bits(moment: Tensor) -> Tensor:
 
 @triton.jit
 def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, n_some, vectors, BLOCKS: tl.constexpr):
-    """Measure one row of a gradient."""
+    """Measure one row of a gradient, but none where it has the number -1."""
     row, width = tl.program_id(0), vectors * _VECTOR
     if more_rows is not None:
         is_more = row >= n_some
@@ -227,15 +229,15 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, 
     elif some_rows is not None:
         row = tl.load(some_rows + row)
     columns = tl.arange(0, BLOCKS * _BLOCK)
-    start, inside = row.to(tl.int64) * width, columns < width
+    start, inside = row.to(tl.int64) * width, (columns < width) & (row >= 0)
     g = tl.load(grad + start + columns, mask=inside, other=0)
     if unit_rows is not None:
         unit = tl.load(unit_rows + start + columns, mask=inside, other=0)
         dot = tl.sum(g * unit, axis=0)
-        tl.store(out_dots + row, dot)
+        tl.store(out_dots + row, dot, mask=row >= 0)
         # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
         g -= dot * unit
-    tl.store(out_squares + row, tl.sum(g * g, axis=0))
+    tl.store(out_squares + row, tl.sum(g * g, axis=0), mask=row >= 0)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ class RowMeasures:
         self._unsure = [] if unsure is None else [unsure]
 
     def note_rows(self, gradient: Tensor, rows: Tensor) -> None:
-        """Note that something was just added, once, to some rows [m] of a gradient."""
+        """Note that something was just added, once, to some rows [m] of a gradient; −1 stands for none."""
         self._version += 1
         if self._are_of(gradient):
             self._unsure.append(rows)

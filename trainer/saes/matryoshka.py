@@ -64,11 +64,11 @@ class MatryoshkaBatchTopK(BatchTopK):
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         centred = centre(x, self.input_bias)
-        acts = self.encode_latents(centred)
+        acts, explained = self.encode_and_explain(centred)
         x_hat, errors, inner_mse = self._nested_by_kernels(acts, y) or self._nested(
             part_summed(self._parts(acts), self.latents.group), self.offset(own_part(x, self.latents.group)), y
         )
-        output = self.score(centred, acts, x_hat, errors)
+        output = self.score(explained, acts, x_hat, errors)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 
     def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:

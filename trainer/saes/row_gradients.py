@@ -6,6 +6,7 @@ Autograd would spread them out over a matrix of all latents and add that: with 6
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,11 @@ from trainer.saes.kernels.dead_latents import Weights
 
 
 class RowGradient(NamedTuple):
-    """The gradients of the weights of some latents [n], named once each.
+    """The gradients of the weights of some latents [n], named once each, or −1 where another rank has the latent.
 
     `parameters` are W_enc [d_in, d_sae], b_enc [d_sae] and W_dec [d_sae, d_out], `rows` the latents' gradients.
     `centred` [d_in] is the gradient of x − input_bias, summed over tokens; where the bias learns it gets minus that.
+    Rows that ranks add up are there once `arrive` returns.
     """
 
     parameters: Weights
@@ -28,9 +30,11 @@ class RowGradient(NamedTuple):
     latents: Tensor
     rows: Weights
     centred: Tensor | None
+    arrive: Callable[[], object] = lambda: None
 
     def add_to(self, wholes: Weights, input_bias: Tensor | None) -> None:
         """Add them to gradients of the shapes of the parameters."""
+        self.arrive()
         by_latent = wholes._replace(W_enc=wholes.W_enc.T)
         dead_latents.add(by_latent, self.latents, self.rows, input_bias, self.centred)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.saes.auxk import AuxK
+from trainer.saes.auxk import AuxK, Explained
 from trainer.saes.base import Output, Sae
 from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
@@ -58,8 +58,18 @@ class TopK(Sae):
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         centred = centre(x, self.input_bias)
+        acts, explained = self.encode_and_explain(centred)
+        return self.score(explained, acts, *self.reconstruct(acts, x, y))
+
+    def encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
+        """Return the activations for x − input_bias [n_tokens, d_in], and what dead latents explain of the error.
+
+        Ranks exchange the weights of dead latents while they encode. Autograd takes the reverse order of this pass, so
+        that they exchange the gradients of these weights during the encoder's backward pass.
+        """
+        candidates = self.auxk.candidates(self, centred.dtype)
         acts = self.encode_latents(centred)
-        return self.score(centred, acts, *self.reconstruct(acts, x, y))
+        return acts, self.auxk.explain(self, centred, candidates)
 
     def encode_latents(self, centred: Tensor) -> Acts:
         """Return the activations of the latents chosen for x − input_bias [n_tokens, d_in]."""
@@ -68,9 +78,9 @@ class TopK(Sae):
         pre_acts = encode(centred, self.W_enc, self.b_enc, self.input_bias, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
-    def score(self, centred: Tensor, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
+    def score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
         """Complete a forward pass from its activations and x_hat: compute the loss terms and add to the counts."""
-        losses = {"mse": errors.square, "auxk": self.auxk.loss(self, centred, errors.each)}
+        losses = {"mse": errors.square, "auxk": self.auxk.loss(errors.each, explained)}
         self.count(acts, len(x_hat), errors.square)
         return Output(acts, x_hat, losses, errors.sums)
 

@@ -69,7 +69,7 @@ def test_some_rows_are_measured_as_all_are() -> None:
     grad, weight = rows(5, 36, 1), nn.functional.normalize(rows(5, 36, 2))
     whole, some = (torch.zeros(2, 5, device=DEVICE) for _ in range(2))
     triton_update.measure(grad, weight, *whole)
-    triton_update.measure(grad, weight, *some, torch.tensor([4, 1, 4], device=DEVICE))
+    triton_update.measure(grad, weight, *some, torch.tensor([4, -1, 1, 4], device=DEVICE))
     assert torch.equal(some[:, [4, 1]], whole[:, [4, 1]])
     assert not some[:, [0, 2, 3]].any()
     triton_update.measure(grad, weight, *some, torch.tensor([1], device=DEVICE), torch.tensor([3, 4], device=DEVICE))

@@ -13,6 +13,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.saes import auxk
 from trainer.saes.auxk import Candidates
 from trainer.saes.base import Sae
+from trainer.saes.kernels import top_k
 from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.row_gradients import RowGradient, RowGradients
 from trainer.training.learner import Learner
@@ -49,15 +50,15 @@ def test_rows_of_several_passes_are_added_to_what_is_there_or_to_nothing(
     assert not left.take()
 
 
-def by_autograd(sae: Sae, centred: Tensor, candidates: Candidates, choose: Callable[[Tensor], Tensor]) -> Tensor:
+def by_autograd(sae: Sae, centred: Tensor, candidates: Candidates) -> Tensor:
     """Explain by weights whose gradients autograd spreads over all latents."""
     of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
     reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)
     # It was subtracted already: this is 0, and has the gradient.
     subtracted = reads @ (sae.input_bias - sae.input_bias.detach()).to(centred.dtype)
-    bias = torch.where(candidates.bias > -torch.inf, b_enc - subtracted, -torch.inf)
+    bias = torch.where(candidates.rows.b_enc > -torch.inf, b_enc - subtracted, -torch.inf)
     acts = torch.addmm(bias, centred, reads.T)
-    return (acts * (choose(acts.detach()) > 0)) @ writes
+    return (acts * (top_k.strongest(acts.detach(), candidates.n_chosen) > 0)) @ writes
 
 
 def gradients(learner: Learner, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from trainer.contract.errors import UserError
 from trainer.saes.auxk import AuxK, Candidates
 from trainer.saes.base import Sae
+from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.losses import auxk_error
 from trainer.saes.topk import TopK
 
@@ -139,9 +140,10 @@ def test_a_gpu_that_does_not_know_how_many_are_dead_learns_the_same(
         longest = sae.n_tokens_since_fired.topk(2 * self.k_aux).indices
         is_dead = sae.dead()[longest]
         bias = torch.where(is_dead, sae.b_enc.detach()[longest], -torch.inf)
-        return Candidates(longest, bias, is_dead.any() / self.residual_variance, self.k_aux)
+        rows = Weights(sae.W_enc.detach().T[longest], bias, sae.W_dec.detach()[longest])
+        return Candidates(longest, rows, is_dead.any() / self.residual_variance, self.k_aux, [])
 
-    monkeypatch.setattr(AuxK, "_candidates", candidates)
+    monkeypatch.setattr(AuxK, "candidates", candidates)
     monkeypatch.setattr(Sae, "may_have_dead", lambda sae: True)
     sae, x = random_topk(), batch()
     sae.n_tokens_since_fired[7 : 7 + n_dead] = 1000

@@ -23,6 +23,10 @@ class Silent(NamedTuple):
     bias: Tensor
     weight: Tensor
 
+    def first(self, n: int) -> Silent:
+        """Return the first n."""
+        return Silent(self.latents[:n], self.bias[:n], self.weight)
+
 
 class Weights(NamedTuple):
     """Weights of n latents, or their gradients: W_enc [n, d_in] and W_dec [n, d_out] as rows, and b_enc [n]."""
@@ -30,6 +34,21 @@ class Weights(NamedTuple):
     W_enc: Tensor
     b_enc: Tensor
     W_dec: Tensor
+
+
+class Packed(NamedTuple):
+    """Weights in one piece of memory, `flat`, so that ranks exchange them at once."""
+
+    flat: Tensor
+    weights: Weights
+
+    @classmethod
+    def of(cls, like: Tensor, n: int, d_in: int, d_out: int, dtype: torch.dtype) -> Packed:
+        """Make room for weights of n latents on the device of `like`."""
+        sizes = n * d_in, n * d_out, n
+        flat = like.new_empty(sum(sizes), dtype=dtype, requires_grad=False)
+        W_enc, W_dec, b_enc = flat.split(sizes)
+        return cls(flat, Weights(W_enc.view(n, d_in), b_enc, W_dec.view(n, d_out)))
 
 
 def longest_silent(
@@ -45,16 +64,23 @@ def longest_silent(
     return None
 
 
-def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> Packed:
     """Return the rows of some latents [n]: [n, d_in] of W_enc [d_in, d_sae], and [n, d_out] of W_dec [d_sae, d_out].
 
-    They have the type of products, `dtype`: where that is narrower they come from the copy that products read.
+    They have the type of products, `dtype`: where that is narrower they come from the copy that products read. A
+    latent of −1 has rows of zeros. Biases are left for the caller to fill in.
     """
     whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
+    packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)
+    reads, _, writes = packed.weights
     if (triton := triton_for(latents, dtype)) and whole_enc.is_contiguous() and whole_dec.is_contiguous():
-        copied: tuple[Tensor, Tensor] = triton.rows(whole_enc.detach(), whole_dec.detach(), latents, dtype)
-        return copied
-    return whole_enc.index_select(0, latents).to(dtype), whole_dec.index_select(0, latents).to(dtype)
+        triton.rows(reads, writes, whole_enc, whole_dec, latents)
+        return packed
+    own, is_missing = latents.clamp_min(0), (latents < 0)[:, None]
+    for some, whole in ((reads, whole_enc), (writes, whole_dec)):
+        some.copy_(whole.index_select(0, own)).masked_fill_(is_missing, 0)
+    return packed
 
 
 def add(
@@ -62,14 +88,17 @@ def add(
 ) -> None:
     """Add gradients of some latents [n], named once each, to those of all [d_sae], in place; they may be narrower.
 
-    From a gradient of the input bias [d_in] take that of `centred` summed over tokens [d_in].
+    Those of latents −1 are left out. From a gradient of the input bias [d_in] take that of `centred` summed over tokens
+    [d_in].
     """
     are_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in wholes)
     if are_plain and len(latents) and (triton := triton_for(latents, parts.W_enc.dtype)):
         triton.add(wholes, latents, parts, input_bias, centred)
         return
+    own, is_missing = latents.clamp_min(0), latents < 0
     for whole, part in zip(wholes, parts, strict=True):
-        whole.index_add_(0, latents, part.to(whole.dtype))
+        missing = is_missing if part.dim() == 1 else is_missing[:, None]
+        whole.index_add_(0, own, part.to(whole.dtype).masked_fill(missing, 0))
     if input_bias is not None and centred is not None:
         input_bias -= centred
 

@@ -44,7 +44,7 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
     if group.size == 1:
         return select.k_per_token(pre_acts, k)
     if not may_wait:
-        columns, values, is_chosen = among_largest(pre_acts, k, group)
+        columns, values, is_chosen = _among_largest(pre_acts, k, group)
         tokens = torch.arange(len(columns), device=columns.device).repeat_interleave(columns.shape[1])
         entries = _Entries(columns.flatten(), tokens, values.flatten(), is_chosen.flatten())
         return entries.chosen_first(len(columns), len(tokens) // group.size)
@@ -53,7 +53,7 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
     verdict = group.from_owners(_verdicts(group.to_owners(sent), k), len(sent))
     local = _Found(columns, values, verdict[:, : columns.shape[1]])
     if len(rows := verdict[:, -1].nonzero().flatten()):
-        local = local.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
+        local = local.with_rows(rows, _Found(*_among_largest(pre_acts.of(rows), k, group)))
     return local.chosen()
 
 
@@ -141,14 +141,12 @@ def _working_triton(device: torch.device) -> ModuleType | None:
     return working_kernels("trainer.saes.kernels.triton_entries", device)
 
 
-def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's largest for each token: columns, values, and which are among the k largest of all ranks.
 
     All are [n_tokens, n].
     """
     columns, values = pre_acts.largest(min(k, pre_acts.shape[1]))
-    if group.size == 1:
-        return columns, values, torch.ones_like(columns, dtype=torch.bool)
     is_chosen, _ = _are_largest(group.to_owners(_pad(values, k)).movedim(0, 1), k)
     return columns, values, group.from_owners(is_chosen.movedim(0, 1), len(values))[:, : columns.shape[1]]
 

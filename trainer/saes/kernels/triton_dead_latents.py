@@ -44,14 +44,12 @@ def longest_silent(
     return latents, bias, weight
 
 
-def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the rows of some latents [n] of W_enc [d_sae, d_in] and W_dec [d_sae, d_out], in `dtype`."""
+def rows(reads: Tensor, writes: Tensor, W_enc: Tensor, W_dec: Tensor, latents: Tensor) -> None:
+    """Copy rows of some latents [n] of W_enc [d_sae, d_in] and W_dec [d_sae, d_out]; that of latent −1 is zeros."""
     n, n_read, n_written = len(latents), W_enc.shape[1], W_dec.shape[1]
-    reads, writes = (W_enc.new_empty(n, width, dtype=dtype) for width in (n_read, n_written))
     with torch.cuda.device_of(W_enc):
         grid, columns = _grid(n, n_read, n_written)
         _copy_rows[grid](reads, writes, W_enc, W_dec, latents, n_read, n_written, COLUMNS=columns, num_warps=4)
-    return reads, writes
 
 
 def add(
@@ -95,7 +93,8 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     are_right &= longest_silent(silence, b_enc, b_enc[4], 100, 3, dtype)[2] == 0
     W_enc, W_dec = b_enc[:90].view(6, 15), b_enc[:192].view(6, 32)
     latents = torch.tensor([4, 1], device=device)
-    reads, writes = rows(W_enc, W_dec, latents, dtype)
+    reads, writes = (one.new_empty(2, one.shape[1], dtype=dtype) for one in (W_enc, W_dec))
+    rows(reads, writes, W_enc, W_dec, latents)
     are_right &= (reads == W_enc[latents]).all() & (writes == W_dec[latents]).all()
     wholes, bias = (W_enc.clone(), b_enc[:6].clone(), W_dec.clone()), torch.zeros(15, device=device)
     add(wholes, latents, (reads, few[1][:0].new_ones(2), writes), bias, reads[0])
@@ -158,11 +157,12 @@ def _silence_of_dead(silence, latents, n_latents, dead_after):
 
 @triton.jit
 def _copy_rows(out_reads, out_writes, W_enc, W_dec, some_rows, n_read, n_written, COLUMNS: tl.constexpr):
-    """Copy some columns of one latent's rows."""
+    """Copy some columns of one latent's rows; those of latent -1 are zeros."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)
-    read = tl.load(W_enc + latent * n_read + columns, mask=columns < n_read, other=0)
-    written = tl.load(W_dec + latent * n_written + columns, mask=columns < n_written, other=0)
+    is_here = latent >= 0
+    read = tl.load(W_enc + latent * n_read + columns, mask=is_here & (columns < n_read), other=0)
+    written = tl.load(W_dec + latent * n_written + columns, mask=is_here & (columns < n_written), other=0)
     tl.store(out_reads + row * n_read + columns, read.to(out_reads.dtype.element_ty), mask=columns < n_read)
     tl.store(out_writes + row * n_written + columns, written.to(out_writes.dtype.element_ty), mask=columns < n_written)
 
@@ -172,12 +172,14 @@ def _add_rows(
     inout_W_enc, inout_b_enc, inout_W_dec, inout_input_bias, some_rows, W_enc, b_enc, W_dec, centred, n_read, n_written,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add some columns of one latent's gradients; with the first column its bias, with the first latent the input's."""
+    """Add some columns of one latent's gradients, but of latent -1 none; with the first column its bias, with the first
+    latent the input's."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)
-    _add(inout_W_enc + latent * n_read + columns, W_enc + row * n_read + columns, columns < n_read)
-    _add(inout_W_dec + latent * n_written + columns, W_dec + row * n_written + columns, columns < n_written)
-    if tl.program_id(1) == 0:
+    is_here = latent >= 0
+    _add(inout_W_enc + latent * n_read + columns, W_enc + row * n_read + columns, is_here & (columns < n_read))
+    _add(inout_W_dec + latent * n_written + columns, W_dec + row * n_written + columns, is_here & (columns < n_written))
+    if (tl.program_id(1) == 0) & is_here:
         tl.store(inout_b_enc + latent, tl.load(inout_b_enc + latent) + tl.load(b_enc + row).to(tl.float32))
     if centred is not None:
         # Triton 3.2 would compile what follows an "and" of the two, even without one.

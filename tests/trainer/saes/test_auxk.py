@@ -1,0 +1,113 @@
+"""Ranks that share the latents learn from AuxK what one rank learns; `test_topk.py` has its results on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.fake_gpu import job_of
+from support.recorded_ranks import Trained, grids, on_grid
+from torch import Tensor
+
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import own_part
+from trainer.parallel.latents import shard_latents
+from trainer.saes.kernels import sparse
+from trainer.training.learner import Learner
+
+D_IN, D_SAE = 12, 48
+# At most 12 latents are candidates, of which each token gets 6.
+DEAD_AFTER = 1000
+GRIDS = [(n_ranks, sharing) for n_ranks, sharing in grids((2, 4, 8)) if sharing > 1]
+
+
+def job(n_ranks: int, sharing: int, precision: str = "fp32") -> JobConfig:
+    mode = "single" if n_ranks == 1 else "tensor" if sharing == n_ranks else "hybrid"
+    sae = {"architecture": "topk", "d_sae": D_SAE, "k": 3, "dead_after_tokens": DEAD_AFTER}
+    train = {"batch_size": 26, "global_batch_size": 26, "precision": precision}
+    return job_of(sae, train, {"mode": mode} | ({"latent_ranks": sharing} if mode == "hybrid" else {}))
+
+
+def rows(n: int = 26) -> Tensor:
+    return torch.randn(n, D_IN, generator=torch.Generator().manual_seed(0)) + torch.arange(D_IN)
+
+
+def silences(case: str, sharing: int) -> Tensor:
+    """Return for how many tokens each latent was silent."""
+    silent = torch.arange(D_SAE) % 7
+    if case == "few are dead":
+        silent[[3, 4, 40]] = DEAD_AFTER
+    elif case == "many are dead":
+        silent[5:40] += DEAD_AFTER
+    elif case == "all are dead":
+        silent += DEAD_AFTER + 2**33
+    elif case == "the last rank holds all candidates":
+        of_ranks = shard_latents(D_SAE, [1.0] * sharing)
+        silent[of_ranks[0]] = DEAD_AFTER
+        silent[of_ranks[-1]] = DEAD_AFTER + 50
+    return silent
+
+
+def gradients(
+    n_ranks: int, sharing: int, silent: Tensor, n_tokens: int = 26, precision: str = "fp32"
+) -> dict[str, Tensor]:
+    """Return the gradients of all latents after a pass of ranks, added up over tokens."""
+    x = rows()
+
+    def work(learner: Learner, parallel: Parallel) -> None:
+        learner.sae.n_tokens_since_fired.copy_(silent[learner.sae.ids])
+        learner.sae._longest_silence = 2**40
+        own = own_part(x[:n_tokens], parallel.data)
+        learner.accumulate(own, own, n_tokens)
+
+    ranks = on_grid(job(n_ranks, sharing, precision), x, n_ranks, sharing, work)
+    return {name: whole(name, ranks) for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
+
+
+def whole(name: str, ranks: list[Trained]) -> Tensor:
+    """Return the sum of a parameter's gradient over ranks, each latent of which is in its place."""
+    saes = [rank.learner.sae for rank in ranks]
+    total = torch.zeros({"W_enc": (D_IN, D_SAE), "b_enc": (D_SAE,), "W_dec": (D_SAE, D_IN), "b_dec": (D_IN,)}[name])
+    for sae in saes:
+        dim = sae.latent_dims().get(name)
+        part = sae.get_parameter(name).grad
+        total = total + part if dim is None else total.index_add(dim, sae.ids, part)
+    return total
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "gpu":
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: None)
+    return str(request.param)
+
+
+CASES = ("none is dead", "few are dead", "many are dead", "all are dead", "the last rank holds all candidates")
+
+
+@pytest.mark.filterwarnings("ignore:.*without Triton")
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_latents_get_the_gradients_of_one_rank(case: str, path: str) -> None:
+    for n_ranks, sharing in GRIDS:
+        silent = silences(case, sharing)
+        assert_alike(gradients(n_ranks, sharing, silent), gradients(1, 1, silent), f"{n_ranks} ranks, {sharing} share")
+
+
+@pytest.mark.filterwarnings("ignore:.*without Triton")
+def test_a_rank_without_tokens_of_its_own_takes_part(path: str) -> None:
+    silent = silences("many are dead", 4)
+    assert_alike(gradients(4, 4, silent, n_tokens=3), gradients(1, 1, silent, n_tokens=3), "")
+
+
+@pytest.mark.filterwarnings("ignore:.*without Triton")
+def test_weights_that_ranks_exchange_in_16_bits_give_the_gradients_of_one_rank(path: str) -> None:
+    silent = silences("many are dead", 4)
+    found, expected = (gradients(n, n, silent, precision="bf16") for n in (4, 1))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < 0.02 * gradient.norm(), name
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], words: str) -> None:
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{name}: {words}")
