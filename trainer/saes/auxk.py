@@ -136,9 +136,11 @@ def _of_all_ranks(sae: Sae, own: Silent, n: int, n_chosen: int, variance: Tensor
     is_dead = everybodys < sae.d_sae * (1 - sae.dead_after_tokens)
     if not order.is_cuda:
         n = _n_dead(is_dead, n)
-    # A latent's place is the number of those before it, and n where it is not among the first n. A GPU counts them in 2
-    # kernels; to sort 6,144 numbers takes it 19.
-    places = (everybodys < order[:, None]).sum(dim=1).clamp_max(n)
+    # A latent's place is the number of those before it, and n where it is not among the first n. To sort 6,144 numbers
+    # takes a GPU 19 kernels, to count them 4. Of a bool, sum would make a copy in 64 bits.
+    is_before = own.bias.new_empty(len(order), len(everybodys), dtype=torch.bfloat16)
+    torch.lt(everybodys, order[:, None], out=is_before)
+    places = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
     latents = order.new_full((n + 1,), -1).scatter_(0, places, own.latents)[:n]
     packed = dead_latents.rows(sae.W_enc, sae.W_dec, latents, dtype)
     packed.weights.b_enc.copy_(own.bias.new_zeros(n + 1).scatter_(0, places, own.bias)[:n])

@@ -164,9 +164,13 @@ class _Chosen(_Pass):
     def __init__(self, work: Workload, sae: Sae, *, keeps_copies: bool = False) -> None:
         super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.knobs.n_aux(self.d_in), self.d_sae)
-        self.n_candidates = min(2 * self.n_aux, self.n_own)
-        # Their weights.
+        self.n_candidates = min(2 * self.n_aux, self.d_sae)
+        # Values of their weights, and bytes of the gradients of these: ranks add them up in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
+        self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
+        # Bytes of AuxK from the encoder to the end of the pass: weights; what each token chooses, and its reconstruction.
+        self.of_auxk = self.product * self.of_candidates
+        self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
         # Indices and values of the chosen latents, of which a rank has its share. A GPU of several has room for all
         # that could be chosen of it, which of a batch is as much as is chosen of all ranks.
         of_rank = self.n_tokens * self.most_active
@@ -175,13 +179,17 @@ class _Chosen(_Pass):
         self.entries = self.spare + 32 * of_rank / (1 if work.device == "cuda" else min(self.sharing, 2))
 
     def peak(self) -> float:
-        of_auxk = (self.explain(), self.explain_backward(), self.backward()) if self.n_aux else (self.plain(),)
-        return max(self.encode(), self.nest(), *of_auxk)
+        of_auxk = self.agree(), self.score(), self.explain_backward(), self.backward()
+        return max(self.encode(), self.nest(), *(of_auxk if self.n_aux else (self.plain(),)))
 
     def encode(self) -> float:
         product = self.product * self.n_tokens * self.n_own
         chosen = max(self.entries, self.candidates(), self._of_groups())
-        return self.rows + product + self.narrow * self.d_in + chosen
+        return self.rows + product + self.narrow * self.d_in + chosen + self.of_auxk
+
+    def agree(self) -> float:
+        """Return the bytes while a rank compares its candidates for AuxK with those of all that share the latents."""
+        return self.rows + 2 * self.sharing * self.n_candidates * min(self.n_candidates, self.n_own) * (self.sharing > 1)
 
     def _of_groups(self) -> float:
         """Return the bytes of the groups by which a GPU finds the largest: their maxima, and of a batch the indices."""
@@ -201,37 +209,34 @@ class _Chosen(_Pass):
         n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing
         levels = 4 * self.n_tokens * self.n_prefixes * self.width * n_times
         beside = 4 * self.n_tokens * self.width * (self.n_prefixes > 0 and self.sharing == 1)
-        return self.rows + levels + beside + self.narrow * self.width + self.entries
+        explained = self.of_auxk + self.of_explained if learns else 0
+        return self.rows + levels + beside + self.narrow * self.width + self.entries + explained
 
     def plain(self) -> float:
         return max(self.rows + self._wide() + self.entries, 4 * self.n_own * self.d_in + self.matrix)
 
-    def explain(self) -> float:
-        """Return the bytes while AuxK reconstructs the error from dead latents."""
-        of_token = self.product * (self.n_candidates + self.width)
-        weights = self.product * self.of_candidates
+    def score(self) -> float:
+        """Return the bytes while errors are compared with what AuxK has explained."""
         copies = self.narrow * (self.d_in + self.width)
         wide = self._wide() - 4 * self.own_tokens * self.width
-        # Which latents of all ranks are strongest is a mask.
-        mask = (self.product + 1) * self.n_tokens * self.n_candidates * (self.sharing > 1)
-        return self.rows + wide + self.n_tokens * of_token + mask + weights + copies + self.entries
+        return self.rows + wide + copies + self.entries + self.of_auxk + self.of_explained
 
     def explain_backward(self) -> float:
         """Return the bytes in AuxK's backward pass: gradients of the candidates beside their weights."""
-        of_token = 2 * self.product * self.n_candidates + 8 * self.width / self.sharing
-        weights = self.product * self.n_candidates * self.d_in + self.narrow * self.width
-        gradients = self.product * self.of_candidates
-        return self.rows + self.n_tokens * of_token + weights + gradients + self.entries
+        of_token = self.product * (self.n_candidates + self.width) + 4 * self.width
+        made = self.row_gradients + self.product * self.of_candidates * (self.sharing > 1)
+        explained = self.of_auxk + self.of_explained + self.own_tokens * of_token
+        return self.rows + explained + made + self.matrix + self.narrow * self.width + self.entries
 
     def backward(self) -> float:
-        """Return the bytes where the gradients of all weights are made, beside those of AuxK's candidates."""
-        weights = 4 * self.n_own * self.d_in + self.matrix
+        """Return the bytes where the gradients of all weights are made, beside what AuxK leaves for its own."""
+        weights = 4 * self.n_own * self.d_in + self.matrix + self.row_gradients
         # A CPU widens rows of 16 bits, a matrix at a time.
         widened = 4 * self.n_candidates * max(self.d_in, self.width)
         widened *= self.product == 2 and self.work.device == "cpu"
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
-        decoded = self.matrix + self.narrow * self.width + self._levels_backward()
-        return beside + self.product * self.of_candidates + max(weights + widened, decoded)
+        decoded = self.matrix + self.narrow * self.width + self._levels_backward() + self.of_auxk + self.of_explained
+        return beside + max(weights + widened, decoded)
 
     def _levels_backward(self) -> float:
         """Return the bytes of the gradient of what all levels write.
