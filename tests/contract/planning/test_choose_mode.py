@@ -137,6 +137,29 @@ def test_the_model_is_no_faster_than_the_least_that_a_step_can_take(make_job: Ma
     assert 4.07e-3 < time.passes_s + time.update_s < 2 * 4.07e-3
 
 
+@pytest.mark.parametrize(("mode", "added"), [("ddp", (0.3e-3, 0.8e-3)), ("tensor", (0.3e-3, 1e-3))])
+def test_dead_latents_add_about_as_much_to_a_step_in_every_mode(
+    make_job: MakeJob, mode: str, added: tuple[float, float]
+) -> None:
+    # One H200 takes 0.5 ms for AuxK at this size. Ranks that share the latents exchange 75 MB more.
+    batch_size = 4096 * (8 if mode == "tensor" else 1)
+    job = wide(make_job, batch_size=batch_size).replace("parallel", mode=mode)
+    time = step_time(workload(job, 2304, 8), NVLINK)
+    assert added[0] < time.auxk_s < added[1]
+    assert time.with_dead_s == time.total_s + time.auxk_s
+    without = make_job(sae={"auxk_alpha": 0.0}, train={"precision": "bf16"})
+    assert step_time(workload(without, 64, 8), NVLINK).auxk_s == 0
+
+
+@pytest.mark.parametrize("speeds", [NVLINK, STAGED], ids=["nvlink", "staged"])
+@pytest.mark.parametrize("n_ranks", [2, 4, 8])
+def test_the_mode_that_is_chosen_is_not_much_slower_once_latents_die(
+    make_job: MakeJob, n_ranks: int, speeds: Speeds
+) -> None:
+    time = settle(Workload(wide(make_job), n_ranks, GPT2_XL), Place(speeds)).time
+    assert time.total_s < time.with_dead_s < 1.3 * time.total_s
+
+
 def test_a_lone_gpu_that_replays_its_steps_waits_less_for_its_host(make_job: MakeJob) -> None:
     # An H200 replayed such steps in 1.15 ms, with AuxK in 1.42; see docs/performance.md.
     sae, h200 = {"d_sae": 24576, "k": 32}, Speeds(788e12, 4.3e12, 1, 0)

@@ -168,7 +168,7 @@ class _Chosen(_Pass):
         # Values of their weights, and bytes of the gradients of these: ranks add them up in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
-        # Bytes of AuxK from the encoder to the end of the pass: weights; what each token chooses, and its reconstruction.
+        # Bytes of AuxK until its backward pass: weights; what each token chooses, and its reconstruction.
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
         # Indices and values of the chosen latents, of which a rank has its share. A GPU of several has room for all
@@ -180,16 +180,23 @@ class _Chosen(_Pass):
 
     def peak(self) -> float:
         of_auxk = self.agree(), self.score(), self.explain_backward(), self.backward()
-        return max(self.encode(), self.nest(), *(of_auxk if self.n_aux else (self.plain(),)))
+        of_shared = (self.decode_backward(),) if self.sharing > 1 else ()
+        return max(self.encode(), self.nest(), *(of_auxk if self.n_aux else (self.plain(),)), *of_shared)
 
     def encode(self) -> float:
         product = self.product * self.n_tokens * self.n_own
-        chosen = max(self.entries, self.candidates(), self._of_groups())
+        chosen = max(self.entries, self.candidates(), self._of_groups(), self._in_order())
         return self.rows + product + self.narrow * self.d_in + chosen + self.of_auxk
+
+    def _in_order(self) -> float:
+        """Return the bytes while a GPU of several that share the latents puts entries in order, chosen ones first."""
+        is_known = self.work.device == "cpu" or self.sharing == 1 or self.entry.per_batch
+        return 0.0 if is_known else 57 * self.n_tokens * self.most_active
 
     def agree(self) -> float:
         """Return the bytes while a rank compares its candidates for AuxK with those of all that share the latents."""
-        return self.rows + 2 * self.sharing * self.n_candidates * min(self.n_candidates, self.n_own) * (self.sharing > 1)
+        of_own = 2 * self.sharing * self.n_candidates if self.sharing > 1 else 0
+        return self.rows + of_own * min(self.n_candidates, self.n_own)
 
     def _of_groups(self) -> float:
         """Return the bytes of the groups by which a GPU finds the largest: their maxima, and of a batch the indices."""
@@ -227,6 +234,14 @@ class _Chosen(_Pass):
         made = self.row_gradients + self.product * self.of_candidates * (self.sharing > 1)
         explained = self.of_auxk + self.of_explained + self.own_tokens * of_token
         return self.rows + explained + made + self.matrix + self.narrow * self.width + self.entries
+
+    def decode_backward(self) -> float:
+        """Return the bytes where the gradient of all tokens' reconstruction has arrived and becomes that of W_dec."""
+        of_output = self.n_tokens * max(1, self.n_prefixes) * self.width * (4 + 2 * (self.product == 2))
+        explained = self.of_auxk + self.of_explained
+        # Sorting entries by latent takes a quarter as much again.
+        made = of_output + 1.25 * self.entries + self.matrix + self.narrow * self.width
+        return self.rows + made + 8 * self.own_tokens * self.width + explained
 
     def backward(self) -> float:
         """Return the bytes where the gradients of all weights are made, beside what AuxK leaves for its own."""

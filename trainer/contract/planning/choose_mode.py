@@ -59,7 +59,10 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 def settle(work: Workload, place: Place) -> Settled:
-    """Choose the fastest mode that fits, the plain one unless another is clearly faster; else the least memory."""
+    """Choose the fastest mode that fits, the plain one unless another is clearly faster; else the least memory.
+
+    Times are those of steps with dead latents, which most of a run may have.
+    """
     ways = [_cut(work, mode, sharing, place) for mode, sharing in _ways(work)]
     best = min(ways, key=lambda way: (not way.fits, _seeming_s(way, ways[0]) if way.fits else way.needs_bytes))
     if work.job.parallel.mode != "auto" or work.ranks == 1:
@@ -68,7 +71,7 @@ def settle(work: Workload, place: Place) -> Settled:
 
 
 def _seeming_s(way: Settled, plain: Settled) -> float:
-    return way.time.total_s * (1.0 if way is plain else LEAST_GAIN)
+    return way.time.with_dead_s * (1.0 if way is plain else LEAST_GAIN)
 
 
 def _ways(work: Workload) -> Iterator[tuple[str, int]]:
@@ -130,8 +133,8 @@ def _reason(best: Settled, ways: list[Settled], place: Place) -> str:
     others = [way for way in ways if way is not best]
     if not any(way.fits for way in others):
         return f"{choice}: no other mode fits into the {gibibytes(place.free_bytes or 0)} that each rank may take"
-    next_best = min((way for way in others if way.fits), key=lambda way: way.time.total_s)
-    times = next_best.time.total_s / best.time.total_s
+    next_best = min((way for way in others if way.fits), key=lambda way: way.time.with_dead_s)
+    times = next_best.time.with_dead_s / best.time.with_dead_s
     speed = f"{gibibytes(step_time.wire_of(next_best.work).n_bytes)} per step at {rate(place.speeds.bus_bytes_per_s)}"
     assumed = "" if place.speeds.is_measured else ", speeds assumed"
     gain = f"{times:.1f}× less time than" if times >= LEAST_GAIN else "hardly slower than"

@@ -29,6 +29,9 @@ _SKIP_PASSES = 8
 _ROUNDED_BYTES = 28
 # Products as large as the encoder's in a step of an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
+# How often AuxK's candidates' activations and reconstructions go through memory, and bytes for each of their weights:
+# read, copied, and their gradients added to those of all latents.
+_AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
 # Seconds of Python for a pass and for an update of an SAE, however small it is, and for a recorded step, as an H200's
 # slow host took; a GPU works at the same time.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
@@ -46,15 +49,21 @@ _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: passes, the optimizer's update, and what is exchanged."""
+    """Seconds of a step: passes, the optimizer's update, and what is exchanged; and what AuxK adds once latents died."""
 
     passes_s: float
     update_s: float
     exchange_s: float
+    auxk_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         return self.passes_s + self.update_s + self.exchange_s
+
+    @property
+    def with_dead_s(self) -> float:
+        """Seconds of a step in which AuxK takes part."""
+        return self.total_s + self.auxk_s
 
 
 class Wire(msgspec.Struct, frozen=True):
@@ -74,7 +83,9 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
         updates = [_update_bytes(work, one) / speeds.memory_bytes_per_s for one in saes.values()]
         busy = StepTime(sum(passes) + made_s, sum(updates), exchange_s)
         host = _host(work, len(saes), exchange_s)
-        of_ranks.append(max(busy, host, key=_total) if work.device == "cuda" else _both(busy, host))
+        time = max(busy, host, key=_total) if work.device == "cuda" else _both(busy, host)
+        of_auxk = sum(_auxk_s(work, one.sae, speeds) for one in saes.values())
+        of_ranks.append(msgspec.structs.replace(time, auxk_s=of_auxk))
     slowest = max(of_ranks, key=_total)
     if not work.model_gpus:
         return slowest
@@ -195,6 +206,25 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
         pre_acts /= 2
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * work.d_out + _DATA_ROWS * work.d_in)
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
+
+
+def _auxk_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
+    """Return the seconds that AuxK adds where latents have died: products, their operands, and what ranks exchange.
+
+    Each rank multiplies its own tokens with all candidates. Ranks that share the latents gather what orders them, and
+    sum up their weights and the gradients of these in fp32. A CPU counts the dead, and has so little work for the few
+    that there are that it is left out.
+    """
+    n_aux = sae.knobs.n_aux(work.d_in)
+    if work.device == "cpu" or not n_aux:
+        return 0.0
+    sharing, n = work.latent_ranks, min(2 * n_aux, sae.width(work.d_in))
+    tokens, widths = work.tokens_per_step / (work.data_ranks * sharing), work.d_in + work.d_out
+    flops = 2 * tokens * n * (2 * work.d_in + 3 * work.d_out)
+    n_bytes = work.product_bytes * tokens * (_AUXK_PASSES * n + _AUXK_ROW_PASSES * work.d_out) + _AUXK_BYTES * n * widths
+    exchanged = _ring(sharing) * (work.product_bytes + 4) * n * widths / speeds.bus_bytes_per_s
+    waits = 3 * work.micro_batches * speeds.latency_s if sharing > 1 else 0.0
+    return flops / speeds.flops_per_s + n_bytes / speeds.memory_bytes_per_s + exchanged + waits
 
 
 def _skip_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
