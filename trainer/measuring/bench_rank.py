@@ -29,7 +29,8 @@ from trainer.metrics.pace import memory_bytes
 from trainer.parallel.arrange import arrange
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import copied_per_s, device_name, fastest, seconds_of, synchronise
-from trainer.parallel.process_group import join
+from trainer.parallel.process_group import World, join
+from trainer.parallel.same_kernels import agree
 from trainer.ranks.rank import end_with_parent, rank_device
 from trainer.runtime import phases
 from trainer.runtime.precision import autocast, resolve_precision, set_deterministic, set_matmul_precision
@@ -230,6 +231,12 @@ def _sent_bytes(parallel: Parallel) -> int | None:
     return None if None in counts else sum(filter(None, counts))
 
 
+def _agree(world: World, job: JobConfig) -> None:
+    """Let all ranks use the same kernels, as those of a run do; print why some are not used."""
+    compiles = world.group.index == 0
+    agree(world.group, world.device, job, compiles=compiles, begin=lambda *_: None, report=print)
+
+
 def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
     """Measure, and write the result to `found.json` beside the job, as rank 0."""
     end_with_parent()
@@ -237,6 +244,8 @@ def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
     job = load_job(RunPaths(spec.run_dir).job_file)
     world = join(rank_device(spec, rank), rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
     settled, parallel, plan = arrange(world, job, DataShape(d_in, d_out or None, 0))
+    if world.device.type == "cuda":
+        _agree(world, settled)
     figures = measure_steps(settled, d_in, d_out or None, n_steps, parallel) | {
         "plan": plan,
         "expected_step_ms": 1000 * plan.step_s,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import first_line
+from trainer.runtime.triton_kernels import is_withheld
 
 # A pass over fewer values takes less time than the start of its kernel.
 _SMALL = 2**16
@@ -30,7 +31,8 @@ class Compiled:
             self._function(first, *others)
             return
         if self._compiled is None:
-            self._compiled = torch.compile(self._function, dynamic=True)
+            # Replicas that do not compile alike would round differently.
+            self._compiled = self._function if is_withheld(__name__) else torch.compile(self._function, dynamic=True)
         try:
             self._compiled(first, *others)
         except torch.OutOfMemoryError:
@@ -39,3 +41,18 @@ class Compiled:
             warnings.warn(f"the optimizer runs uncompiled, and slower: {first_line(error)}", stacklevel=2)
             self._compiled = self._function
             self._function(first, *others)
+
+
+def try_out(device: torch.device) -> None:
+    """Compile a function and run it once.
+
+    Raise what torch.compile raises where it cannot, and `RuntimeError` where results are wrong.
+    """
+    values = torch.ones(_SMALL, device=device)
+    torch.compile(_double, dynamic=True)(values)
+    if not (values == 2).all():
+        raise RuntimeError("the compiled function gives wrong results")
+
+
+def _double(values: Tensor) -> None:
+    values.mul_(2)

@@ -7,30 +7,35 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members
 from trainer.contract.wording import join_words
+from trainer.optimizers import compiled
 from trainer.parallel.group import Group, gather_bytes
+from trainer.runtime.precision import NARROW
 from trainer.runtime.triton_kernels import MODULES, try_all, withhold
 
 
 def agree(
     group: Group,
     device: torch.device,
-    dtype: torch.dtype,
+    job: JobConfig,
     *,
     compiles: bool,
     report: Callable[[str], object],
 ) -> None:
-    """Try all kernels on all ranks, first where `compiles` is true; withhold what does not work on every rank.
+    """Try the kernels of a job on all ranks, first where `compiles` is true; withhold what does not work on every rank.
 
     Ranks that compiled at the same time would each take a minute of the host's cores and write the same files. A rank
     without a kernel is several times slower, and all others wait for it; without ZeRO its replica would also round
     differently. `report` gets a sentence for each cause, with what it concerns.
     """
+    dtype, names = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
-        try_all(device, dtype)
+        try_all(device, dtype, names)
     # On the CPU: a gather on a GPU is only queued, and the others would begin to compile.
     group.gather(torch.zeros(1, device=device)).cpu()
-    failures = try_all(device, dtype)
+    failures = try_all(device, dtype, names)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]
     causes: dict[str, list[str]] = {}
     for name in sorted(set().union(*of_all)):
@@ -40,3 +45,13 @@ def agree(
     for cause, purposes in causes.items():
         report(f"{join_words(purposes)} go without Triton, which is slower: {cause}")
     withhold(set().union(*of_all))
+
+
+def _needed(job: JobConfig) -> list[str]:
+    """Return the modules whose kernels a job may use.
+
+    Adam's steps of latents have kernels of their own. A skip connection and other optimizers are stepped by what
+    torch.compile makes, which takes seconds to try.
+    """
+    compiles_updates = any(one.sae.skip or one.train.optimizer != "adam" for one in members(job).values())
+    return [name for name in MODULES if compiles_updates or name != compiled.__name__]

@@ -308,10 +308,7 @@ def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -
     The first time on a machine that takes one or two minutes, in which the run must not look as if it hangs. The first
     step compiles some more for its own sizes.
     """
-    import torch
-
     from trainer.parallel.same_kernels import agree
-    from trainer.runtime.precision import NARROW
     from trainer.runtime.triton_kernels import report_compiling
 
     if world.group.index == 0:
@@ -320,7 +317,7 @@ def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -
     agree(
         world.group,
         world.device,
-        NARROW.get(job.train.precision, torch.float32),
+        job,
         compiles=(world.group.index if spec.as_one_process else _local_rank()) == 0,
         report=lambda words: progress.event("kernels", words, "warning"),
     )

@@ -8,7 +8,7 @@ import importlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,20 +19,27 @@ from trainer.runtime.out_of_memory import is_shortage
 
 RETRY_S = 2.0
 # How many kernels the trials of all modules compile, each variant by itself.
-N_KERNELS = 40
+N_KERNELS = 43
 
 
 class Kernels(NamedTuple):
-    """What the kernels of a module compute, and whether they are compiled for a type of values."""
+    """What a module's kernels compute, and whether they are compiled for a type of values, and for fp32 as well."""
 
     purpose: str
     by_dtype: bool = False
+    also_fp32: bool = False
+
+    def dtypes(self, dtype: torch.dtype) -> list[list[torch.dtype]]:
+        """Return the types for each trial where products are in `dtype`."""
+        others = [[torch.float32]] if self.also_fp32 and dtype != torch.float32 else []
+        return [[dtype], *others] if self.by_dtype else [[]]
 
 
 MODULES = {
+    "trainer.optimizers.compiled": Kernels("compiled updates"),
     "trainer.metrics.triton_interval": Kernels("sums of metrics"),
     "trainer.optimizers.triton_update": Kernels("the optimizer's steps"),
-    "trainer.saes.kernels.triton_dead_latents": Kernels("weights of dead latents", by_dtype=True),
+    "trainer.saes.kernels.triton_dead_latents": Kernels("weights of dead latents", by_dtype=True, also_fp32=True),
     "trainer.saes.kernels.triton_encode": Kernels("what encoders read", by_dtype=True),
     "trainer.saes.kernels.triton_entries": Kernels("choices of several ranks"),
     "trainer.saes.kernels.triton_errors": Kernels("errors of reconstructions"),
@@ -82,10 +89,11 @@ def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> 
         module.try_out(device, *dtypes)
 
 
-def try_all(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Compile and try the kernels of all modules; return, by module, why some do not work."""
-    for name, kernels in MODULES.items():
-        working_kernels(name, device, *([dtype] if kernels.by_dtype else []))
+def try_all(device: torch.device, dtype: torch.dtype, names: Collection[str]) -> dict[str, str]:
+    """Compile and try the kernels of these modules; return, by module, why some do not work."""
+    for name in names:
+        for dtypes in MODULES[name].dtypes(dtype):
+            working_kernels(name, device, *dtypes)
     return _failures.get(device, {})
 
 
@@ -120,6 +128,11 @@ def _hook_of_triton() -> tuple[Any, str]:
 def withhold(names: Iterable[str]) -> None:
     """Use these modules no more, although they may work here."""
     _withheld.update(names)
+
+
+def is_withheld(name: str) -> bool:
+    """Tell whether a module is used no more."""
+    return name in _withheld
 
 
 def forget() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.autograd import DeviceType
@@ -13,15 +14,16 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from trainer.cli import main
 from trainer.contract.errors import UserError
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.settings.sources import DataShape
+from trainer.measuring import bench_rank
 from trainer.measuring.bench import PHASES, bench_job, measure, table
 from trainer.measuring.bench_rank import RepeatedStep, floor, measure_steps, phases_ms
 from trainer.parallel.base import Parallel
-from trainer.runtime import phases
+from trainer.runtime import phases, triton_kernels
 
 MakeJob = Callable[..., JobConfig]
 CPU = torch.device("cpu")
@@ -156,3 +158,25 @@ def test_a_job_that_cannot_run_is_told_before_anything_is_measured(
 def test_a_rank_that_fails_is_told_by_its_reason(make_job: MakeJob) -> None:
     with pytest.raises(UserError, match=r"^launch\.gpus: PyTorch .* sees 0 GPUs, so rank 0 has none"):
         measure(make_job(), DataShape(16, None, 99), 1, world_size=1, gpu_uuids=("GPU-of-nobody",))
+
+
+def test_ranks_on_gpus_agree_on_kernels_before_they_are_measured(
+    job_file: Path, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Times(msgspec.Struct):
+        step_s: float = 1.0
+
+    name, gpu = "trainer.saes.kernels.triton_sparse", torch.device("cuda", 0)
+    spec = RankSpec(run_dir=tmp_path, output_dir=tmp_path, attempt=1, world_size=1, device="cuda")
+    # What a machine without a GPU cannot do.
+    monkeypatch.setattr(bench_rank, "rank_device", lambda *_: gpu)
+    monkeypatch.setattr(bench_rank, "end_with_parent", lambda: None)
+    monkeypatch.setattr(bench_rank, "arrange", lambda *_: (make_job(), None, Times()))
+    monkeypatch.setattr(bench_rank, "agree", lambda *_, **__: triton_kernels.withhold([name]))
+    monkeypatch.setattr(bench_rank, "measure_steps", lambda *_: {"withheld": triton_kernels.is_withheld(name)})
+    monkeypatch.setenv("RANK", "0")
+    try:
+        bench_rank.main(write_spec(spec), 16, 0, 1)
+    finally:
+        triton_kernels.forget()
+    assert json.loads((tmp_path / "found.json").read_text())["withheld"]

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from trainer.optimizers import compiled
 from trainer.optimizers.compiled import Compiled
+from trainer.runtime import triton_kernels
 
 
 class OnGpu(Tensor):
@@ -50,3 +55,24 @@ def test_nothing_is_compiled_for_a_cpu_or_a_vector(tensor: Tensor, monkeypatch: 
     monkeypatch.delattr(torch, "compile")
     Compiled(lambda tensor: tensor.add_(1))(tensor)
     assert bool((tensor == 1).all())
+
+
+def test_nothing_is_compiled_where_another_rank_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "compile")
+    tensor = large()
+    triton_kernels.withhold([compiled.__name__])
+    try:
+        Compiled(lambda tensor: tensor.add_(1))(tensor)
+    finally:
+        triton_kernels.forget()
+    assert bool((tensor == 1).all())
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_trial_of_the_compiler_checks_its_result(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_it(function: Callable[..., None], **options: object) -> Callable[..., None]:
+        return function if is_right else lambda values: None
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    with contextlib.nullcontext() if is_right else pytest.raises(RuntimeError, match="wrong results"):
+        compiled.try_out(torch.device("cpu"))

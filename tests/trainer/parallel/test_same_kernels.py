@@ -6,8 +6,11 @@ import threading
 
 import pytest
 import torch
+from support.fake_gpu import job_of
 
+from trainer.optimizers import compiled
 from trainer.parallel import same_kernels
+from trainer.parallel.group import Group
 from trainer.parallel.threads import Threads, on_all
 
 SPARSE, SCALE = "trainer.saes.kernels.triton_sparse", "trainer.training.triton_scale"
@@ -23,7 +26,7 @@ def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
     # Ranks are threads here.
     of_thread = threading.local()
 
-    def try_all(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    def try_all(device: torch.device, dtype: torch.dtype, _: object) -> dict[str, str]:
         tried.append(of_thread.rank)
         return FAILURES[of_thread.rank]
 
@@ -33,7 +36,7 @@ def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
         same_kernels.agree(
             group,
             torch.device("cpu"),
-            torch.bfloat16,
+            job_of({}, {"precision": "bf16"}),
             compiles=group.index == 0,
             report=sentences.append,
         )
@@ -50,3 +53,24 @@ def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
         "scales of gradients go without Triton, which is slower: it fails (no fp8)",
     ]
     assert reported == [expected] * 3
+
+
+@pytest.mark.parametrize(
+    ("sae", "train", "compiles_updates"),
+    [
+        ({}, {}, False),
+        ({"architecture": "batch_topk", "skip": True}, {}, True),
+        ({}, {"optimizer": "signum"}, True),
+        ({}, {"optimizer": ["adam", "muon"]}, True),
+    ],
+    ids=str,
+)
+def test_ranks_agree_on_compiled_updates_where_a_job_takes_any(
+    sae: dict[str, object], train: dict[str, object], compiles_updates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(same_kernels, "try_all", lambda device, dtype, names: tried.extend(names) or {})
+    agreed = {"compiles": False, "report": print}
+    same_kernels.agree(Group(), torch.device("cpu"), job_of(sae, train), **agreed)
+    assert (compiled.__name__ in tried) == compiles_updates
+    assert {SPARSE, SCALE} < set(tried)

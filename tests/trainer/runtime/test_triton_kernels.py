@@ -91,7 +91,7 @@ def test_a_cache_that_another_process_changes_is_tried_once_more(kernels: Trials
 def test_all_kernels_are_tried_and_withheld_ones_are_not_used(kernels: Trials) -> None:
     names = [kernels("fine"), kernels("broken", RuntimeError("no compiler\nin /usr/bin")), kernels("others_lack")]
     with pytest.warns(UserWarning, match="steps of broken"):
-        failures = triton_kernels.try_all(CPU, torch.bfloat16)
+        failures = triton_kernels.try_all(CPU, torch.bfloat16, names)
     assert failures == {"broken": "no compiler"}
     triton_kernels.withhold(["others_lack"])
     assert [working_kernels(name, CPU) is not None for name in names] == [True, False, False]

@@ -49,7 +49,7 @@ _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: passes, the optimizer's update, and what is exchanged; and what AuxK adds once latents died."""
+    """Seconds of a step: passes, the optimizer's update, and exchange; and those that AuxK adds once latents die."""
 
     passes_s: float
     update_s: float
@@ -221,7 +221,9 @@ def _auxk_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     sharing, n = work.latent_ranks, min(2 * n_aux, sae.width(work.d_in))
     tokens, widths = work.tokens_per_step / (work.data_ranks * sharing), work.d_in + work.d_out
     flops = 2 * tokens * n * (2 * work.d_in + 3 * work.d_out)
-    n_bytes = work.product_bytes * tokens * (_AUXK_PASSES * n + _AUXK_ROW_PASSES * work.d_out) + _AUXK_BYTES * n * widths
+    n_bytes = (
+        work.product_bytes * tokens * (_AUXK_PASSES * n + _AUXK_ROW_PASSES * work.d_out) + _AUXK_BYTES * n * widths
+    )
     exchanged = _ring(sharing) * (work.product_bytes + 4) * n * widths / speeds.bus_bytes_per_s
     waits = 3 * work.micro_batches * speeds.latency_s if sharing > 1 else 0.0
     return flops / speeds.flops_per_s + n_bytes / speeds.memory_bytes_per_s + exchanged + waits
