@@ -10,10 +10,9 @@ import torch
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.contract.wording import join_words
-from trainer.optimizers import compiled
 from trainer.parallel.group import Group, gather_bytes
 from trainer.runtime.precision import NARROW
-from trainer.runtime.triton_kernels import MODULES, try_all, withhold
+from trainer.runtime.triton_kernels import COMPILED_UPDATES, MODULES, try_all, withhold
 
 
 def agree(
@@ -54,4 +53,4 @@ def _needed(job: JobConfig) -> list[str]:
     torch.compile makes, which takes seconds to try.
     """
     compiles_updates = any(one.sae.skip or one.train.optimizer != "adam" for one in members(job).values())
-    return [name for name in MODULES if compiles_updates or name != compiled.__name__]
+    return [name for name in MODULES if compiles_updates or name != COMPILED_UPDATES]

@@ -18,8 +18,10 @@ from trainer.contract.errors import first_line
 from trainer.runtime.out_of_memory import is_shortage
 
 RETRY_S = 2.0
-# How many kernels the trials of all modules compile, each variant by itself.
+# How many kernels the trials of all modules but COMPILED_UPDATES compile, each variant counted.
 N_KERNELS = 43
+# The module that calls torch.compile.
+COMPILED_UPDATES = "trainer.optimizers.compiled"
 
 
 class Kernels(NamedTuple):
@@ -36,7 +38,7 @@ class Kernels(NamedTuple):
 
 
 MODULES = {
-    "trainer.optimizers.compiled": Kernels("compiled updates"),
+    COMPILED_UPDATES: Kernels("compiled updates"),
     "trainer.metrics.triton_interval": Kernels("sums of metrics"),
     "trainer.optimizers.triton_update": Kernels("the optimizer's steps"),
     "trainer.saes.kernels.triton_dead_latents": Kernels("weights of dead latents", by_dtype=True, also_fp32=True),

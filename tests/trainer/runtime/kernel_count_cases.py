@@ -9,7 +9,7 @@ from triton.runtime.driver import driver
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from trainer.runtime.triton_kernels import MODULES, N_KERNELS, _hook_of_triton, try_all
+from trainer.runtime.triton_kernels import COMPILED_UPDATES, MODULES, N_KERNELS, _hook_of_triton, try_all
 
 
 def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_the_trials_launch_as_many_kernels_as_are_reported(monkeypatch: pytest.M
     monkeypatch.setattr(*_hook_of_triton(), begin)
     monkeypatch.setattr(InterpretedFunction, "run", count)
     # Updates by torch.compile are tried for few jobs only, and are not counted.
-    names = [name for name in MODULES if name != "trainer.optimizers.compiled"]
+    names = [name for name in MODULES if name != COMPILED_UPDATES]
     assert try_all(torch.device("cpu"), torch.bfloat16, names) == {}
     # Versions of Triton specialise kernels a little differently.
     assert abs(len(begun) - N_KERNELS) <= 2
