@@ -230,37 +230,44 @@ class Times(NamedTuple):
 
 
 def times_of(step: Step, sharing: int) -> Times:
-    """Place a step on a time line: transfers run one at a time, and operations wait for them where the trainer does."""
-    line = _TimeLine()
-    for number, op in enumerate(step.ops):
-        line.exchange(step, number)
-        line.compute(cost(_as_filled(op, sharing)).seconds)
-    line.exchange(step, len(step.ops))
+    """Place a step on a time line: transfers run one at a time, and operations wait for them where the trainer does.
+
+    The step is the second of two, of which the first may leave it transfers to wait for.
+    """
+    line, began = _TimeLine(), 0.0
+    computing = [cost(_as_filled(op, sharing)).seconds for op in step.ops]
+    for _ in range(2):
+        began, line.later, line.ends_at = line.computed, line.ends_at, {}
+        for number in range(len(step.ops) + 1):
+            line.exchange(step, number)
+            line.computed += sum(computing[number : number + 1])
     n_bytes = sum(sum(one.sent.values()) for one in step.exchanges)
-    computing = sum(cost(_as_filled(op, sharing)).seconds for op in step.ops)
-    return Times(max(line.computed, line.sent), computing, line.transfers, n_bytes, len(step.exchanges))
+    transfers = sum(map(_seconds, step.exchanges))
+    return Times(line.computed - began, sum(computing), transfers, n_bytes, len(step.exchanges))
 
 
 class _TimeLine:
-    """The seconds at which a GPU ends the operations and the transfers so far."""
+    """The seconds at which a GPU ends the operations and the transfers so far.
+
+    Transfers of this step and of the one before, which are `later` waited for, end at these seconds, by their number.
+    """
 
     def __init__(self) -> None:
-        self.computed = self.sent = self.transfers = 0.0
-        self._ends: dict[int, float] = {}
+        self.computed = self.sent = 0.0
+        self.ends_at: dict[int, float] = {}
+        self.later: dict[int, float] = {}
 
     def exchange(self, step: Step, number: int) -> None:
         """Begin the transfers that begin before an operation, and wait for each transfer that ends before it."""
         for at, one in enumerate(step.exchanges):
             if one.begins == number:
-                seconds = LATENCY + sum(one.sent.values()) / LINK
-                self.sent = max(self.sent, self.computed) + seconds
-                self.transfers += seconds
-                self._ends[at] = self.sent
+                self.sent = self.ends_at[at] = max(self.sent, self.computed) + _seconds(one)
             if one.ends == number:
-                self.computed = max(self.computed, self._ends[at])
+                self.computed = max(self.computed, (self.later if one.ends_later else self.ends_at).get(at, 0.0))
 
-    def compute(self, seconds: float) -> None:
-        self.computed += seconds
+
+def _seconds(one: Exchange) -> float:
+    return LATENCY + sum(one.sent.values()) / LINK
 
 
 def _as_filled(op: Op, sharing: int) -> Op:

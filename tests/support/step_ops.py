@@ -104,7 +104,8 @@ class Op:
 class Exchange:
     """A collective of `kind` over `group`: bytes that a rank sends by type, and the function that asks for it.
 
-    It begins before the operation number `begins` of its step, and operations from number `ends` on wait for it.
+    It begins before the operation number `begins` of its step, and operations from number `ends` on wait for it: those
+    of the next step if `ends_later`.
     """
 
     group: str
@@ -113,6 +114,7 @@ class Exchange:
     at: str
     begins: int
     ends: int | None = None
+    ends_later: bool = False
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ def recorded_step(
         for number in range(foreseen.MEMORY + 1):
             if dead:
                 learner.sae._longest_silence = 10**12
+            under_way = [one for one in log.exchanges if one.ends is None]
             log.ops.clear()
             log.exchanges.clear()
             with log.kernels(), log.questions(), log:
@@ -242,6 +245,8 @@ def recorded_step(
                 n_of_passes = len(log.ops)
                 ranks.sum_step_([learner.tensors_to_exchange()], (False,))
                 learner.update()
+    for before, now in zip(under_way, (one for one in log.exchanges if one.ends is None), strict=True):
+        now.ends, now.ends_later = before.ends, True
     return Step(tuple(log.ops[:n_of_passes]), tuple(log.ops[n_of_passes:]), tuple(log.exchanges))
 
 

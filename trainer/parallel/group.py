@@ -72,6 +72,11 @@ class Group:
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         """Replace the rows that belong to other ranks by those that these ranks hold; divided as in `sum_parts_`."""
 
+    def start_spread(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Begin what `spread_parts_` does, and return the transfers, which `finish` ends."""
+        self.spread_parts_(tensors)
+        return []
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, which have one shape, as [size, ...]."""
         return tensor[None]
@@ -170,18 +175,30 @@ class Ranks(Processes):
         return own
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
-        even, others = split_by(lambda tensor: len(tensor) % self.size == 0, tensors)
+        even, others = split_by(self._has_even_parts, tensors)
         with exchanging(self._waiting):
             with self._at_once(even):
-                for tensor in even:
+                for tensor in of_one_type(even):
                     _all_gather(tensor, tensor.tensor_split(self.size)[self.index], group=self._group)
             for tensor in others:
                 for rank, part in enumerate(tensor.tensor_split(self.size)):
                     dist.broadcast(part, group=self._group, group_src=rank)
 
+    def start_spread(self, tensors: Iterable[Tensor]) -> list[Any]:
+        even, others = split_by(self._has_even_parts, tensors)
+        self.spread_parts_(others)
+        with exchanging(self._waiting):
+            return [
+                _all_gather(tensor, tensor.tensor_split(self.size)[self.index], group=self._group, async_op=True)
+                for tensor in even
+            ]
+
+    def _has_even_parts(self, tensor: Tensor) -> bool:
+        return len(tensor) % self.size == 0
+
     def _adds_parts(self, tensor: Tensor) -> bool:
         """Tell whether a collective adds parts: of equally long ones, and not in every version of gloo."""
-        return tensor.is_cuda and len(tensor) % self.size == 0
+        return tensor.is_cuda and self._has_even_parts(tensor)
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Let a GPU begin the transfers of all these tensors, made inside, together."""
@@ -272,6 +289,12 @@ class _PackedSum(NamedTuple):
     def wait(self) -> None:
         self.transfer.wait()
         self.pack.unpack()
+
+
+def of_one_type(tensors: list[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors as bytes where their types differ, since only tensors of one type travel together."""
+    is_needed = len({tensor.dtype for tensor in tensors}) > 1
+    return [tensor.view(torch.uint8) for tensor in tensors] if is_needed else tensors
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ class Sae(nn.Module, ABC):
     # Norm of a revived latent's encoder as a share of the living ones' mean: 0.2 in Bricken et al. 2023, so that it
     # does not fire on everything at once.
     revived_share = 0.2
+    # Whether passes of sparse products read W_enc and W_dec only in the type of products.
+    reads_narrow = False
     # The L0 that a penalty is steered towards; None without one.
     target_l0: int | None = None
     # A latent that has not fired for so many tokens counts as dead; the job's, set by whoever builds an SAE.

@@ -28,6 +28,7 @@ class TopK(Sae):
     loss_names: tuple[str, ...] = ("mse", "auxk")
     # A weaker one would never be among the k largest.
     revived_share = 1.0
+    reads_narrow = True
 
     def __init__(
         self,

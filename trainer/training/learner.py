@@ -29,10 +29,11 @@ from trainer.parallel.group import own_part, sum_of
 from trainer.parallel.latents import Latents
 from trainer.runtime import narrow_copy
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
-from trainer.runtime.precision import autocast, resolve_precision
+from trainer.runtime.precision import NARROW, autocast, resolve_precision
 from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
+from trainer.saes.kernels.sparse import triton_for
 from trainer.saes.resample import resample
 from trainer.training.following import Following
 from trainer.training.gradients import LossScale, Verdicts
@@ -104,6 +105,8 @@ class Learner:
         if self.steps_by_rows:
             self._keep_rates_on_device()
         self.precision = resolve_precision(self._train.precision, device)
+        if (dtype := NARROW.get(self.precision)) and self._may_exchange_narrow(dtype):
+            self.stepped.exchange_narrow(dtype)
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
@@ -112,6 +115,15 @@ class Learner:
         self._rate = math.nan
         # What takes its steps as a whole, where anything does.
         self.whole_steps: WholeSteps | None = None
+
+    def _may_exchange_narrow(self, dtype: torch.dtype) -> bool:
+        """Tell whether kernels on all replicas read matrices only in a type of 16 bits and write their rows in it."""
+        W_dec, replicas = self.sae.W_dec, self.stepped.others
+        if not W_dec.is_cuda or replicas.size == 1:
+            return False
+        may = self.steps_by_rows and self.sae.reads_narrow and triton_for(W_dec, dtype) is not None
+        # Asked of all, since replicas that gather other types would wait for each other forever.
+        return not bool(replicas.gather(torch.full((), not may, device=W_dec.device)).any())
 
     def _keep_rates_on_device(self) -> None:
         """Let the optimizer read its rates from memory: a recorded step would repeat a number."""
@@ -174,6 +186,7 @@ class Learner:
         Where other ranks have tokens of the micro-batch too, `of_all` is the number of tokens of all ranks.
         """
         self.sae.batch_tokens = of_all or len(x)
+        self.stepped.divide()
         with phase(FORWARD):
             normalised, target = self.normalised(x, y)
             output = self.forward(normalised, target)
@@ -266,6 +279,7 @@ class Learner:
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
         """Revive dead latents by rows of raw data; return which, bool [d_sae], for the caller to `forget`."""
+        self.stepped.restore()
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
 
@@ -275,7 +289,11 @@ class Learner:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the SAE into the form in which it is exported, for as long as the context lasts."""
+        """Put the SAE into the form in which it is exported, for as long as the context lasts.
+
+        All replicas do so together, unless no pass in training came after the last time.
+        """
+        self.stepped.restore()
         self.sae.eval()
         self.optimizer.use_trained_weights()
         try:
@@ -301,6 +319,7 @@ class Learner:
     def agree(self) -> None:
         """Copy from one rank what others have too, since GPUs of different kinds round differently."""
         state, own = self.sae.state_dict(), self.sae.latent_dims()
+        self.stepped.restore()
         self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
         self.sae.data.copy_from_first_(state.values())
         for parameter in self.sae.parameters():

@@ -36,6 +36,7 @@ class ShardedState:
 
         The first of the ranks that share latents, of the first replica, gets them, any other None.
         """
+        self._stepped.restore()
         own = ((name, tensor) for name, tensor in self.tensors() if name.startswith(prefix))
         of_replica = {name: self._of_replica(name, tensor) for name, tensor in own}
         # Other replicas have the same.
@@ -62,6 +63,7 @@ class ShardedState:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Put back this rank's part of what `collect` returned; raise `UserError` where it is of another SAE."""
+        self._stepped.restore(fill=False)
         silence = tensors.get("sae.n_tokens_since_fired")
         tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
         try:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from trainer.parallel.group import Group, part_sizes
+from trainer.runtime import narrow_copy
+from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.saes.base import Sae
+
+# Matrices that a pass reads last: a transfer of their rows goes on meanwhile.
+_READ_LATE = ("W_dec",)
 
 
 class Stepped:
@@ -38,6 +45,15 @@ class Stepped:
     def end(self) -> None:
         """Copy the stepped weights to the other replicas."""
 
+    def exchange_narrow(self, dtype: torch.dtype) -> None:
+        """Exchange stepped matrices in 16 bits from now on, in which alone passes in training read them."""
+
+    def divide(self) -> None:
+        """Prepare for a pass in training: free fp32 weights that only other ranks step."""
+
+    def restore(self, *, fill: bool = True) -> None:
+        """Give the SAE all its fp32 weights, with undefined values unless `fill`; all replicas call it together."""
+
     def own(self, latents: Tensor, dim: int) -> Tensor:
         """Return, of a tensor with the SAE's latents along `dim`, those whose step this rank takes."""
         return latents
@@ -52,6 +68,9 @@ class SteppedShare(Stepped):
 
     The parameters are views of the SAE's. A sum over the replicas costs half as much as before; spreading what each has
     stepped costs the other half.
+
+    Where products read 16 bits only those are spread. The parameters then have memory of their own, and those of the
+    SAE have none between the first pass and the next use of fp32 weights: any read of them fails.
     """
 
     def __init__(self, sae: Sae, replicas: Group) -> None:
@@ -64,6 +83,47 @@ class SteppedShare(Stepped):
         for name, whole in self._whole.items():
             self.parameters[name] = nn.Parameter(self.own(whole.detach(), self._dims[name]))
         self.ids = sae.ids[self.rows]
+        # Copies in 16 bits of the SAE's matrices, and of this rank's rows of them.
+        self._narrow: dict[str, tuple[NarrowCopy, NarrowCopy]] = {}
+        self._dtype: torch.dtype | None = None
+        self._is_divided = False
+
+    def exchange_narrow(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        for name, whole in self._whole.items():
+            if whole.dim() == 2:
+                own = self.parameters[name]
+                own.data = own.detach().clone()
+                self._narrow[name] = narrow_copy.keep(whole), narrow_copy.of(own) or narrow_copy.keep(own)
+
+    @torch.no_grad()
+    def divide(self) -> None:
+        if self._dtype is None or self._is_divided:
+            return
+        for name, (copy, own_copy) in self._narrow.items():
+            whole, own, dim = self._whole[name], self.parameters[name], self._dims[name]
+            own.copy_(self.own(whole, dim))
+            # Other ranks may have sent the weights, which torch does not count as a change.
+            copy.forget()
+            own_copy.be_part(self.own(copy.read(whole, self._dtype), dim), own)
+        for name in self._narrow:
+            self._whole[name].untyped_storage().resize_(0)
+        self._is_divided = True
+
+    @torch.no_grad()
+    def restore(self, *, fill: bool = True) -> None:
+        if not self._is_divided:
+            return
+        wholes = []
+        for name, (copy, _) in self._narrow.items():
+            copy.settle()
+            whole = self._whole[name].detach()
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            self.own(whole, self._dims[name]).copy_(self.parameters[name])
+            wholes.append(whole.movedim(self._dims[name], 0))
+        self._is_divided = False
+        if fill:
+            self.others.spread_parts_(wholes)
 
     def whole_sums(self) -> list[Tensor]:
         return []
@@ -80,7 +140,22 @@ class SteppedShare(Stepped):
     def end(self) -> None:
         for name in self._whole:
             self.parameters[name].grad = None
-        self.others.spread_parts_(whole.movedim(self._dims[name], 0) for name, whole in self._whole.items())
+        late = [name for name in self._narrow if name in _READ_LATE]
+        self.others.spread_parts_(self._stepped_rows(name) for name in self._whole if name not in late)
+        for name in late:
+            transfers = self.others.start_spread([self._stepped_rows(name)])
+            self._narrow[name][0].arrive(partial(self.others.finish, transfers))
+
+    def _stepped_rows(self, name: str) -> Tensor:
+        """Return the rows of all ranks of a tensor that is to be spread, of which those of this rank are stepped."""
+        whole, dim = self._whole[name], self._dims[name]
+        if name in self._narrow:
+            assert self._dtype is not None
+            copy, own_copy = self._narrow[name]
+            # Makes the rows where the step has not written them.
+            own_copy.read(self.parameters[name], self._dtype)
+            return copy.read(whole, self._dtype).movedim(dim, 0)
+        return whole.detach().movedim(dim, 0)
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
         return latents.movedim(dim, 0)[self.rows].movedim(0, dim)
