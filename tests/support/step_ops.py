@@ -240,8 +240,8 @@ def recorded_step(
             log.exchanges.clear()
             with log.kernels(), log.questions(), log:
                 learner.begin_step(number)
-                for _ in range(layout.micro_batches):
-                    learner.accumulate(x, x, len(x) * ranks.data.size)
+                for left in reversed(range(layout.micro_batches)):
+                    learner.accumulate(x, x, len(x) * ranks.data.size, is_last=not left)
                 n_of_passes = len(log.ops)
                 ranks.sum_step_([learner.tensors_to_exchange()], (False,))
                 learner.update()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import Group, split_by
+from trainer.parallel.group import Group, own_part, split_by
 from trainer.parallel.shares import Shares, even
 from trainer.parallel.stop_flags import Wishes, wishes_reader
 from trainer.parallel.totals import Totals
@@ -104,7 +104,7 @@ class Parallel:
         # Vectors are summed whole, with all else that is small.
         vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.dealt)
         of_world = [*([] if self.learns_alone else sums.of_all), wanted]
-        with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices) as sent_parts:
+        with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices, are_parts=True) as sent_parts:
             of_latents = [*sent, *vectors]
             if self.data is self.world:
                 of_latents, of_world = [], of_latents + of_world
@@ -114,19 +114,23 @@ class Parallel:
         return self._wishes.read(wanted)
 
     @contextlib.contextmanager
-    def _as_sent(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    def _as_sent(self, tensors: list[Tensor], *, are_parts: bool = False) -> Iterator[list[Tensor]]:
         """Yield the tensors to send, matrices in bfloat16 if the job says so, and copy their sums back into `tensors`.
 
-        Vectors are sent as they are, since they hardly cost anything.
+        Vectors are sent as they are, since they hardly cost anything. Of sums that `are_parts` only the rows of this
+        rank are copied: the others are undefined.
         """
-        if not self.sends_bf16 or self.data.size == 1:
-            yield tensors
-            return
-        sent = [tensor.bfloat16() if tensor.dim() == 2 else tensor for tensor in tensors]
+        sent = [self.as_sent(tensor) for tensor in tensors]
         yield sent
         for tensor, total in zip(tensors, sent, strict=True):
             if total is not tensor:
-                tensor.copy_(total)
+                own, of_total = (own_part(one, self.data) if are_parts else one for one in (tensor, total))
+                own.copy_(of_total)
+
+    def as_sent(self, tensor: Tensor) -> Tensor:
+        """Return a gradient as replicas exchange it: a matrix in bfloat16 if the job says so."""
+        is_narrow = self.sends_bf16 and self.data.size > 1 and tensor.dim() == 2
+        return tensor.bfloat16() if is_narrow else tensor
 
     @cached_property
     def _wishes(self) -> Wishes:

@@ -59,6 +59,11 @@ class Group:
         Rows are divided among ranks as `tensor_split` does along the first dimension.
         """
 
+    def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Begin what `sum_parts_` does, and return the transfers, which `finish` ends."""
+        self.sum_parts_(tensors)
+        return []
+
     def part_of_sum(self, tensor: Tensor) -> Tensor:
         """Return this rank's rows of the tensor's sum over the group, divided as in `sum_parts_`; leave the tensor.
 
@@ -68,6 +73,10 @@ class Group:
         self.sum_parts_([total])
         # A copy, since a view would keep the memory of the other rows.
         return own_part(total, self).clone()
+
+    def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
+        """Begin what `part_of_sum` does; return its result and the transfers, after which it is valid."""
+        return self.part_of_sum(tensor), []
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         """Replace the rows that belong to other ranks by those that these ranks hold; divided as in `sum_parts_`."""
@@ -165,14 +174,27 @@ class Ranks(Processes):
             for tensor in others:
                 dist.all_reduce(tensor, group=self._group)
 
+    def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
+        even, others = split_by(self._adds_parts, tensors)
+        with exchanging(self._waiting):
+            sums = [
+                _reduce_scatter(tensor.tensor_split(self.size)[self.index], tensor, group=self._group, async_op=True)
+                for tensor in even
+            ]
+            return [*sums, *map(self._start_sum, others)]
+
     def part_of_sum(self, tensor: Tensor) -> Tensor:
+        own, transfers = self.start_part_of_sum(tensor)
+        self.finish(transfers)
+        return own
+
+    def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
         if not self._adds_parts(tensor):
-            return super().part_of_sum(tensor)
+            return super().part_of_sum(tensor), []
         whole = wide(tensor).contiguous()
         own = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
         with exchanging(self._waiting):
-            _reduce_scatter(own, whole, group=self._group)
-        return own
+            return own, [_reduce_scatter(own, whole, group=self._group, async_op=True)]
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         even, others = split_by(self._has_even_parts, tensors)
@@ -374,33 +396,37 @@ def own_part(tensor: Tensor, group: Group) -> Tensor:
     return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 
-def everybodys(part: Tensor, n: int, group: Group) -> Tensor:
-    """Return all rows [n, ...], each from the rank that owns it; `part` is this rank's `own_part`."""
+def everybodys(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+    """Return all rows [n, ...], each from the rank that owns it; `part` is this rank's `own_part`.
+
+    They travel in `dtype`, by default in the part's own.
+    """
     if group.size == 1:
-        return part
-    whole = part.new_empty(n, *part.shape[1:])
+        return part if dtype is None else part.to(dtype)
+    whole = part.new_empty(n, *part.shape[1:], dtype=dtype or part.dtype)
     own_part(whole, group).copy_(part)
     group.spread_parts_([whole])
     return whole
 
 
-def part_summed(tensor: Tensor, group: Group) -> Tensor:
+def part_summed(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
     """Return this rank's rows of the tensor's sum over the group, so that later work on rows is shared.
 
-    The gradient reaches the rows of all ranks.
+    The gradient reaches the rows of all ranks, in the type that it is `read_in`, which has to be the same on all ranks:
+    by default in its own.
     """
     if group.size == 1:
         return tensor
-    summed: Tensor = _PartSummed.apply(tensor, group)  # type: ignore[no-untyped-call]
+    summed: Tensor = _PartSummed.apply(tensor, group, read_in)  # type: ignore[no-untyped-call]
     return summed
 
 
 class _PartSummed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.n_rows = group, len(tensor)
+    def forward(ctx: Any, tensor: Tensor, group: Group, read_in: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.n_rows, ctx.read_in = group, len(tensor), read_in
         return group.part_of_sum(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return everybodys(grad, ctx.n_rows, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return everybodys(grad, ctx.n_rows, ctx.group, ctx.read_in), None, None

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.parallel.group import Group, own_part, part_summed
+from trainer.parallel.group import Group, own_part
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.silence import count, take_in
 from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots
@@ -235,7 +235,7 @@ class Sae(nn.Module, ABC):
 
     def decode_acts(self, acts: Acts, x: Tensor) -> Tensor:
         """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens."""
-        of_latents = part_summed(decode(acts, self.W_dec), self.latents.group)
+        of_latents = decode(acts, self.W_dec, self.latents.group)
         return of_latents + self.offset(own_part(x, self.latents.group))
 
     def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:

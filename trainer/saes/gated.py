@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.group import part_summed
 from trainer.saes.base import Output
 from trainer.saes.kernels.sparse import decode
 from trainer.saes.losses import squared_error
@@ -53,7 +52,7 @@ class Gated(Penalised):
         gate = self.encode_above(x, 0.0)
         acts, opened = self._magnitudes(gate), gate.with_values(gate.values.relu())
         x_hat, errors = self.reconstruct(acts, x, y)
-        by_gate = part_summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()
+        by_gate = decode(opened, self.W_dec.detach(), self.latents.group) + self.b_dec.detach()
         losses = {
             "mse": errors.square,
             "gate_l1": opened.values.sum(),

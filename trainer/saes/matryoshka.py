@@ -14,7 +14,7 @@ from trainer.parallel.group import own_part, part_summed
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.encode import centre
-from trainer.saes.kernels.sparse import Gradients, decode, decoded_by_kernels
+from trainer.saes.kernels.sparse import Gradients, decode, decoded_by_kernels, gradient_dtype
 from trainer.saes.losses import Errors, errors_of, triton_for
 from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
@@ -66,7 +66,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         centred = centre(x, self.input_bias)
         acts, explained = self.encode_and_explain(centred)
         x_hat, errors, inner_mse = self._nested_by_kernels(acts, y) or self._nested(
-            part_summed(self._parts(acts), self.latents.group), self.offset(own_part(x, self.latents.group)), y
+            self._parts(acts), self.offset(own_part(x, self.latents.group)), y
         )
         output = self.score(explained, acts, x_hat, errors)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
@@ -98,20 +98,17 @@ class MatryoshkaBatchTopK(BatchTopK):
         return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _parts(self, acts: Acts) -> Tensor:
-        return self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
-
-    def _sparse_parts(self, acts: SparseActs) -> Tensor:
-        """Decode each level alone [n_tokens, n_levels, d_out], in one pass."""
-        return self._of_levels(decode(self._by_level(acts), self.W_dec))
+        """Decode each level alone [n_tokens, n_levels, d_out], in one pass, into this rank's tokens."""
+        group = self.latents.group
+        if isinstance(acts, SparseActs):
+            return decode(self._by_level(acts), self.W_dec, group, len(self.widths))
+        return part_summed(self._dense_parts(acts), group, gradient_dtype(self.W_dec))
 
     def _by_level(self, acts: SparseActs) -> SparseActs:
         """Return activations with a token's levels as tokens: its entries are ordered by latent."""
         n_levels, n_tokens = len(self.widths), len(acts.places.starts)
         bags = torch.add(acts.at(self.level_of), acts.places.tokens, alpha=n_levels)
         return acts._replace(places=acts.places.regroup(bags, n_tokens * n_levels))
-
-    def _of_levels(self, parts: Tensor) -> Tensor:
-        return parts.view(-1, len(self.widths), self.d_out)
 
     def _dense_parts(self, acts: DenseActs) -> Tensor:
         sizes = self.level_of.bincount(minlength=len(self.widths)).tolist()

@@ -91,7 +91,7 @@ class Learner:
             self._train.knobs.for_run(layout.total_steps if layout.chooses_latents else LONG_RUN)
         )
         shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
-        self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
+        self.stepped = SteppedShare(self.sae, parallel.data, parallel.as_sent) if shares_steps else Stepped(self.sae)
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
         self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **knobs)
         falls = decay_fraction(job, is_transcoder=self.sae.is_transcoder)
@@ -180,13 +180,16 @@ class Learner:
         self.schedule = msgspec.structs.replace(self.schedule, cool_down=cool_down)
         self.sae.dead_after_tokens = self._layout.dead_after(cool_down.end)
 
-    def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None) -> None:
+    def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None, *, is_last: bool = False) -> None:
         """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
 
-        Where other ranks have tokens of the micro-batch too, `of_all` is the number of tokens of all ranks.
+        Where other ranks have tokens of the micro-batch too, `of_all` is the number of tokens of all ranks. After the
+        last one of a step, `is_last`, gradients may be exchanged at once.
         """
         self.sae.batch_tokens = of_all or len(x)
         self.stepped.divide()
+        # Dead latents add theirs only after the backward pass.
+        self.stepped.send_early(may=is_last and not self.sae.may_have_dead())
         with phase(FORWARD):
             normalised, target = self.normalised(x, y)
             output = self.forward(normalised, target)

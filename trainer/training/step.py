@@ -38,9 +38,11 @@ def take_step(
             assert learner.whole_steps is not None
             learner.whole_steps.take(*hooks[learner.hook], of_all)
         return wishes()
+    n_passed = 0
     for hooks, of_all in batches:
+        n_passed += of_all
         for learner in learners:
-            learner.accumulate(*hooks[learner.hook], of_all)
+            learner.accumulate(*hooks[learner.hook], of_all, is_last=n_passed == learner.tokens_per_step)
     with phase(EXCHANGE):
         agreed = parallel.sum_step_((learner.tensors_to_exchange() for learner in learners), wishes())
     with phase(UPDATE):

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.group import Group, part_sizes
+from trainer.parallel.group import Group, own_part, part_sizes
 from trainer.runtime import narrow_copy
 from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.saes.base import Sae
 
 # Matrices that a pass reads last: a transfer of their rows goes on meanwhile.
 _READ_LATE = ("W_dec",)
+
+
+class _Sum(NamedTuple):
+    """A gradient [n_latents, n] whose sum over the replicas is under way, and the copy of it that was sent."""
+
+    gradient: Tensor
+    sent: Tensor
+    transfers: list[Any]
 
 
 class Stepped:
@@ -54,6 +64,9 @@ class Stepped:
     def restore(self, *, fill: bool = True) -> None:
         """Give the SAE all its fp32 weights, with undefined values unless `fill`; all replicas call it together."""
 
+    def send_early(self, *, may: bool) -> None:
+        """Let gradients be summed as soon as the next backward pass has them, if they `may`; all replicas say alike."""
+
     def own(self, latents: Tensor, dim: int) -> Tensor:
         """Return, of a tensor with the SAE's latents along `dim`, those whose step this rank takes."""
         return latents
@@ -73,9 +86,11 @@ class SteppedShare(Stepped):
     SAE have none between the first pass and the next use of fp32 weights: any read of them fails.
     """
 
-    def __init__(self, sae: Sae, replicas: Group) -> None:
+    def __init__(
+        self, sae: Sae, replicas: Group, as_sent: Callable[[Tensor], Tensor] = lambda gradient: gradient
+    ) -> None:
         super().__init__(sae)
-        self.others = replicas
+        self.others, self._as_sent = replicas, as_sent
         self._sizes = part_sizes(sae.n_own, replicas.size)
         begin = sum(self._sizes[: replicas.index])
         self.rows = slice(begin, begin + self._sizes[replicas.index])
@@ -87,6 +102,22 @@ class SteppedShare(Stepped):
         self._narrow: dict[str, tuple[NarrowCopy, NarrowCopy]] = {}
         self._dtype: torch.dtype | None = None
         self._is_divided = False
+        # Sums that began within a backward pass, by name.
+        self._sums: dict[str, _Sum] = {}
+        self._may_send_early = False
+        if sae.W_dec.is_cuda and sae.latents.group.size == 1:
+            sae.W_dec.register_post_accumulate_grad_hook(partial(self._send, "W_dec"))
+
+    def send_early(self, *, may: bool) -> None:
+        self._may_send_early = may
+
+    def _send(self, name: str, whole: Tensor) -> None:
+        """Begin the sum of a gradient that is complete, while that of the encoder is computed."""
+        if self._may_send_early:
+            assert whole.grad is not None
+            gradient = whole.grad.movedim(self._dims[name], 0)
+            sent = self._as_sent(gradient)
+            self._sums[name] = _Sum(gradient, sent, self.others.start_sum_parts([sent]))
 
     def exchange_narrow(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -130,9 +161,15 @@ class SteppedShare(Stepped):
 
     def part_sums(self) -> list[Tensor]:
         grads = {name: whole.grad for name, whole in self._whole.items() if whole.grad is not None}
+        grads = {name: grad for name, grad in grads.items() if name not in self._sums}
         return [grad.movedim(self._dims[name], 0) for name, grad in grads.items()]
 
     def begin(self) -> None:
+        for one in self._sums.values():
+            self.others.finish(one.transfers)
+            if one.sent is not one.gradient:
+                own_part(one.gradient, self.others).copy_(own_part(one.sent, self.others))
+        self._sums.clear()
         for name, whole in self._whole.items():
             self.parameters[name].grad = None if whole.grad is None else self.own(whole.grad, self._dims[name])
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.parallel.group import Group, everybodys, part_summed
 from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
@@ -29,32 +30,63 @@ MakeGradients = Callable[..., "Gradients"]
 CACHE_BYTES = 2**24
 
 
-def decode(acts: Acts, W_dec: Tensor) -> Tensor:
-    """Return acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out]."""
+def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int = 0) -> Tensor:
+    """Return acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out].
+
+    Ranks of a `group` have the same tokens: each gets its `own_part` of the sum of what all have decoded. With
+    `n_levels` tokens have as many rows in turn, of sparse activations; the result is [n_tokens, n_levels, d_out].
+    """
+    group = group or Group()
     if isinstance(acts, DenseActs):
-        return acts.values @ W_dec
-    x_hat: Tensor = _Decode.apply(acts.values, W_dec, acts.places)  # type: ignore[no-untyped-call]
-    return x_hat
+        return part_summed(acts.values @ W_dec, group, gradient_dtype(W_dec))
+    decoded: Tensor = _Decode.apply(acts.values, W_dec, acts.places, group, n_levels)  # type: ignore[no-untyped-call]
+    return decoded
+
+
+def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
+    """Return the type in which ranks gather the gradient of what is decoded; None for its own.
+
+    If W_dec learns, its gradient is computed in this type anyway. Ranks have to agree on it, but one of them may keep so
+    many activations that only dense products will do: so the type does not depend on those.
+    """
+    return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
+
+
+def _dtype_of_rows(W_dec: Tensor) -> torch.dtype:
+    dtype = product_dtype(W_dec)
+    return dtype if triton_for(W_dec, dtype) else W_dec.dtype
 
 
 class _Decode(torch.autograd.Function):
     """Own gradients: embedding_bag's backward pass sorts by itself and takes 24 ms on one core where this takes 14."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places) -> Tensor:
+    def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places, group: Group, n_levels: int) -> Tensor:
         # Under autocast a GPU gathers half the bytes, sums in fp32 all the same, and finds more of them in its cache.
-        dtype = product_dtype(W_dec)
-        rows = kept_or_own(W_dec, dtype).to(dtype) if triton_for(W_dec, dtype) else W_dec
+        dtype = _dtype_of_rows(W_dec)
+        rows = kept_or_own(W_dec, dtype).to(dtype)
         ctx.save_for_backward(values, rows)
-        ctx.places, ctx.W_dec = places, W_dec
-        return bag_sums(values, places.latents, places.starts, rows, places.filled)
+        ctx.places, ctx.W_dec, ctx.group = places, W_dec, group
+        decoded = bag_sums(values, places.latents, places.starts, rows, places.filled)
+        decoded = decoded.view(-1, n_levels, decoded.shape[1]) if n_levels else decoded
+        ctx.n_tokens = len(decoded)
+        if group.size == 1:
+            return decoded
+        own, transfers = group.start_part_of_sum(decoded)
+        if transfers and ctx.needs_input_grad[1]:
+            # The gradients need it; a GPU sorts while the transfer goes on.
+            places.tokens_by_latent(len(rows))
+        group.finish(transfers)
+        return own
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, rows = ctx.saved_tensors
         acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
-        return *_gradients(acts, rows, ctx.W_dec, grad, needed), None
+        if ctx.group.size > 1:
+            grad = everybodys(grad, ctx.n_tokens, ctx.group, rows.dtype if needed[1] else None)
+        return *_gradients(acts, rows, ctx.W_dec, grad.flatten(end_dim=-2), needed), None, None, None
 
 
 def _gradients(
