@@ -96,7 +96,8 @@ class SteppedShare(Stepped):
         self.rows = slice(begin, begin + self._sizes[replicas.index])
         self._dims = {name: sae.latent_dims()[name] for name in self._whole}
         for name, whole in self._whole.items():
-            self.parameters[name] = nn.Parameter(self.own(whole.detach(), self._dims[name]))
+            # `data`, since what torch counts as changes of these weights must not count as changes of all.
+            self.parameters[name] = nn.Parameter(self.own(whole.data, self._dims[name]))
         self.ids = sae.ids[self.rows]
         # Copies in 16 bits of the SAE's matrices, and of this rank's rows of them.
         self._narrow: dict[str, tuple[NarrowCopy, NarrowCopy]] = {}

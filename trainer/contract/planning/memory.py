@@ -91,6 +91,12 @@ def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
 def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) -> Memory:
     weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
     stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
+    # Of weights of which only copies are exchanged, a rank has those that it steps; all of them at first, and to evaluate.
+    held_weights = [
+        round(own) if activation_memory.exchanges_copies(work, one) else whole
+        for one, own, whole in zip(saes, stepped, weights, strict=True)
+    ]
+    restored = sum(weights) - sum(held_weights)
     optimizer = sum(round(state_bytes(one.train) * own / 4) for one, own in zip(saes, stepped, strict=True))
     # During an SAE's pass the gradients of all others exist; its own only from the second micro-batch on.
     held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
@@ -101,18 +107,18 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
     updates = [_update_bytes(one.train, own, is_compiled=is_compiled) for one, own in zip(saes, stepped, strict=True)]
     starts = [activation_memory.of_start(work, one.sae) for one in saes]
-    peak = max(*highest, sum(weights) + max(updates), *starts) + sum(copies)
+    peak = max(*highest, sum(weights) + max(updates), restored + max(starts)) + sum(copies)
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)
     source = work.job.data.knobs.held(n_hooks * work.shape.width, on_cuda=work.device == "cuda")
     # During the pass of an SAE at one hook, a batch has the rows of all others too.
     beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
-    taken = sum(weights) + optimizer + peak + beside + sum(source)
+    taken = sum(held_weights) + optimizer + peak + beside + sum(source)
     on_cuda = work.device == "cuda"
-    beside_steps = _beside_steps(work, saes, peak - sum(copies)) + bytes_of_rows(work) if on_cuda else 0
+    beside_steps = _beside_steps(work, saes, peak - sum(copies) - restored) + bytes_of_rows(work) if on_cuda else 0
     return Memory(
-        weights=sum(weights) + source.weights,
+        weights=sum(held_weights) + source.weights,
         gradients=sum(weights),
         optimizer=optimizer,
         activations=peak - sum(weights) - communication + beside + source.activations,

@@ -164,8 +164,8 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if work.job.parallel.gradients == "bf16" else 4
-        # Both ways: where replicas share the optimizer's work, weights come back instead, which stay fp32.
-        back = 4 if has_zero else of_value
+        # Both ways: where replicas share the optimizer's work, weights come back instead, in fp32 or as 16-bit copies.
+        back = (2 if activation_memory.exchanges_copies(work, member) else 4) if has_zero else of_value
         of_latents = memory.n_parameters(work, sae, sharing) - memory.n_skip(work, sae)
         n_bytes += _ring(with_tokens) / 2 * (of_value + back) * of_latents
         n_waits += 3 if has_zero else 1
@@ -173,7 +173,9 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
     n_bytes += _ring(with_tokens * sharing) * 4 * memory.n_skip(work, sae)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
-        n_bytes += _ring(sharing) * 4 * max(1, sae.knobs.n_prefixes) * tokens * work.d_out
+        # Reconstructions are added up in fp32; a GPU gathers their gradient in the type of products.
+        of_gradient = work.product_bytes if work.device == "cuda" else 4
+        n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.knobs.n_prefixes) * tokens * work.d_out
         # One byte comes back for each candidate.
         candidates = tokens * activation_memory.candidates_of_token(work, sae)
         n_bytes += _ring(sharing) / 2 * candidates * (work.product_bytes + 1)
