@@ -91,7 +91,7 @@ def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
 def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) -> Memory:
     weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
     stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
-    # Of weights of which only copies are exchanged, a rank has those that it steps; all of them at first, and to evaluate.
+    # Replicas that exchange copies hold the fp32 weights that they step; all of them at the start and in evaluations.
     held_weights = [
         round(own) if activation_memory.exchanges_copies(work, one) else whole
         for one, own, whole in zip(saes, stepped, weights, strict=True)

@@ -46,8 +46,8 @@ def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int 
 def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
     """Return the type in which ranks gather the gradient of what is decoded; None for its own.
 
-    If W_dec learns, its gradient is computed in this type anyway. Ranks have to agree on it, but one of them may keep so
-    many activations that only dense products will do: so the type does not depend on those.
+    If W_dec learns, its gradient is computed in this type anyway. Ranks must agree on it, so it does not depend on the
+    activations, of which one rank may keep so many that it takes dense products.
     """
     return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
 
