@@ -19,7 +19,7 @@ from trainer.optimizers.adam import Adam
 from trainer.optimizers.base import Follower, LatentAxis
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
-from trainer.runtime import row_measures
+from trainer.runtime import narrow_copy, row_measures
 from trainer.runtime.narrow_copy import NarrowCopy, kept_or_own
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.training.following import Following
@@ -318,6 +318,28 @@ def test_a_step_in_16_bits_is_the_same_whether_copies_are_written_by_the_last_or
         step(other, number)
     found, expected = state(one), state(other)
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def test_a_step_is_the_same_whether_replicas_exchange_copies_or_narrow_fp32_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As where kernels of sparse products work.
+    monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
+    monkeypatch.setattr(Learner, "_may_exchange_narrow", lambda *_: True)
+    one, _ = learners({"architecture": "topk"}, data=Twin(), precision="bf16")
+    monkeypatch.setattr(Learner, "_may_exchange_narrow", lambda *_: False)
+    other, _ = learners({"architecture": "topk"}, data=Twin(), precision="bf16")
+    kept = [narrow_copy.keep(weights) for weights in (other.sae.W_enc, other.sae.W_dec)]
+    for number in range(3):
+        for copy in kept:
+            copy.forget()
+        step(one, number)
+        step(other, number)
+        assert one.sae.W_enc.untyped_storage().nbytes() == 0
+    for name, weights in one.stepped.parameters.items():
+        assert torch.equal(weights, other.stepped.parameters[name]), name
+        moments = other.optimizer.state[other.stepped.parameters[name]]
+        assert all(torch.equal(value, moments[kind]) for kind, value in one.optimizer.state[weights].items())
 
 
 def test_what_changes_weights_otherwise_makes_the_copy_anew() -> None:

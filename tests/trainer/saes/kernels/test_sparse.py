@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor
 
+from trainer.parallel.threads import Threads, on_all
 from trainer.saes.kernels import sparse
 from trainer.saes.kernels.sparse import decode, dots, row_products, transposed_product
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
@@ -127,3 +130,37 @@ def test_entries_are_sorted_once_for_both_weights_and_for_other_groups_of_the_sa
     expected = values.new_zeros(3, D_SAE).index_put((regrouped.tokens, regrouped.latents), values, accumulate=True)
     acts = SparseActs(values, regrouped, D_SAE)
     torch.testing.assert_close(transposed_product(acts, dense), expected.T @ dense)
+
+
+class Noting(Threads):
+    """Threads that write down the types of the rows that they gather."""
+
+    types: tuple[torch.dtype, ...] = ()
+
+    def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
+        listed = list(tensors)
+        self.types += tuple(tensor.dtype for tensor in listed)
+        super().spread_parts_(listed)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_ranks_gather_a_gradient_in_one_type_whatever_their_products(
+    learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where kernels work.
+    monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
+
+    def types_of(thread: Threads) -> tuple[torch.dtype, ...]:
+        group = Noting(thread._meeting, thread.size, thread.index)
+        W_dec = torch.randn(3, 5, requires_grad=learns)
+        latents = torch.tensor([0, 1, 2, 1])
+        places = Places(latents, torch.arange(4), torch.arange(4))
+        values = torch.randn(4, requires_grad=True)
+        acts = SparseActs(values, places, 3)
+        with torch.autocast("cpu", torch.bfloat16):
+            decoded = decode(DenseActs(acts.dense()) if group.index else acts, W_dec, group)
+        decoded.sum().backward()
+        return group.types
+
+    expected = torch.bfloat16 if learns else torch.float32
+    assert on_all(2, types_of, 60.0) == [(expected,)] * 2
