@@ -122,12 +122,12 @@ def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:
         wire_of(workload(job.replace("parallel", gradients=kind), 16, 2)).n_bytes for kind in ("fp32", "bf16")
     )
     assert half == whole / 2
-    # With ZeRO, stepped weights come back in fp32 in place of the second half of the gradient's exchange.
+    # With ZeRO, 16-bit copies of stepped weights come back in place of the second half of the gradient's exchange.
     dealt = (
         wire_of(workload(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2)).n_bytes
         for kind in ("fp32", "bf16")
     )
-    assert list(dealt) == [whole, 0.75 * whole]
+    assert list(dealt) == [0.75 * whole, 0.5 * whole]
 
 
 def test_the_model_is_no_faster_than_the_least_that_a_step_can_take(make_job: MakeJob) -> None:
@@ -181,7 +181,9 @@ def test_a_sweep_of_enough_saes_has_some_on_each_device(make_job: MakeJob) -> No
     assert Layout(settled.job, 4).tokens_per_step == Layout(job, 4).tokens_per_step
     assert wire_of(workload(settled.job, 2304, 4)).n_bytes == 0
     alone, together = (memory.estimate(workload(one, 2304, 4)) for one in (settled.job, job))
-    assert alone.weights * 4 == together.weights
+    # A rank has one of the four SAEs, or a quarter of the weights of each.
+    assert alone.weights == together.weights
+    assert alone.gradients * 4 == together.gradients
     assert settle(Workload(job, 8, GPT2_XL), Place(NVLINK)).job.parallel.mode != "sweep"
 
 
