@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -32,8 +30,6 @@ PACKAGE = "sae-tui"
 OLDEST = (3, 11)
 # In seconds: a first import of torch from a network disk takes half a minute.
 LIMIT_S = 60.0
-# An answer has 20 kB; what sends more is no Python of ours.
-MOST_BYTES = 2**20
 # After so long one that could not be asked is asked again.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
@@ -176,7 +172,7 @@ class Environment(msgspec.Struct, frozen=True):
 def look(python: str, limit_s: float = LIMIT_S) -> Environment:
     """Return what a Python has; ask it, for at most `limit_s` seconds, where that is not known."""
     path = named_python.whole(python)
-    if why := named_python.refusal(python, whole_packages=_remembered(path) is None):
+    if why := named_python.refusal(python):
         return Environment(path, failure=why)
     with _lock_of(path):
         if (seen := _remembered(path)) is None:
@@ -253,69 +249,21 @@ def _ask(path: str, limit_s: float) -> Environment:
     # In a folder of root's, and not by -P, which older ones do not have.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:
-        code, told, messages = _run(argv, environment, limit_s)
-    except TimeoutError:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", env=environment, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
         return Environment(path, failure=f"{path} did not answer within {limit_s:g} s; name another, or try again")
     except OSError as error:
         return Environment(path, failure=f"{path} cannot be run: {error.strerror or error}")
     try:
-        return Environment(path, decode_as(told.strip().rpartition(b"\n")[2], Answer))
+        return Environment(path, decode_as(done.stdout.strip().rpartition(b"\n")[2], Answer))
     except ValueError:
-        said = (told or messages).decode(errors="replace").strip().splitlines()
-        why = "answered what no Python does" if told or not code else f"ended with {code}"
+        said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
+        is_answer = done.stdout or not done.returncode
+        why = "did not return valid JSON" if is_answer else f"ended with {done.returncode}"
         quoted = f", saying {cut(printable(said[-1]))}" if said else ""
         return Environment(path, failure=f"{path} {why}{quoted}; name the Python of an environment")
-
-
-def _run(argv: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[int, bytes, bytes]:
-    """Run a program; return its exit code and what it wrote, no more than `MOST_BYTES` of each.
-
-    Raise `TimeoutError` where it takes longer; all of its process group is ended then.
-    """
-    deadline = time.monotonic() + limit_s
-    with subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment,
-        start_new_session=True,
-    ) as process:  # fmt: skip
-        assert process.stdout
-        assert process.stderr
-        written = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
-        try:
-            if _read_all(written, deadline):
-                _wait(process.pid, deadline)
-        finally:
-            # As long as it is not waited for, nobody else can have its number.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        out, err = (written[stream.fileno()] for stream in (process.stdout, process.stderr))
-    return process.returncode, out, err
-
-
-def _read_all(written: dict[int, bytes], deadline: float) -> bool:
-    """Read until all is written, or return False where that is too much."""
-    with selectors.DefaultSelector() as selector:
-        for descriptor in written:
-            selector.register(descriptor, selectors.EVENT_READ)
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-            for key, _ in ready:
-                chunk = os.read(key.fd, 65536)
-                written[key.fd] += chunk
-                if not chunk:
-                    selector.unregister(key.fd)
-                elif len(written[key.fd]) > MOST_BYTES:
-                    return False
-    return True
-
-
-def _wait(pid: int, deadline: float) -> None:
-    """Wait until a child has ended, and leave it to be waited for."""
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.01)
 
 
 def _wrong_version(theirs: str, ours: str, install: str) -> str:

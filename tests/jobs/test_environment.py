@@ -20,11 +20,10 @@ from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launchers.sbatch import script
-from tests.jobs.conftest import Box, wait_for
+from tests.jobs.conftest import Box
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.planning.torch_build import installed_build
-from trainer.contract.process import ProcessRef
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job_file import dump_job
 
@@ -126,22 +125,16 @@ def test_a_setting_or_word_that_the_other_trainer_does_not_know_is_told(tmp_path
     [
         ("exit 3", "ended with 3; name the Python"),
         ("echo oh no >&2; exit 3", "ended with 3, saying oh no; name the Python"),
-        (r"printf '\033]0;owned\007{'", "answered what no Python does, saying �]0;owned�{; name"),
-        ("yes", "answered what no Python does, saying y; name"),
-        ("sleep 100 & echo $! > $0.pid; wait", "did not answer within 0.5 s"),
+        (r"printf '\033]0;owned\007{'", "did not return valid JSON, saying �]0;owned�{; name"),
+        ("exec sleep 100", "did not answer within 0.5 s"),
     ],
 )
-def test_one_that_fails_floods_or_hangs_is_given_up_with_all_its_processes(
-    tmp_path: Path, body: str, sentence: str
-) -> None:
+def test_a_python_that_fails_or_hangs_is_given_up_with_its_reason(tmp_path: Path, body: str, sentence: str) -> None:
     python = stand_in(tmp_path, body)
     limit_s = 0.5 if "sleep" in body else 30.0
     lack = look(str(python), limit_s).lack()
     assert lack.startswith(f"{python} ")
     assert sentence in lack
-    if "sleep" in body:
-        child = int((tmp_path / "python.pid").read_text())
-        wait_for(lambda: (ref := ProcessRef.of(child)) is None or not ref.is_alive(), "the end of its child")
 
 
 def test_a_path_that_leads_to_no_python_is_not_run(tmp_path: Path) -> None:
@@ -169,11 +162,9 @@ def test_home_is_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert look("~/env/bin/python").lack() == ""
 
 
-@pytest.mark.parametrize("exposed", [".", "bin", "lib/python3.12/site-packages", "bin/python", "pyvenv.cfg", "link"])
+@pytest.mark.parametrize("exposed", [".", "bin", "bin/python", "link"])
 def test_one_that_others_may_change_is_not_run(tmp_path: Path, exposed: str) -> None:
     env = answering(tmp_path / "env").parents[1]
-    (env / "lib" / "python3.12" / "site-packages").mkdir(parents=True)
-    (env / "pyvenv.cfg").touch()
     (env / "bin" / "python3").symlink_to("../bin/../bin/python")
     (open_to_all := tmp_path / "open").mkdir()
     (open_to_all / "link").symlink_to(env)
@@ -249,50 +240,24 @@ def test_a_python_that_is_gone_fails_the_job_with_its_path(tmp_path: Path, box: 
     assert job.error == f"there is no {python}; name another Python, or none for the app's own"
 
 
-def test_what_a_python_reads_at_its_start_is_its_owners_alone(tmp_path: Path) -> None:
-    python = make_environment(tmp_path / "env", trains=False)
-    (packages,) = (tmp_path / "env").glob("lib/python3*/site-packages")
-    theirs, package, paths = tmp_path / "theirs", packages / "package", packages / "paths.pth"
-    theirs.mkdir()
-    package.mkdir()
-    # As packages that share a namespace have it: code in one line, longer than any name of a file.
-    paths.write_text(f"# {'-' * 300}\nimport sys; sys.{'x' * 300} = 0\n\n{theirs}\n")
-    assert named_python.refusal(str(python)) == ""
-    # Like /tmp: nobody else replaces what lies there, but anybody adds to it.
-    for place, open_mode in ((packages, 0o3775), (package, 0o777), (paths, 0o666), (theirs, 0o1777),
-                             (python.parent, 0o1777), (tmp_path / "env", 0o1777)):  # fmt: skip
-        before = place.stat().st_mode & 0o7777
-        place.chmod(open_mode)
-        assert f"is not run, for others may write to {place}; " in named_python.refusal(str(python))
-        place.chmod(before)
-    assert named_python.refusal(str(python)) == ""
-    package.chmod(0o777)
-    assert named_python.refusal(str(python)).endswith("; `chmod -R go-w` the folder that it is in")
-    package.chmod(0o755)
-    (inner := package / "a" / "inner").mkdir(parents=True)
-    (file := inner / "x.py").touch()
-    for place in (inner, file):
-        place.chmod(0o777)
-        with pytest.raises(UserError, match=f"for others may write to {place}; `chmod -R go-w` the folder"):
-            named_python.refuse(str(python))
-        assert f"others may write to {place}" in look(str(python)).lack()
-        place.chmod(0o755)
+def test_a_folder_to_which_others_can_add_is_refused_at_both_ends_of_a_link(tmp_path: Path) -> None:
+    base = stand_in(tmp_path / "base", "exit 1", "python3")
+    (named := tmp_path / "bin" / "python").parent.mkdir()
+    named.symlink_to(base)
+    assert named_python.refusal(str(named)) == ""
+    # As with /tmp: others cannot replace the files in it, but can add some.
+    for folder in (named.parent, base.parent):
+        folder.chmod(0o1777)
+        with pytest.raises(UserError, match=f"{named} is not run, for others may write to {folder}; `chmod go-w` it"):
+            named_python.refuse(str(named))
+        folder.chmod(0o755)
 
 
-def test_what_an_environment_was_made_from_is_judged_as_well(tmp_path: Path) -> None:
-    base = stand_in(tmp_path / "base" / "bin", "exit 1", "python3")
-    python = stand_in(tmp_path / "env" / "bin", "exit 1")
-    (tmp_path / "env" / "pyvenv.cfg").write_text(f"home = {base.parent}\n")
-    assert named_python.refusal(str(python)) == ""
-    library = tmp_path / "base" / "lib" / "python3.12"
-    library.chmod(0o775)
-    assert f"others may write to {library}" in named_python.refusal(str(python))
-
-
-def test_a_python_without_a_library_is_not_run_where_others_could_put_one(tmp_path: Path) -> None:
-    (shared := tmp_path / "shared").mkdir()
-    python = stand_in(shared / "own" / "bin", "exit 1")
-    shared.chmod(0o1777)
-    assert named_python.refusal(str(python)) == ""
-    (shared / "own" / "lib" / "python3.12" / "os.py").unlink()
-    assert f"others may write to {shared}; " in named_python.refusal(str(python))
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_python_of_another_user_is_refused(tmp_path: Path) -> None:
+    python = stand_in(tmp_path / "bin", "exit 1")
+    os.chown(python, 12345, -1)
+    assert (
+        named_python.refusal(str(python))
+        == f"{python} is not run, for {python} belongs to uid 12345; name one of your own"
+    )

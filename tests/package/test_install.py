@@ -124,7 +124,7 @@ def commands(installed: Installed) -> list[list[str]]:
     file, csv = str(installed.job_file), str(installed.folder / "curves.csv")
     lines = [
         ["gpus"], ["gpus", "0", "--json"], ["select"], ["metrics"], ["metrics", "--view", "per_gpu", "--json"],
-        ["recommend", file], ["export-metrics", "--once"], ["jobs"], ["jobs", "state:finished", "--json"],
+        ["recommend", file], ["jobs"], ["jobs", "state:finished", "--json"],
         ["job", "1"], ["logs", "1"], ["compare", "1", "--csv", csv], ["clone", "1", "--print"], ["rename", "1", "new"],
         ["tag", "1", "good"], ["note", "1", "kept"], ["completion", "bash"], ["repair"],
     ]  # fmt: skip

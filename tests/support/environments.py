@@ -51,10 +51,6 @@ def answer(**changes: Any) -> dict[str, Any]:
 def stand_in(folder: Path, script: str, name: str = "python") -> Path:
     """Write a shell script in the place of a Python, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Without a library beside it, one is looked for further up.
-    library = folder.parent / "lib" / "python3.12"
-    library.mkdir(parents=True, exist_ok=True)
-    (library / "os.py").touch()
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)

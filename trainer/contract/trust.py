@@ -89,12 +89,7 @@ def distrust_of_searched(folder: Path) -> str:
 
     Like `distrust_of_program`, but in a folder like /tmp others can add what would be found. Raises `OSError`.
     """
-    return distrust_of_program(folder) or distrust_of_entry(folder, folder.stat())
-
-
-def distrust_of_entry(entry: Path, status: os.stat_result) -> str:
-    """Explain why not to run a file, or what lies in a folder, by its own status alone."""
-    return _changed_by_others(entry, status, may_be_sticky=False)
+    return distrust_of_program(folder) or _changed_by_others(folder, folder.stat(), may_be_sticky=False)
 
 
 def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: bool = True) -> str:
