@@ -1,15 +1,24 @@
-"""Checks that `import trainer` finds the package of this project, before any other module imports it."""
+"""Checks that `import trainer` finds the package of this project, before another module imports it; `sae-train`."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 _FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
 
 
-def refuse_another() -> None:
+def sae_train() -> int:
+    """Run `sae-train`: the command line of the trainer, if it is ours."""
+    refuse_another("sae-train")
+    # By name: the app imports only the contract of the trainer.
+    code: int = import_module("trainer.cli").main()
+    return code
+
+
+def refuse_another(program: str = "sae-tui") -> None:
     """Exit with a sentence if another package or file named trainer would be imported instead."""
     fault = "".join(char if char.isprintable() else "\ufffd" for char in _fault())
     if fault and "--json" in sys.argv:
@@ -19,7 +28,7 @@ def refuse_another() -> None:
         sys.stdout.write(json.dumps({"error": {"field": None, "message": message, "fix": fix}}) + "\n")
         sys.exit(1)
     if fault:
-        sys.exit(f"sae-tui: error: {fault}")
+        sys.exit(f"{program}: error: {fault}")
 
 
 def _fault() -> str:

@@ -7,10 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trainer.contract import exits
 
+# As the console script does it.
+SAE_TRAIN = ["-c", "import sys; from sae_tui.own_trainer import sae_train; sys.exit(sae_train())"]
 
-def test_another_package_called_trainer_is_reported_and_not_run(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("program", "start"), [("sae-tui", ["-m", "sae_tui"]), ("sae-train", SAE_TRAIN)])
+def test_another_package_called_trainer_is_reported_and_not_run(tmp_path: Path, program: str, start: list[str]) -> None:
     others = {"file": tmp_path / "file/trainer.py", "pypi": tmp_path / "pypi/trainer/__init__.py"}
     others["over ours"] = tmp_path / "over/trainer/__init__.py"
     for other in others.values():
@@ -22,11 +28,18 @@ def test_another_package_called_trainer_is_reported_and_not_run(tmp_path: Path) 
         root = other.parent if kind == "file" else other.parents[1]
         path = os.pathsep.join([str(root), str(Path(exits.__file__).parents[2])])
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "sae_tui", "--version"],
+            [sys.executable, "-P", *start, "--help"],
             env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
-        assert line.startswith("sae-tui: error: ")
+        assert line.startswith(f"{program}: error: ")
         assert str(other) in line
         assert ("pip uninstall trainer" in line) == (kind == "over ours")
+
+
+def test_a_trainer_file_in_the_current_folder_does_not_replace_ours(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("raise SystemExit('it ran')")
+    for start, code in ((["-m", "sae_tui", "--version"], 1), (["-P", *SAE_TRAIN, "--help"], 0)):
+        done = subprocess.run([sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "it ran" in done.stdout + done.stderr) == (code, False)

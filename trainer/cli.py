@@ -1,4 +1,4 @@
-"""`python -m trainer`: train in the foreground, resume, export, estimate, measure, or be one rank of a run."""
+"""`sae-train`: train in the foreground, resume, export, estimate, measure, or be one rank of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from trainer.contract.settings.series import CRITERION, held_out, held_out_metri
 from trainer.contract.settings.toml import read_plain_text
 from trainer.measuring.estimate import Estimate
 from trainer.measuring.estimate_extraction import ExtractionEstimate
-from trainer.parser import MODULE, make_parser, program
+from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad, with_places
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import (
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     given = sys.argv[1:] if argv is None else argv
     try:
-        flags = make_parser(program()).parse_args(given)
+        flags = make_parser().parse_args(given)
         leave_deleted_folder(paths := _paths(flags))
         for path in paths.values():
             keep_run(path)
@@ -109,16 +109,11 @@ def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
 
 
 def _say(text: str) -> None:
-    show_text(f"{printable_lines(_as_started(text))}\n")
+    show_text(f"{printable_lines(text)}\n")
 
 
 def _warn(text: str) -> None:
-    complain(f"{printable_lines(_as_started(text))}\n")
-
-
-def _as_started(text: str) -> str:
-    """Return a text with the commands in it as this one was started."""
-    return text.replace(MODULE, program())
+    complain(f"{printable_lines(text)}\n")
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
@@ -246,7 +241,7 @@ def _print_result(result: dict[str, Any], code: int, cards: Sequence[str], *, as
     what = "the SAEs are" if "saes" in result else "the SAE is"
     _say(f"{word} after {result['steps']} steps; {what} in {result['output_path']}")
     if code == EXIT_STOPPED:
-        again = f"python -m trainer resume {result['run_dir']}"
+        again = f"sae-train resume {result['run_dir']}"
         _say(f"let it cool down and finish early: {again} --finish")
         _say(f"resume it: {again}")
 
@@ -335,7 +330,7 @@ def _import(flags: argparse.Namespace) -> int:
         _say(f"warning: {doubt}")
     for note in done.notes:
         _say(f"note: {note}")
-    _say(f"judge it: python -m trainer eval {done.run_dir}")
+    _say(f"judge it: sae-train eval {done.run_dir}")
     return EXIT_FINISHED
 
 

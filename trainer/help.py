@@ -17,15 +17,15 @@ _EXITS = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED)
 
 OVERVIEW = f"""\
 examples:
-  python -m trainer extract job.toml                        store what a language model has at some hooks
-  python -m trainer run job.toml                            train on what the job file asks for
-  python -m trainer run job.toml --set 'sae.k=[16,32,64]'   three SAEs from one pass over the data
-  python -m trainer resume runs/sae-20250101-120000         resume after Ctrl-C, a crash or a reboot
-  python -m trainer stop runs/sae-20250101-120000 --finish  cool down and finish early
-  python -m trainer eval runs/sae-20250101-120000           its report card
-  python -m trainer export runs/sae-20250101-120000 --out my-sae --best
-  python -m trainer estimate job.toml                       memory per GPU, before anything runs
-  python -m trainer bench job.toml                          tokens/s here, and where the time goes
+  sae-train extract job.toml                        store what a language model has at some hooks
+  sae-train run job.toml                            train on what the job file asks for
+  sae-train run job.toml --set 'sae.k=[16,32,64]'   three SAEs from one pass over the data
+  sae-train resume runs/sae-20250101-120000         resume after Ctrl-C, a crash or a reboot
+  sae-train stop runs/sae-20250101-120000 --finish  cool down and finish early
+  sae-train eval runs/sae-20250101-120000           its report card
+  sae-train export runs/sae-20250101-120000 --out my-sae --best
+  sae-train estimate job.toml                       memory per GPU, before anything runs
+  sae-train bench job.toml                          tokens/s here, and where the time goes
 
 the job file of a training needs no more than:
   [data]
@@ -37,13 +37,13 @@ Ctrl-C saves a checkpoint and stops; a second one ends at once. `COMMAND --help`
 
 RUN = f"""\
 examples:
-  python -m trainer run job.toml --set launch.gpus=auto:2               on two GPUs
-  python -m trainer run job.toml --set launch.gpus=cpu:2                on two CPU processes
-  python -m trainer run job.toml --set train.n_steps=50 --out /tmp/try --json
+  sae-train run job.toml --set launch.gpus=auto:2               on two GPUs
+  sae-train run job.toml --set launch.gpus=cpu:2                on two CPU processes
+  sae-train run job.toml --set train.n_steps=50 --out /tmp/try --json
 
 a sweep trains several SAEs from one pass over the data; a list makes one of a setting, two lists every pair:
-  python -m trainer run job.toml --set 'sae.k=[16,32,64]'
-  python -m trainer run job.toml --set 'sae.d_sae=[3072,12288]' --set 'train.seed=[0,1]'
+  sae-train run job.toml --set 'sae.k=[16,32,64]'
+  sae-train run job.toml --set 'sae.d_sae=[3072,12288]' --set 'train.seed=[0,1]'
 
 the run folder holds job.toml (complete, runs again), checkpoints/ (the newest and the best), metrics.db, logs/,
 attempt1/environment.json (versions, commit, hardware, command) and at the end sae/, which SAELens loads.
@@ -54,8 +54,8 @@ Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or a lost terminal save a checkpoint 
 
 EXTRACT = f"""\
 examples:
-  python -m trainer extract job.toml                                      go on, where a part of it is there already
-  python -m trainer extract job.toml --set extract.n_tokens=10M --json
+  sae-train extract job.toml                                      go on, where a part of it is there already
+  sae-train extract job.toml --set extract.n_tokens=10M --json
 
 a job file:
   kind = "extract"
@@ -77,8 +77,8 @@ Ctrl-C stops; the same command goes on after the last shard that is finished. Ne
 
 INSPECT = """\
 examples:
-  python -m trainer inspect data/sample
-  python -m trainer inspect acts/resid_post.12 --json
+  sae-train inspect data/sample
+  sae-train inspect acts/resid_post.12 --json
 
 it looks at 65,536 random rows: NaN, rows of enormous norm, constant dimensions, rows that are there more than once,
 and how far the mean is from the origin (gamma, in spreads of the rows). Each finding says what to do.
@@ -87,10 +87,10 @@ Exit codes: 0 looked at, 1 of no use for a training, 2 bad usage or data that ca
 
 RESUME = f"""\
 examples:
-  python -m trainer resume runs/sae-20250101-120000
-  python -m trainer resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
-  python -m trainer resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
-  python -m trainer resume runs/sae-20250101-120000 --finish                      cool down from there, and end
+  sae-train resume runs/sae-20250101-120000
+  sae-train resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
+  sae-train resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
+  sae-train resume runs/sae-20250101-120000 --finish                      cool down from there, and end
 
 it resumes at the newest checkpoint that is whole; on the CPU the result is bit for bit that of a run without a break.
 The config of a run is frozen: --set takes its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
@@ -103,8 +103,8 @@ A run that is finished is left alone (exit code 0), unless it is made longer.
 
 STOP = f"""\
 examples:
-  python -m trainer stop runs/sae-20250101-120000              save a checkpoint and stop, as Ctrl-C does
-  python -m trainer stop runs/sae-20250101-120000 --finish     cool down first: a finished run, only shorter
+  sae-train stop runs/sae-20250101-120000              save a checkpoint and stop, as Ctrl-C does
+  sae-train stop runs/sae-20250101-120000 --finish     cool down first: a finished run, only shorter
 
 --finish: the learning rate falls to 0 over a further {COOL_DOWN_SHARE:.0%} of the steps done so far. Everything else
 that follows the run's length ends with it, and the run ends as finished, with its SAE and report card. Most of an SAE's
@@ -116,12 +116,12 @@ A stopped run whose disk is full waits for space; another `stop` ends that wait.
 
 EXPORT = f"""\
 examples:
-  python -m trainer export runs/sae-20250101-120000 --out my-sae                  its newest checkpoint, for SAELens
-  python -m trainer export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
-  python -m trainer export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
-  python -m trainer export runs/sae-20250101-120000 --out my-sae --only k=32      one SAE of a sweep, by its label
-  python -m trainer export runs/layer* --out set --format circuit-tracer          a transcoder of each layer, as a set
-  python -m trainer export runs/sae-20250101-120000 --out my-sae --push my-sae    sent to the Hugging Face hub, private
+  sae-train export runs/sae-20250101-120000 --out my-sae                  its newest checkpoint, for SAELens
+  sae-train export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
+  sae-train export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
+  sae-train export runs/sae-20250101-120000 --out my-sae --only k=32      one SAE of a sweep, by its label
+  sae-train export runs/layer* --out set --format circuit-tracer          a transcoder of each layer, as a set
+  sae-train export runs/sae-20250101-120000 --out my-sae --push my-sae    sent to the Hugging Face hub, private
 
 {_FORMATS}
 
@@ -136,14 +136,14 @@ which and where, and asks. Their metadata names model, hook and text as your job
 
 IMPORT = f"""\
 examples:
-  python -m trainer import their-sae --out runs/theirs --data activations/resid_post.12
-  python -m trainer import EleutherAI/sae-llama-3-8b-32x/layers.10 --out runs/l10 --data activations/resid_post.10
-  python -m trainer import trainer_0/checkpoints/ae_1000.pt --out runs/early --data activations/resid_post.12
-  python -m trainer import ae --out runs/ae --data acts --config trainer.dict_class=AutoEncoderTopK
-  python -m trainer import layers.3.mlp --out runs/t --data mlp_in.3 --transcoder --set data.target_path=mlp_out.3
-  python -m trainer eval runs/theirs                                  its report card on that data
-  python -m trainer resume runs/theirs                                train it further: --set train.n_tokens=20M
-  python -m trainer export runs/theirs --out copy --format sparsify   in another format
+  sae-train import their-sae --out runs/theirs --data activations/resid_post.12
+  sae-train import EleutherAI/sae-llama-3-8b-32x/layers.10 --out runs/l10 --data activations/resid_post.10
+  sae-train import trainer_0/checkpoints/ae_1000.pt --out runs/early --data activations/resid_post.12
+  sae-train import ae --out runs/ae --data acts --config trainer.dict_class=AutoEncoderTopK
+  sae-train import layers.3.mlp --out runs/t --data mlp_in.3 --transcoder --set data.target_path=mlp_out.3
+  sae-train eval runs/theirs                                  its report card on that data
+  sae-train resume runs/theirs                                train it further: --set train.n_tokens=20M
+  sae-train export runs/theirs --out copy --format sparsify   in another format
 
 formats, recognised by their files: {_READ}.
 an SAE that none of our architectures can compute is refused with the reason. FOLDER may be a folder, a file, or
@@ -156,11 +156,11 @@ with a warning if they cannot be right. Weights stay as they are, at the scale o
 
 EVAL = f"""\
 examples:
-  python -m trainer eval runs/sae-20250101-120000            its newest checkpoint
-  python -m trainer eval runs/sae-20250101-120000 --best --json
-  python -m trainer eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
-  python -m trainer eval my-sae --data data/sample                      an SAE of whatever tool, on any activations
-  python -m trainer eval my-transcoder --data rows/mlp_in.6 --targets rows/mlp_out.6
+  sae-train eval runs/sae-20250101-120000            its newest checkpoint
+  sae-train eval runs/sae-20250101-120000 --best --json
+  sae-train eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
+  sae-train eval my-sae --data data/sample                      an SAE of whatever tool, on any activations
+  sae-train eval my-transcoder --data rows/mlp_in.6 --targets rows/mlp_out.6
 
 FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare (on 100,000
 rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of
@@ -184,15 +184,15 @@ final norm folded into W_U. `sae-tui features` shows them.
 
 ESTIMATE = """\
 examples:
-  python -m trainer estimate job.toml
-  python -m trainer estimate job.toml --set sae.expansion_factor=32 --set launch.gpus=auto:2 --json
+  sae-train estimate job.toml
+  sae-train estimate job.toml --set sae.expansion_factor=32 --set launch.gpus=auto:2 --json
 """
 
 BENCH = f"""\
 examples:
-  python -m trainer bench                                                          d_in 768, default settings
-  python -m trainer bench job.toml --set train.batch_size=16384 --set train.precision=bf16
-  python -m trainer bench --set launch.gpus=cpu --set sae.d_sae=3072 --steps 50 --json
+  sae-train bench                                                          d_in 768, default settings
+  sae-train bench job.toml --set train.batch_size=16384 --set train.precision=bf16
+  sae-train bench --set launch.gpus=cpu --set sae.d_sae=3072 --steps 50 --json
 
 it takes steps on random data of the job's shape, so neither disk nor page cache count. The floor is the time that the
 encoder's one dense product takes here, or the step's traffic at the memory bandwidth measured here, whichever is
@@ -205,9 +205,9 @@ Takes a second or two besides starting the ranks. `auto` chooses a parallel mode
 with several ranks measures as it starts.
 
 examples:
-  python -m trainer probe
-  python -m trainer probe --gpus 0,1 --json
-  python -m trainer probe --gpus cpu:2
+  sae-train probe
+  sae-train probe --gpus 0,1 --json
+  sae-train probe --gpus cpu:2
 """
 
 JOIN = f"""\

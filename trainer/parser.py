@@ -1,10 +1,8 @@
-"""The flags of `python -m trainer`."""
+"""The flags of `sae-train`."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from trainer.contract.output import Parser
@@ -27,21 +25,15 @@ from trainer.help import (
     STOP,
 )
 
-# What starts this program; help and messages use the first unless it was started by the second.
-MODULE, SCRIPT = "python -m trainer", "sae-train"
+PROGRAM = "sae-train"
 
 
-def program() -> str:
-    """Return what has started this program."""
-    return SCRIPT if os.path.basename(sys.argv[0]) == SCRIPT else MODULE
-
-
-def make_parser(program: str = MODULE) -> Parser:
+def make_parser() -> Parser:
     """Return the parser of the command line; it leaves the name of the command in `command`."""
     parser = Parser(
-        prog=program,
+        prog=PROGRAM,
         description="Trains sparse autoencoders on what language models have at their hooks, stored or as they read.",
-        epilog=OVERVIEW.replace(MODULE, program),
+        epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
@@ -51,8 +43,7 @@ def make_parser(program: str = MODULE) -> Parser:
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
-        epilog = text.replace(MODULE, program)
-        added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=epilog)
+        added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=text)
         added.formatter_class = form
         added.set_defaults(command=name)
         return added

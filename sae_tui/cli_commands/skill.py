@@ -39,7 +39,7 @@ sae-tui gpus --json
 ## 2. A job file
 
 Settings that are left out have good defaults. `path = "sample"` is data that is shipped with the app; your own is a
-folder of activations, as `python -m trainer extract` makes it of a language model and a text.
+folder of activations, as `sae-train extract` makes it of a language model and a text.
 
 ```sh
 cat > job.toml <<'END'

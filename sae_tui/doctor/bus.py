@@ -28,7 +28,7 @@ BUSY = "probe again when nobody uses them"
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """The output of `python -m trainer probe --json`: speeds per rank, of all ranks together, and per pair of ranks."""
+    """The output of `sae-train probe --json`: speeds per rank, of all ranks together, and per pair of ranks."""
 
     device: str
     ranks: int
@@ -94,7 +94,7 @@ def _measure(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
         yield _peers_fail(failure)
         probed = staged
     if probed is None:
-        remedy = "see `python -m trainer probe`, and NCCL's own words with NCCL_DEBUG=INFO"
+        remedy = "see `sae-train probe`, and NCCL's own words with NCCL_DEBUG=INFO"
         yield Finding("error", "bus", f"it cannot be measured: {failure}", remedy)
         return
     speeds = msgspec.structs.replace(read_box(box.data.box_file), peers_fail=staged is not None)

@@ -28,7 +28,7 @@ _MOST_NAMED = 3
 
 
 class Tested(msgspec.Struct, frozen=True):
-    """The output of `python -m trainer self-test --json`."""
+    """The output of `sae-train self-test --json`."""
 
     device: str
     ok: bool
@@ -96,7 +96,7 @@ def _finding(box: Box, visible: dict[str, str], gpus: str) -> Finding:
     try:
         tested = decode_as(answer.rpartition("\n")[2], Tested)
     except ValueError:
-        remedy = "see `python -m trainer self-test`"
+        remedy = "see `sae-train self-test`"
         return Finding("error", SUBJECT, f"it ended without a result: {failure or 'its answer is no JSON'}", remedy)
     figures = f"{plural(tested.checks, 'check')} in {tested.seconds:.0f} s"
     if tested.ok:
@@ -104,5 +104,5 @@ def _finding(box: Box, visible: dict[str, str], gpus: str) -> Finding:
     names = [f"{one['part']} ({one['name']})" for one in tested.failed[:_MOST_NAMED]]
     more = f" and {plural(len(tested.failed) - len(names), 'other')}" if len(tested.failed) > len(names) else ""
     sentence = f"{len(tested.failed)} of {figures} on {tested.device} are wrong: {', '.join(names)}{more}"
-    remedy = "train elsewhere, and see `python -m trainer self-test`: a driver, a card or this program is at fault"
+    remedy = "train elsewhere, and see `sae-train self-test`: a driver, a card or this program is at fault"
     return Finding("error", SUBJECT, sentence, remedy)

@@ -32,7 +32,7 @@ def has_features(data: DataDir, job_id: int) -> bool:
 def features_in(folder: Path) -> dict[str, Path]:
     """Return the files of the SAEs in a folder, or in that of a run; raise `UserError` where there is none."""
     place = folder / "sae" if os.path.isdir(folder / "sae") else folder
-    return _files(place, f"{folder} has no {FEATURES}; `python -m trainer eval` of the run writes it")
+    return _files(place, f"{folder} has no {FEATURES}; `sae-train eval` of the run writes it")
 
 
 def _files(folder: Path, problem: str) -> dict[str, Path]:

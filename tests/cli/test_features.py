@@ -98,7 +98,7 @@ def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tm
         ("features", "9" * 5000): f"has no {FEATURES}",
         ("features", other): f"job {other}: `sae-tui eval {other}` finds out",
         ("features", made_up): f"job {made_up}: what its latents fire on is not known, since its data does not tell",
-        ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `python -m trainer eval` of the run writes it",
+        ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `sae-train eval` of the run writes it",
         ("features", job_id, 2): "there is no latent 2",
         ("features", job_id, "--search", "cow"): 'no stored context has a token with "cow"',
     }
@@ -107,4 +107,4 @@ def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tm
         assert message in line
     (shell.data.sae(job_id) / FEATURES).write_bytes(b"nothing")
     (line,) = shell.errors("features", job_id, code=1)
-    assert "is not what `python -m trainer eval` writes" in line
+    assert "is not what `sae-train eval` writes" in line

@@ -11,7 +11,7 @@ def test_schema_lists_all_and_prints_each(shell) -> None:
     names = shell.run("schema").stdout.splitlines()
     assert {"gpus", "trainer run", "error"} <= set(names)
     assert shell.json("schema") == {"commands": names}
-    assert shell.json("schema", "trainer", "run")["title"].startswith("python -m trainer run --json")
+    assert shell.json("schema", "trainer", "run")["title"].startswith("sae-train run --json")
     assert json.loads(shell.run("schema", "error").stdout)["required"] == ["error"]
     assert shell.json("schema", "nothing", code=1)["error"]["field"] == "COMMAND"
 

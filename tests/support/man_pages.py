@@ -10,7 +10,7 @@ from argparse_manpage.manpage import Manpage
 from sae_tui.cli_commands.parser import make_parser
 from trainer.contract.exits import Exit
 from trainer.contract.output import Parser
-from trainer.parser import SCRIPT
+from trainer.parser import PROGRAM
 from trainer.parser import make_parser as make_trainer_parser
 
 FOLDER = Path(__file__).parents[2] / "packaging" / "man"
@@ -21,17 +21,17 @@ def man_pages() -> dict[Path, str]:
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"
     try:
-        trainer = make_trainer_parser(SCRIPT)
+        trainer = make_trainer_parser()
         of_app = _page(make_parser(lambda *_: 0), "sae-tui", "monitor GPUs and train sparse autoencoders on them")
-        of_trainer = _page(trainer, SCRIPT, "train sparse autoencoders in the foreground")
+        of_trainer = _page(trainer, PROGRAM, "train sparse autoencoders in the foreground")
     finally:
         if before is None:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
     # The page had the second name before there was a script.
-    also = f".so man1/{SCRIPT}.1\n"
-    return {FOLDER / "sae-tui.1": of_app, FOLDER / f"{SCRIPT}.1": of_trainer, FOLDER / "sae-tui-trainer.1": also}
+    also = f".so man1/{PROGRAM}.1\n"
+    return {FOLDER / "sae-tui.1": of_app, FOLDER / f"{PROGRAM}.1": of_trainer, FOLDER / "sae-tui-trainer.1": also}
 
 
 def _page(parser: Parser, name: str, summary: str) -> str:

@@ -1,4 +1,4 @@
-"""`python -m trainer resume`: what is resumed, what is refused, and the history of the run."""
+"""`sae-train resume`: what is resumed, what is refused, and the history of the run."""
 
 from __future__ import annotations
 

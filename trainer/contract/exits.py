@@ -1,4 +1,4 @@
-"""How a command ends: the one table of exit codes of `sae-tui` and of `python -m trainer`."""
+"""How a command ends: the one table of exit codes of `sae-tui` and of `sae-train`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Exit(IntEnum):
 
     DONE = 0, "done", "Done; of a job that was waited for: it has finished."
     FAILED = 1, "failed", "Failed, or the answer is no: a job that cannot run, too few GPUs, an error that was found."
-    USAGE = 2, "bad usage", "Bad usage: flags, or of `python -m trainer` also a job file; nothing was begun."
+    USAGE = 2, "bad usage", "Bad usage: flags, or of `sae-train` also a job file; nothing was begun."
     STOPPED = 3, "stopped", "The training was stopped before its end, with a checkpoint from which it can be resumed."
     JOB_FAILED = 4, "job failed", "The job that was waited for has failed; `sae-tui job ID` says why."
     JOB_LOST = 5, "job lost", "Of the job that was waited for nothing is left: its machine or all its processes went."

@@ -119,7 +119,7 @@ class Pace:
 
 STORED_REMEDY = "copy the rows of data.path to a local disk, or store them in 16 bits (extract.dtype)"
 STREAM_REMEDY = (
-    "give the language model more GPUs (data.model_gpus), or store its activations first (`python -m trainer extract`)"
+    "give the language model more GPUs (data.model_gpus), or store its activations first (`sae-train extract`)"
 )
 
 

@@ -88,9 +88,7 @@ def running_spec(run_dir: Path) -> RankSpec:
         raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it holds no job.toml")
     spec = last_spec(run_dir)
     if is_held(RunPaths(run_dir).lock_file) is False:
-        raise UserError(
-            f"the run in {run_dir} is not running; `python -m trainer resume {run_dir} --finish` finishes it"
-        )
+        raise UserError(f"the run in {run_dir} is not running; `sae-train resume {run_dir} --finish` finishes it")
     if spec.job_id is not None:
         raise UsageError(f"RUN_DIR: {run_dir} belongs to a launched job; `sae-tui stop {spec.job_id}` stops it")
     return spec
@@ -250,7 +248,7 @@ class Foreground:
         if not (first.was_killed and newest_first(self._paths.checkpoints)):
             return error
         what, *log_line = error.split("; ", 1)
-        return "; ".join([what, f"resume it: python -m trainer resume {self._spec.run_dir}", *log_line])
+        return "; ".join([what, f"resume it: sae-train resume {self._spec.run_dir}", *log_line])
 
 
 def refuse_uninstalled() -> None:

@@ -28,7 +28,7 @@ class Delphi(Format):
     def refusal(self, sae: Shared) -> str | None:
         if sae.firings is None:
             reason = "delphi holds on which tokens latents fire, and the data of this run does not tell its tokens"
-            return f"{reason}; that of `python -m trainer extract` does"
+            return f"{reason}; that of `sae-train extract` does"
         return None
 
     def write(self, sae: Shared, folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ class Neuronpedia(Format):
 
     def refusal(self, sae: Shared) -> str | None:
         if sae.features is None or not sae.features.is_file():
-            return "neuronpedia shows what latents fire on, and `python -m trainer eval` has stored none of it here"
+            return "neuronpedia shows what latents fire on, and `sae-train eval` has stored none of it here"
         if Features(sae.features).n_latents != sae.d_sae:
             return f"neuronpedia shows what latents fire on, and {sae.features} is of another SAE; run eval again"
         return None
@@ -42,7 +42,7 @@ class Neuronpedia(Format):
         for stale in set(folder.glob("batch-*.json")) - {folder / name for name in names}:
             stale.unlink(missing_ok=True)
         told = any(features.feature(latent).promoted for latent in latents[:1])
-        return [] if told else ["logits are left out: they need `python -m trainer eval` with --model"]
+        return [] if told else ["logits are left out: they need `sae-train eval` with --model"]
 
 
 def _batch(sae: Shared, features: Features, latents: list[int]) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _resume(run_dir: Path) -> str:
     with contextlib.suppress(UserError):
         if (job_id := last_spec(run_dir).job_id) is not None:
             return f"sae-tui resume {job_id}"
-    return f"python -m trainer resume {run_dir}"
+    return f"sae-train resume {run_dir}"
 
 
 def shared_saes(

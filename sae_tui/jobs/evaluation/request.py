@@ -1,4 +1,4 @@
-"""Has a job's SAEs evaluated by `python -m trainer eval`, in a process that outlives app and terminal."""
+"""Has a job's SAEs evaluated by `sae-train eval`, in a process that outlives app and terminal."""
 
 from __future__ import annotations
 

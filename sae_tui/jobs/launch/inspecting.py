@@ -1,4 +1,4 @@
-"""What is wrong with stored activations, as `python -m trainer inspect` tells: it needs torch, and so a process."""
+"""What is wrong with stored activations, as `sae-train inspect` tells: it needs torch, and so a process."""
 
 from __future__ import annotations
 

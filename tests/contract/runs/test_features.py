@@ -50,7 +50,7 @@ def test_the_tokens_that_a_latent_promotes_are_told_where_they_are_known(file: P
 def test_tokens_that_latents_promote_in_another_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
     kind, code, _, values = MOVED[name]
     file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
-    with pytest.raises(UserError, match="is not what `python -m trainer eval` writes"):
+    with pytest.raises(UserError, match="is not what `sae-train eval` writes"):
         Features(file)
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 )
 def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
     file.write_bytes(features_file(**changes))
-    with pytest.raises(UserError, match="is not what `python -m trainer eval` writes; run that again"):
+    with pytest.raises(UserError, match="is not what `sae-train eval` writes; run that again"):
         Features(file)
 
 

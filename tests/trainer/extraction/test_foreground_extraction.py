@@ -1,4 +1,4 @@
-"""`python -m trainer extract`: what it prints, how it ends, and that nothing that stops it changes what it writes."""
+"""`sae-train extract`: what it prints, how it ends, and that nothing that stops it changes what it writes."""
 
 from __future__ import annotations
 

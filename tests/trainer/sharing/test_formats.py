@@ -207,9 +207,7 @@ def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pyt
     out.mkdir()
     (out / "batch-7.json").write_text("of more latents")
     assert form_of("neuronpedia").refusal(shared) is None
-    assert form_of("neuronpedia").write(shared, out) == [
-        "logits are left out: they need `python -m trainer eval` with --model"
-    ]
+    assert form_of("neuronpedia").write(shared, out) == ["logits are left out: they need `sae-train eval` with --model"]
     assert {file.name for file in out.iterdir()} == {"batch-0.json"}
     batch = json.loads((out / "batch-0.json").read_text())
     assert (batch["model_id"], batch["layer"]) == ("gpt2", 2)

@@ -1,4 +1,4 @@
-"""`python -m trainer export`: the SAEs of a checkpoint for other tools."""
+"""`sae-train export`: the SAEs of a checkpoint for other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m trainer import`: SAEs of other tools as runs of ours."""
+"""`sae-train import`: SAEs of other tools as runs of ours."""
 
 from __future__ import annotations
 

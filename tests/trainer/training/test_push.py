@@ -1,4 +1,4 @@
-"""`python -m trainer export --push`: what an export wrote arrives on the hub, and nothing else."""
+"""`sae-train export --push`: what an export wrote arrives on the hub, and nothing else."""
 
 from __future__ import annotations
 

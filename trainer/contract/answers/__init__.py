@@ -1,1 +1,1 @@
-"""JSON Schemas of the answers of `python -m trainer`, built from types."""
+"""JSON Schemas of the answers of `sae-train`, built from types."""

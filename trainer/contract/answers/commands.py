@@ -1,4 +1,4 @@
-"""The answers of `python -m trainer`, by command; all but `extract` and `run` print nothing else on standard output."""
+"""The answers of `sae-train`, by command; all but `extract` and `run` print nothing else on standard output."""
 
 from __future__ import annotations
 
@@ -269,16 +269,16 @@ _EXTRACT = fields(
 )
 ANSWERS: dict[str, Schema] = {
     "error": REFUSAL,
-    "run": answer("python -m trainer run --json, in the last line", _RUN),
-    "resume": answer("python -m trainer resume --json, in the last line", _RUN),
-    "stop": answer("python -m trainer stop --json, in the last line", _STOP),
-    "extract": answer("python -m trainer extract --json, in the last line", _EXTRACT),
-    "inspect": answer("python -m trainer inspect --json", _INSPECTION),
-    "export": answer("python -m trainer export --json", _EXPORT, _EXPORTED_SET),
-    "import": answer("python -m trainer import --json", _IMPORT),
-    "eval": answer("python -m trainer eval --json", _CARDS),
-    "estimate": answer("python -m trainer estimate --json", _ESTIMATE, _ESTIMATE_OF_EXTRACTION),
-    "bench": answer("python -m trainer bench --json", _BENCH),
-    "probe": answer("python -m trainer probe --json", _PROBE),
-    "self-test": answer("python -m trainer self-test --json", _SELF_TEST),
+    "run": answer("sae-train run --json, in the last line", _RUN),
+    "resume": answer("sae-train resume --json, in the last line", _RUN),
+    "stop": answer("sae-train stop --json, in the last line", _STOP),
+    "extract": answer("sae-train extract --json, in the last line", _EXTRACT),
+    "inspect": answer("sae-train inspect --json", _INSPECTION),
+    "export": answer("sae-train export --json", _EXPORT, _EXPORTED_SET),
+    "import": answer("sae-train import --json", _IMPORT),
+    "eval": answer("sae-train eval --json", _CARDS),
+    "estimate": answer("sae-train estimate --json", _ESTIMATE, _ESTIMATE_OF_EXTRACTION),
+    "bench": answer("sae-train bench --json", _BENCH),
+    "probe": answer("sae-train probe --json", _PROBE),
+    "self-test": answer("sae-train self-test --json", _SELF_TEST),
 }

@@ -39,7 +39,7 @@ def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobCo
 
     A hook without a layer is looked for at relative paths from `bases`, or else from the working directory.
     """
-    if kind := _kind_problem(raw, "train", "run it with `python -m trainer extract`"):
+    if kind := _kind_problem(raw, "train", "run it with `sae-train extract`"):
         return None, [kind]
     base, axes = sweep.split(all_layers.of_training(raw, bases or [working_folder()]))
     wrong_axes = sweep.problems_of(base, axes)
@@ -75,7 +75,7 @@ def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]
 
 def parse_extraction(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[ExtractJob | None, list[Problem]]:
     """Parse a TOML table into an extraction, as `parse_job` does with a training."""
-    if kind := _kind_problem(raw, extract.KIND, "a file without it is a training: run it with `python -m trainer run`"):
+    if kind := _kind_problem(raw, extract.KIND, "a file without it is a training: run it with `sae-train run`"):
         return None, [kind]
     raw = all_layers.of_extraction(raw, bases or [working_folder()])
     sections, problems = _parse_sections(raw, ExtractJob, extract.SECTIONS)
