@@ -1,1 +1,1 @@
-"""From a job file to a launched job: what is asked for, where it is to run, and whether that is there."""
+"""Launching: a job's settings, its placement, its memory need, and the start of its supervisor."""

@@ -1,4 +1,4 @@
-"""A new job from an old one: its settings, some of them changed, and several at once."""
+"""Creates jobs from an old one: with its settings, with some of them changed, or one job per point of a grid."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_AT_ONCE = 100
 
 
 def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> AnyJob:
-    """Return the settings of a job under its present name, some changed; raise `JobFileError` naming a wrong one."""
+    """Return the settings of a job under its current name, with overrides; raise `JobFileError` for a bad override."""
     file = data.run(job_id).job_file
     if not file.exists():
         return _settings_in_row(data, job_id, overrides)
@@ -38,7 +38,7 @@ def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) ->
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
-    """Return a name that no other job has: `quick` becomes `quick-2`, and `quick-2` of `quick` becomes `quick-3`."""
+    """Return a name that no other job has: if `quick` is taken, `quick-2`, and if that is taken as well, `quick-3`."""
     names = set(taken)
     if name not in names:
         return name
@@ -50,14 +50,14 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 
 def _present_name(data: DataDir, job_id: int) -> str:
-    """Return the job's name, which may have changed since its launch; "" where the list of jobs does not know it."""
+    """Return the job's name, which may have changed since its launch; "" if the store has no such job."""
     with contextlib.suppress(UserError), existing(data, job_id) as control:
         return control.job(job_id).name
     return ""
 
 
 def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> AnyJob:
-    """Return the settings of a job whose folder was deleted, or never written as its launch was cut off."""
+    """Return the settings of a job whose folder was deleted, or never written because its launch was interrupted."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
     if not job.config:
@@ -68,9 +68,9 @@ def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> An
 
 
 def half_batch(job: AnyJob, devices: int) -> list[str]:
-    """Return overrides that halve the memory for activations on so many devices and leave the result what it is.
+    """Return overrides that halve the activation memory on this many devices without a change of the result.
 
-    Return [] where none do.
+    Return [] if there are none.
     """
     if isinstance(job, ExtractJob):
         half_tokens = job.extract.batch_tokens // 2
@@ -86,7 +86,7 @@ def half_batch(job: AnyJob, devices: int) -> list[str]:
 
 
 def grid(axes: Iterable[str]) -> list[list[str]]:
-    """Expand `sae.k=16,32` and `train.lr=1e-3,3e-4` to four sets of overrides; raise `JobFileError` for a wrong one."""
+    """Expand `sae.k=16,32` and `train.lr=1e-3,3e-4` to four sets of overrides; raise `JobFileError` for a bad axis."""
     columns = [_values(axis) for axis in axes]
     sets = [list(combination) for combination in itertools.product(*columns)]
     if len(sets) > MOST_AT_ONCE:

@@ -1,4 +1,4 @@
-"""A job file in the user's own editor, which has the terminal meanwhile."""
+"""Edits a job file in the user's own editor, which uses the terminal until it exits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stay
 
 
 def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Open a job file in the editor until it is right, and return its table; None where nothing was changed.
+    """Open a job file in the editor until it is valid, and return its table; return None if nothing was changed.
 
-    What is wrong stands in comments on top, as in `kubectl edit`. Raise `UserError` where the editor does not run, or
-    ends without a job file; what was written by then is kept in a file that the message names.
+    Comments at the top show the problems, as in `kubectl edit`. Raise `UserError` if the editor does not run, or if it
+    ends without a valid job file; the message then names a file that keeps the edited text.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:
@@ -67,14 +67,14 @@ def _read(file: Path) -> str:
 
 
 def _objections(error: JobFileError, file: Path) -> list[str]:
-    """Return every problem, its line counted as it will be below the comments."""
+    """Return every problem; line numbers take into account the comments that will be inserted above."""
     shift = len(error.problems) + 1
     messages = [str(problem).replace(str(file), "this file") for problem in error.problems]
     return [re.sub(r"at line (\d+)", lambda match: f"at line {int(match[1]) + shift}", one) for one in messages]
 
 
 def _with_comments(text: str, problems: Sequence[str]) -> str:
-    # Made printable: the file may be another user's, and an editor may show control characters as they are.
+    # Made printable: the file may come from another user, and an editor may pass control characters to the terminal.
     comments = [f"{_WRONG} {' '.join(printable(problem).split())}\n" for problem in problems]
     return "".join([*comments, f"{_REMEDY}\n", text]) if comments else text
 
@@ -87,7 +87,7 @@ def _without_comments(text: str) -> str:
 
 
 def _keep_text(written: str, first: str) -> str:
-    """Write the text to a file that stays; say that the form is unchanged, and where the text is."""
+    """Keep an edited text in a file; return a message that the form is unchanged, and where the text is."""
     if written == first:
         return "the form is as it was"
     handle, path = tempfile.mkstemp(prefix="sae-tui-job-", suffix=".toml")

@@ -1,4 +1,4 @@
-"""Writes the SAE of a job for other tools, by a process of the trainer's, since that needs torch."""
+"""Exports the SAE of a job for other tools, in a process of the trainer because that needs torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.contract.paths import DataDir, working_folder
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer of the trainer's export: the checkpoint, and the folder of its SAE, or of each SAE of a sweep.
+    """The trainer's answer to an export: the checkpoint, and the folder of the SAE, or of each SAE of a sweep.
 
-    `left_out` has the SAEs of a sweep that the format cannot hold, by label with the reason.
+    `left_out` lists the SAEs of a sweep that the format cannot hold: the reason by label.
     """
 
     checkpoint: str
@@ -31,9 +31,9 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def export_sae(
     data: DataDir, job_id: int, out: Path, arguments: Sequence[str], on_reached: OnReached | None = None
 ) -> Exported:
-    """Write the SAE of a job into a folder; `arguments` are further ones of the trainer's export.
+    """Export the SAE of a job into a folder; `arguments` are passed on to the trainer's export.
 
-    Raise `UserError` where that cannot be.
+    Raise `UserError` if that fails.
     """
     with existing(data, job_id) as control:
         control.job(job_id)

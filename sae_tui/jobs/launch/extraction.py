@@ -1,4 +1,4 @@
-"""What an extraction takes where it is to run, before it is launched."""
+"""Memory, disk space and time that an extraction needs, estimated before its launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.wording import duration, gibibytes, plural
 
 
 def needs(look: ExtractionOutlook) -> str:
-    """Return a line like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
+    """Return a text like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
     if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
         return "what it needs is not known: its model is not on this disk"
     time = duration(look.seconds)
@@ -21,7 +21,7 @@ def needs(look: ExtractionOutlook) -> str:
 
 
 def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
-    """Return a line like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
+    """Return a text like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
     where = plural(look.ranks, "GPU" if look.on_gpus else "CPU process")
     where = f"one model over {where}" if look.mode == SPREAD and look.on_gpus else where
     wide = "" if look.d_in is None else f", {look.d_in:,} wide"
@@ -30,7 +30,7 @@ def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
 
 
 def need(job: ExtractJob, look: ExtractionOutlook, room: Room, *, cuda: bool) -> Need | None:
-    """Return what it takes of its device, part by part, and what would fit; None where its model is not known."""
+    """Return the memory per rank by component, with remedies if `room` is too small; None if the model is unknown."""
     if look.memory is None:
         return None
     sharing = 1 if look.on_gpus else look.ranks

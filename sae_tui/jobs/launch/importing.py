@@ -1,4 +1,4 @@
-"""Takes an SAE of another tool in as a job that has not trained: to evaluate, compare, train on and export as any."""
+"""Imports the SAE of another tool as a job, which can be evaluated, compared, trained and exported like any other."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from trainer.contract.store.states import JobState
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """What the trainer says about an import: the format, the SAE as it is called here, and what to know about it.
+    """The trainer's answer to an import: the format, the architecture that the SAE has here, and notes for the user.
 
-    `check` has the figures on rows of the data, `warnings` the figures that cannot be right.
+    `check` has the metrics on rows of the data; `warnings` lists the metrics that cannot be right.
     """
 
     form: str
@@ -54,10 +54,10 @@ def import_sae(
     python: str = "",
     on_reached: OnReached | None = None,
 ) -> tuple[int, Imported]:
-    """Make a job of the SAE in a folder, with `activations` to evaluate and train it on; return its id.
+    """Create a job from the SAE in a folder, with `activations` for its evaluation and training; return id and answer.
 
-    `arguments` are further ones of the trainer's import, `python` the one that the job is to have. Raise
-    `UserError` where the SAE cannot be taken in; then there is no job.
+    `arguments` are passed on to the trainer's import; `python` is the Python of the new job. Raise `UserError` if the
+    SAE cannot be imported; no job is created then.
     """
     tags = as_tags(tags)
     named_python.refuse(python)
@@ -65,9 +65,9 @@ def import_sae(
     staged = data.root / "runs" / f".import-{os.urandom(8).hex()}"
     try:
         paths = ["--out", str(staged), "--data", str(activations)]
-        # It needs torch, and so a process.
+        # Runs in a process, because the import needs torch.
         words = [str(folder), *paths, *_settings(python), *arguments]
-        # It says itself which files it brings from the hub.
+        # Standard error shows the files that are downloaded from the hub.
         from_hub = not os.path.lexists(folder)
         imported = answer_of("import", words, Imported, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:
@@ -95,7 +95,7 @@ def import_sae(
 
 
 def _named(folder: Path) -> str:
-    """Return the absolute path of a folder, or the name on the hub that it is."""
+    """Return the absolute path of a folder that exists, or else the name of a repository on the hub unchanged."""
     return str(folder.absolute() if os.path.lexists(folder) else folder)
 
 
@@ -115,7 +115,7 @@ def _row(staged: RunPaths, note: str, gpu_source: str, tags: tuple[str, ...]) ->
 
 
 def _place(data: DataDir, staged: Path, job: Job, undo: contextlib.ExitStack) -> None:
-    """Move what was imported to where a job's files are; `undo` removes it from there."""
+    """Move the imported files to the job's folders; `undo` removes them from there."""
     run, output = data.run(job.id), data.sae(job.id)
     data.refuse_links(job.id)
     for source, target in ((staged / "sae", output), (staged, run.root)):

@@ -1,4 +1,4 @@
-"""What is wrong with stored activations, as `sae-train inspect` tells: it needs torch, and so a process."""
+"""Inspects stored activations with `sae-train inspect`, in a process because that needs torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainer.contract.settings.shards import inspect_shards
 
 POLL_S = 0.2
 
-# Of each file its path, size and time of change.
+# Path, size and modification time of each file.
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that is worth knowing of the data, and what to do about it; "" where nothing is to be done."""
+    """One finding about the data, and its remedy; "" if there is nothing to do."""
 
     severity: str
     sentence: str
@@ -31,7 +31,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Inspected(msgspec.Struct, frozen=True):
-    """What stored activations are like, by `n_looked_at` rows of them; `gamma` is ‖mean‖/‖std‖."""
+    """The properties of stored activations, measured on `n_looked_at` of their rows; `gamma` is ‖mean‖/‖std‖."""
 
     n_tokens: int
     d_in: int
@@ -44,7 +44,7 @@ class Inspected(msgspec.Struct, frozen=True):
 
 
 class Inspections:
-    """Inspects data, each state of its files once."""
+    """Inspects data, and keeps each result until the files change."""
 
     def __init__(self, command: Sequence[str] = ()) -> None:
         self._command = command
@@ -53,9 +53,9 @@ class Inspections:
     def inspect(
         self, place: str, is_over: Callable[[], bool] = lambda: False, python: str | None = None
     ) -> Inspected | None:
-        """Return what the activations at `place` are like; None where it `is_over` before that is known.
+        """Return the properties of the activations at `place`; None if `is_over` becomes true before they are known.
 
-        By another Python where one is named. Raise `UserError` where they cannot be read.
+        `python` is the interpreter to use instead of the app's. Raise `UserError` if the activations cannot be read.
         """
         place = os.path.abspath(place)
         fingerprint = fingerprint_of(Path(place))
@@ -70,13 +70,16 @@ class Inspections:
 
 
 def fingerprint_of(place: Path) -> Fingerprint:
-    """Return what changes with the files of a folder of shards; raise `JobFileError` where it is none."""
+    """Return a value that changes whenever a file of this folder of shards changes.
+
+    Raise `JobFileError` if the folder contains no valid shards.
+    """
     files = [shard.file for shard in inspect_shards(place).shards]
     return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
 
 
 def _run(argv: Sequence[str], is_over: Callable[[], bool], variables: Mapping[str, str]) -> Inspected | None:
-    # On the CPU: GPUs are not taken for a look.
+    # On the CPU: an inspection reserves no GPU.
     environment = {**variables, **hide_all()}
     with subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment
@@ -93,7 +96,7 @@ def _run(argv: Sequence[str], is_over: Callable[[], bool], variables: Mapping[st
 
 
 def _understood(code: int, told: bytes, errors: bytes) -> Inspected:
-    """Return the answer of the command, which ends with 1 too where the data is bad."""
+    """Return the command's answer; the command also answers when it reports bad data by exit code 1."""
     if reason := told_failure(told):
         raise UserError(reason)
     if told:

@@ -1,4 +1,4 @@
-"""A job being filled in: from a form's values to a checked job and the line that sums it up."""
+"""Turns the values of a launch form into a checked job and a one-line summary."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, sectio
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
-# What the list of GPUs decides, so that the form leaves it out.
+# The list of GPUs decides this setting, so the form leaves it out.
 _BY_PICKER = "launch.gpus"
-# Settings without effect beside another one.
+# Settings that have no effect if the other setting is given.
 _OVERRIDES = {
     "sae.expansion_factor": "sae.d_sae",
     "train.n_tokens": "train.n_steps",
@@ -53,9 +53,9 @@ _OVERRIDES = {
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What has been entered: values by path, what is wrong with the others, and `launch.gpus`.
+    """The user's input: valid values by path, messages about invalid values by path, and `launch.gpus`.
 
-    The values hold a `kind` of job where that is not a training.
+    `values` contains the `kind` of job unless it is a training.
     """
 
     values: dict[str, Any]
@@ -64,20 +64,20 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Review(msgspec.Struct, frozen=True):
-    """The checked draft: a job where nothing is wrong, and what to say about it."""
+    """The result of checking a draft: the job if it is valid, and the messages about it."""
 
     job: AnyJob | None = None
     problems: tuple[Problem, ...] = ()
     summary: str = ""
     needed_bytes: int = 0
     need: Need | None = None
-    # Which memory of a GPU the job would have to wait for, in words.
+    # The GPU memory that the job would have to wait for, in words.
     lack: str = ""
-    # The width of the rows of a training.
+    # Width of the rows that a training reads.
     d_in: int | None = None
-    # Why no job at all can be launched here; a job file can be written all the same.
+    # Why no job can be launched here; a job file can still be written.
     refusal: str = ""
-    # Whether the Python that is to train has not answered yet what it has.
+    # True until the Python of the job has reported its packages.
     is_asking: bool = False
 
     @property
@@ -90,7 +90,7 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def question(self) -> str:
-        """What to ask before the launch; nothing where nothing is to be warned of."""
+        """The question to ask before the launch; "" if there are no warnings."""
         others = [str(problem) for problem in self.warnings if not self.lack or self.lack not in problem.message]
         if self.lack:
             return "\n\n".join([*others, f"{self.lack}. Launch, and wait until it is free?"])
@@ -110,7 +110,7 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def told(self) -> list[str]:
-        """The summary and below it every problem, errors first."""
+        """The summary, followed by every problem, errors first."""
         refusal = [f"✗ {self.refusal}"] if self.refusal else []
         lines = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
         return ([self.summary] if self.summary else []) + refusal + lines
@@ -127,7 +127,8 @@ def review(
 ) -> Review:
     """Check a draft against this machine; reads the headers of the activation shards, or of the language model.
 
-    A Python that it names is asked what it has; with `when_known` that is not waited for, but called once it is known.
+    If the draft names a Python, that Python is run once to list its packages. With `when_known` the review does not
+    wait for the list, and calls `when_known` when the list is there.
     """
     python = candidate.values.get(environment.SETTING)
     if not isinstance(python, str) or not python:
@@ -163,7 +164,7 @@ def _review(
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
-        # The rest of the form is checked against defaults, whose warnings would be about nothing that was typed.
+        # Defaults stand in for invalid values, so warnings could be about values that the user did not type.
         return Review(None, tuple(problems))
     if candidate.gpus == []:
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
@@ -185,7 +186,7 @@ def _review(
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = room(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = need(look, job, shape, free, device=device, past=past)
-    # Even for a job on the CPU, the list of GPUs shows what it would need on one.
+    # The list of GPUs shows the need on a GPU even if the job runs on the CPU.
     beside = (
         look if look.on_gpus or not choices else expected_outlook(job.replace("launch", gpus="auto"), shape, here, past)
     )
@@ -216,7 +217,7 @@ def _review_extraction(
 
 
 def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> Room:
-    """Return the free memory of what is chosen; an empty `Room` for machines elsewhere, of which nothing is known."""
+    """Return the free memory of the chosen devices; an empty `Room` for a cluster, whose memory is unknown."""
     if elsewhere:
         return Room()
     on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
@@ -224,7 +225,7 @@ def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool
 
 
 def _n_gpus(gpus: list[int] | str) -> int:
-    """Return how many GPUs are chosen, named ones or any; 0 on the CPU."""
+    """Return how many GPUs are chosen, whether by index or by count; 0 for the CPU."""
     if isinstance(gpus, list):
         return len(gpus)
     word, _, count = gpus.partition(":")
@@ -232,7 +233,7 @@ def _n_gpus(gpus: list[int] | str) -> int:
 
 
 def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
-    """Return the cards that a job takes; for any GPUs, those that it would take now."""
+    """Return the GPUs that a job takes; for a job that takes any, return the GPUs that it would take now."""
     if isinstance(gpus, list):
         return gpus
     usable = [choice for choice in choices if choice.state != "unhealthy"]
@@ -241,9 +242,9 @@ def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
 
 
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
-    """Return every setting of the form, with its path and its closed list of words.
+    """Return the path, the definition and the allowed words of every setting of the form.
 
-    The kind of job and the values that choose a set of knobs decide which settings there are.
+    The settings depend on the kind of job and on choices such as the architecture.
     """
     kind = kind_of(values)
     (name,) = knobs_of(ExtractJob if kind == ExtractJob.kind else JobConfig)
@@ -257,12 +258,15 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, .
 
 
 def kind_of(values: Mapping[str, Any]) -> str:
-    """Return the kind of job that values by path describe."""
+    """Return the kind of job that these values describe."""
     return str(values.get("kind", JobConfig.kind))
 
 
 def chosen_knobs(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
-    """Return the sets of knobs that decide which settings there are; several of a section where it is a sweep."""
+    """Return the classes that define the settings: first a list of all sections, then a list per section with choices.
+
+    Such a list contains the class of the chosen entry, such as the architecture, or several classes for a sweep.
+    """
     kind = kind_of(values)
     of_entries = [
         [registry[word].knobs for word in _chosen(section, values) if word in registry]
@@ -273,7 +277,7 @@ def chosen_knobs(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the words chosen for a section, or else its default; [] where it has no such choice."""
+    """Return the words chosen for a section, or its default; [] if the section has no such choice."""
     if section not in CHOSEN:
         return []
     field = CHOSEN[section][0]
@@ -293,7 +297,7 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_job_table(path: Path) -> dict[str, Any]:
-    """Read a job file, completed by the defaults; raise `JobFileError` with every problem."""
+    """Read a job file and complete it with defaults; raise `JobFileError` with every problem."""
     judged = Judged(pipes=True)
     job, problems = job_file.parse_any(job_file.read_toml(path, judged), job_file.bases_of(path))
     if job is None:
@@ -317,22 +321,22 @@ def question_about(code: Sequence[consent.Code], path: Path) -> str:
 
 
 def _beside(job_file: Path, where: str) -> str:
-    """Return a path of a job file as a form takes it: made whole where it is there only beside that file."""
+    """Return a path of a job file for use in a form: absolute if it exists only relative to the job file's folder."""
     beside = (working_folder() / job_file).parent / where
-    # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
+    # For a folder that cannot be searched, os.path.exists returns False, but Path.exists raises.
     is_there_only = os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases())
     return str(beside) if is_there_only else where
 
 
 def _paths_read(job: AnyJob) -> list[tuple[str, str]]:
-    """Return section and name of the settings that lead to what a job reads."""
+    """Return (section, name) of each setting that holds a path to the job's input."""
     if isinstance(job, ExtractJob):
         return [("model", "path"), ("text", "path")]
     return [("data", name) for name in job.data.knobs.paths]
 
 
 def each_alone(job: AnyJob) -> list[AnyJob]:
-    """Return the SAEs of a sweep as jobs of their own, told apart by name; any other job alone."""
+    """Return one separately named job per SAE of a sweep; return any other job unchanged."""
     if isinstance(job, ExtractJob) or not job.sweep:
         return [job]
     named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in job_file.members(job)}
@@ -340,7 +344,7 @@ def each_alone(job: AnyJob) -> list[AnyJob]:
 
 
 def as_text(candidate: Draft, typed: dict[str, str]) -> str:
-    """Write a draft as a job file as far as it goes: what is wrong stands in it as it was typed."""
+    """Write a draft as a job file, complete or not; invalid values appear as the user typed them."""
     import tomli_w
 
     table = _table(msgspec.structs.replace(candidate, values=candidate.values | typed))
@@ -348,7 +352,7 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
 
 
 def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
-    """Return what overridden settings come to: `4.0 (from d_sae)`, without the number where it is not known."""
+    """Return the effective values of overridden settings: `4.0 (from d_sae)`, without the number if it is unknown."""
     return {
         path: f"{_comes_to(path, reviewed)}(from {by.rpartition('.')[2]})"
         for path, by in _OVERRIDES.items()
@@ -369,7 +373,7 @@ def _comes_to(path: str, reviewed: Review) -> str:
 
 
 def write_job(path: Path, job: AnyJob) -> None:
-    """Write a job file; raises `UserError` where that fails."""
+    """Write a job file; raise `UserError` if that fails."""
     try:
         path.write_text(job_file.dump_job(job), encoding="utf-8")
     except OSError as error:
@@ -382,17 +386,17 @@ def presets() -> list[Path]:
 
 
 def default_preset() -> Path:
-    """Return the job file that the form starts from: it trains within a minute on anything."""
+    """Return the job file that the form starts from: it trains within a minute on any machine."""
     return shipped_data() / "presets" / "quick.toml"
 
 
 def extraction_preset() -> Path:
-    """Return the job file that the form of an extraction starts from."""
+    """Return the job file that the form for an extraction starts from."""
     return shipped_data() / "presets" / "extract.toml"
 
 
 def data_bases() -> list[Path]:
-    """Return where a relative data path may start: the working directory, or the folder that holds `data/`."""
+    """Return the bases of relative data paths: the working directory, and the folder that contains `data/`."""
     return [working_folder(), shipped_data().parent]
 
 

@@ -1,4 +1,4 @@
-"""The launch form as it was left: kept on disk while it is filled in, so that no end of the app loses it."""
+"""Saves the launch form to disk while the user fills it in, so that its values survive an exit or crash of the app."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from trainer.contract.paths import DataDir
 
 
 class KeptDraft:
-    """What one form leaves on disk: what a person has changed in it, until that is launched, replaced or taken back."""
+    """The draft file of one form: it holds the user's changes until they are launched, replaced or undone."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
-        # Of which kind of job what is on disk is; None where this form has nothing there.
+        # The kind of job of the draft file; None if this form has none.
         self._kind: str | None = None
-        # Whether the form was filled from what another one has left.
+        # Whether the form was filled from the draft file of an earlier form.
         self.is_left = False
 
     def note_filled(self, path: Path, kind: str) -> None:
-        """Note that the form was filled from a job file, which may be a draft that was left."""
+        """Note that the form was filled from a job file, which may be the draft file of an earlier form."""
         self.is_left = path == file_of(self._data, kind)
         if self.is_left:
             self._kind = kind
 
     def follow(self, draft: Draft, *, is_changed: bool) -> None:
-        """Write what is right in the form as it is now, or forget what it had on disk."""
+        """Save the valid values of the form, or delete its draft file if they are no longer needed."""
         kind = kind_of(draft.values)
         if self._kind and (self._kind != kind or not (is_changed or self.is_left)):
             drop(self._data, self._kind)
@@ -41,7 +41,7 @@ class KeptDraft:
 
 
 def keep(data: DataDir, draft: Draft) -> None:
-    """Write what is right in a draft; where that fails, the form on the screen is all there is."""
+    """Save the valid values of a draft; if that fails, only the form on the screen holds them."""
     with contextlib.suppress(OSError, UserError):
         if not data.root.exists():
             data.create()
@@ -49,17 +49,17 @@ def keep(data: DataDir, draft: Draft) -> None:
 
 
 def drop(data: DataDir, kind: str) -> None:
-    """Forget the draft of a kind of job, which was launched or taken back."""
+    """Delete the draft file for a kind of job, after a launch or an undo."""
     with contextlib.suppress(OSError):
         file_of(data, kind).unlink(missing_ok=True)
 
 
 def kept(data: DataDir, kind: str) -> Path | None:
-    """Return the draft of a kind of job that was left; None where there is none, or none that can be read any more."""
+    """Return the draft file for a kind of job; None if there is none or if it cannot be read."""
     file = file_of(data, kind)
     with contextlib.suppress(OSError, UserError):
         status = file.lstat()
-        # In a folder that a group shares others may have put something there.
+        # Another user may have put a file into a folder that a group shares.
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
             read_job_table(file)
             return file
@@ -67,5 +67,5 @@ def kept(data: DataDir, kind: str) -> Path | None:
 
 
 def file_of(data: DataDir, kind: str) -> Path:
-    """Return where the draft of a kind of job is kept, for each of those who share the folder."""
+    """Return the path of the draft file for a kind of job; users who share a folder have separate files."""
     return data.root / f"draft-{kind}-{os.getuid()}.toml"

@@ -1,4 +1,4 @@
-"""What became of jobs that were just launched: started, or waiting and for what."""
+"""Reports whether jobs that were just launched have started, or why they wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import ACTIVE, JobState
 
-# A supervisor has read the cards within a second, on a busy machine within three.
+# A supervisor reads the GPUs within 1 s, on a busy machine within 3 s.
 KNOWN_WITHIN_S = 3.0
 POLL_S = 0.1
 
@@ -21,9 +21,9 @@ POLL_S = 0.1
 def describe_launch(
     data: DataDir, job_ids: Sequence[int], *, is_over: Callable[[], bool] = lambda: False, but: str = ""
 ) -> str:
-    """Return the sentence for whoever launched the jobs; wait up to 3 s until it is known, unless it `is_over`.
+    """Return a message about the launched jobs; wait for their state for up to 3 s, or until `is_over` becomes true.
 
-    `but` is said in place of the promise that they keep running.
+    `but` replaces the promise that the jobs keep running.
     """
     deadline = time.monotonic() + KNOWN_WITHIN_S
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:

@@ -64,10 +64,9 @@ def launch(
 ) -> int:
     """Record the job, start its supervisor and return its id at once.
 
-    The job comes after the jobs of `after`, and waits for its release with `hold`. Raise `JobFileError` where the job
-    cannot run, before anything is written, and `UserError` where it cannot be recorded, as on a full disk, and then
-    there is no job. Raise `UserError` also where the supervisor does not start; the job is then `failed` with that
-    reason.
+    The job waits for the jobs of `after`, and with `hold` until it is released. Raise `JobFileError` if the job cannot
+    run; nothing has been written then. Raise `UserError` if it cannot be recorded, for example on a full disk; there is
+    no job then. Raise `UserError` also if the supervisor does not start; the job is then `failed` for that reason.
     """
     job = with_whole_python(with_paths(job, [working_folder()]))
     after, tags = tuple(after), as_tags(tags)
@@ -108,7 +107,7 @@ def launch(
 
 
 def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
-    """Return the job with the path of its Python made whole, or with another one if it leaves that open."""
+    """Return the job with an absolute path of its Python, or with `otherwise` if it names none."""
     python = otherwise if job.launch.python is None else job.launch.python
     if not python:
         return job
@@ -116,7 +115,7 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
-    """Launch jobs one after the other and return their ids; a `UserError` on the way names those already launched."""
+    """Launch jobs one by one and return their ids; if one fails, the `UserError` names the jobs that were launched."""
     launched: list[int] = []
     for job, placement in jobs:
         try:
@@ -130,7 +129,7 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **option
 
 
 def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Start) -> None:
-    """Write the files that a supervisor needs of a queued job, and start one."""
+    """Write the files that the supervisor of a queued job needs, and start the supervisor."""
 
     def write_and_start(data: DataDir, job_id: int) -> None:
         data.refuse_links(job_id)
@@ -148,7 +147,7 @@ def _write_files(data: DataDir, row: Job, job: AnyJob) -> None:
 
 
 def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
-    """Start a job; raise `UserError` if that fails, which the job's row then says."""
+    """Start a job; if that fails, record the reason in the job's row and raise `UserError`."""
     try:
         start(data, job_id)
     except (UserError, OSError) as error:
@@ -158,8 +157,8 @@ def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
 
 
 def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` if a job file that others may write (`distrust`) sets code to run or sbatch options."""
-    # Checked for a local job as well, which would write them into a file of ours: its next resume may be by SLURM.
+    """Raise `JobFileError` if a job file that others can write (`distrust`) sets code to run or sbatch options."""
+    # Also checked for a local job: its options are copied into our own job file, and its next resume may use SLURM.
     table = to_table(job)
     refusals = refused(table, Consent(overrides=tuple(overrides)))
     if job.launch.sbatch_options and not sets(overrides, SBATCH):
@@ -169,7 +168,7 @@ def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str
 
 
 def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-    """Return the columns of a job's row that follow from its settings and from where it is to run."""
+    """Return the columns of a job's row that follow from its settings and its placement."""
     own = _of_extraction(job, placement) if isinstance(job, ExtractJob) else _of_training(data, job, placement, past)
     return own | {
         "config": dump_job(job),
@@ -189,7 +188,7 @@ def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[J
 
 def _of_extraction(job: ExtractJob, placement: Placement) -> dict[str, Any]:
     fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
-    # One that goes on where it was keeps what was estimated then.
+    # A resumed job without a new outlook keeps its earlier estimates.
     if isinstance(look := placement.look, ExtractionOutlook):
         fields |= {
             "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
@@ -220,14 +219,17 @@ def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iter
 
 
 def visible_devices(placement: Placement, gpu_source: str) -> str | None:
-    """Return the variable that hides GPUs from a job as it is now; None for a job without GPUs that it could hide."""
+    """Return the GPUs that the environment leaves visible, as in `CUDA_VISIBLE_DEVICES`.
+
+    Return None if it hides none, or if the job uses no GPUs.
+    """
     vendor = VENDORS.get(placement.vendor or resolve(gpu_source))
     wants_cards = placement.device == "cuda" or placement.gpus_wanted
     return vendor.visible_devices() if vendor and wants_cards else None
 
 
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
-    """Return the outlook of a job on cards of which no more is known than what it had of them before."""
+    """Return the outlook of a job on GPUs that are known only by the memory that the job needed on each before."""
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
     memory_of = "" if on_gpus else None
@@ -236,7 +238,7 @@ def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placemen
 
 
 def _machine_of(data: DataDir, placement: Placement, promises: Promises) -> Machine:
-    """Return the machine for the checks of a job: only its own GPUs, whose checks were made when it was placed."""
+    """Return the machine for the checks of a job: only the job's GPUs, which were checked at its placement."""
     indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
     gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
     return Machine(gpus, os.cpu_count() or 1, data.root, promises=promises)

@@ -1,4 +1,4 @@
-"""What a job takes of a device's memory: estimated, measured in a job of the same shape, and what would make it fit."""
+"""Memory that a job needs: the estimate, the peak of a job of the same shape, and settings that would make it fit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
-# What is measured is not quite what is estimated: PyTorch does not count the CUDA context, and the size of a process
-# counts Python and PyTorch themselves.
+# Measured and estimated bytes differ: PyTorch does not count the CUDA context, and the size of a process includes
+# Python and PyTorch.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """The most that a rank of a finished job took: reserved on a GPU ("cuda"), or held by a process ("cpu")."""
+    """The peak memory of a rank of a finished job: reserved on a GPU ("cuda"), or the size of a process ("cpu")."""
 
     job_id: int
     peak_bytes: int
@@ -43,30 +43,30 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """Free memory where a job is to run, of the fullest GPU or of the machine; None where it is unknown."""
+    """Free memory for a job: that of the fullest GPU or of the machine; None if it is unknown."""
 
     free_bytes: int | None = None
     where: str = ""
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What each rank of a job takes. On the CPU, all `sharing` of them take it of the same memory."""
+    """Memory that each rank of a job needs; on the CPU, all `sharing` ranks share the memory of the machine."""
 
     parts: Memory
     sharing: int = 1
     measured: Measured | None = None
     remedies: tuple[str, ...] = ()
-    # What makes it fit where there are no remedies.
+    # Advice to show if there are no remedies.
     otherwise: str = "a smaller batch_size or d_sae"
-    # Whether it lacked memory when the remedies were looked for.
+    # Whether too little memory was free when the remedies were computed.
     judged_lacking: bool = False
-    # What was measured, where that counts rather than the estimate.
+    # The outlook's bytes, which replace the sum of `parts` because they may be measured.
     taken_bytes: int | None = None
     on_gpus: bool = True
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes that each rank takes: the number that the queue waits for, and that is shown everywhere."""
+        """Bytes that each rank needs; the queue waits for this number, and all views show it."""
         return self.taken_bytes or self.parts.total
 
     @property
@@ -74,22 +74,22 @@ class Need(msgspec.Struct, frozen=True):
         return self.measured.peak_bytes if self.measured else None
 
     def lacks(self, room: Room) -> bool:
-        """Tell whether there is less memory than the job takes, as far as that is known."""
+        """Return whether less memory is free than the job needs; False if the free memory is unknown."""
         return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
 
 
 def outlook_here(job: AnyJob, machine: Machine, past: Iterable[Job] = ()) -> AnyOutlook:
-    """Return the outlook of a job of any kind on this machine; raise `JobFileError` where its data cannot be read."""
+    """Return the outlook of a job of any kind on this machine; raise `JobFileError` if its data cannot be read."""
     if isinstance(job, ExtractJob):
         return outlook_of(job, machine)
     return expected_outlook(job, job.data_shape(machine.promises), machine, past)
 
 
 def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:
-    """Return the outlook of a job on this machine, with what finished jobs of its shape took of a GPU."""
+    """Return the outlook of a job on this machine, with the GPU memory that finished jobs of its shape used."""
     look = outlook_on(job, data, machine)
     if not look.on_gpus or not machine.cuda:
-        # The size of a process says nothing of a card.
+        # The size of a process does not predict GPU memory.
         return look
     past_peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
     beside = memory.outside_pytorch(look.settled.held)
@@ -98,9 +98,9 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
 
 
 def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: str, past: Iterable[Job] = ()) -> Need:
-    """Return what each rank takes, part by part, and remedies where `room` is too small.
+    """Return the memory that each rank needs, by component, and remedies if `room` is too small.
 
-    `device` is where the ranks run, the CPU where GPUs are simulated.
+    `device` is the device of the ranks, "cpu" for simulated GPUs.
     """
     takes = Need(
         look.fullest,
@@ -116,7 +116,7 @@ def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: 
 
 
 def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> Room:
-    """Return the free memory of the fullest of some GPUs; those that do not tell their memory are left out."""
+    """Return the free memory of the fullest of these GPUs; GPUs that do not report their memory are ignored."""
     free = [
         (choice.memory_free_bytes, f"GPU {choice.index}")
         for choice in choices
@@ -126,12 +126,12 @@ def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> Room:
 
 
 def room_on_cpu() -> Room:
-    """Return the memory that this machine could give to new processes without swapping."""
+    """Return the memory that this machine can give to new processes without swapping."""
     return Room(machine_memory().available_bytes, "this machine")
 
 
 def memory_of_host() -> HostRoom:
-    """Return this machine's memory for processes on the CPU: what it could give without swapping, and has in all."""
+    """Return this machine's memory for processes on the CPU: available without swapping, and total."""
     memory = machine_memory()
     return HostRoom(memory.available_bytes, memory.total_bytes)
 
@@ -139,7 +139,7 @@ def memory_of_host() -> HostRoom:
 def measured_peak(
     job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
 ) -> Measured | None:
-    """Return the peak of the newest finished job of the same shape and mode; `past` holds jobs, newest first."""
+    """Return the peak of the newest finished job of the same shape and mode; `past` is sorted newest first."""
     alike = of_same_shape(job, data, devices, mode, device, past)
     return next(
         (Measured(done.id, done.peak_memory_bytes, device) for done in alike if done.peak_memory_bytes is not None),
@@ -150,7 +150,7 @@ def measured_peak(
 def of_same_shape(
     job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
 ) -> Iterator[Job]:
-    """Yield the finished jobs on such a device whose steps take the same memory and work, in the order of `past`."""
+    """Yield the finished jobs on this type of device whose steps need the same memory and work, in the given order."""
     wanted = None
     for done in past:
         if done.state != JobState.FINISHED or done.d_in is None:
@@ -158,14 +158,14 @@ def of_same_shape(
         same_place = (done.device, done.world_size, done.mode) == (device, devices, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        # How many rows a job had is not recorded, and only decides how many of them are held out.
+        # The number of rows is not recorded, and only determines how many rows are held out.
         wanted = wanted or _shape(job, data._replace(n_tokens=0), devices, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, devices, mode, device) == wanted:
             yield done
 
 
 def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str) -> tuple[Any, ...]:
-    """Return all that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
+    """Return everything that determines memory: the estimate, and the settings whose effect it may misjudge."""
     asked = job.parallel, model_gpus_of(job)
     work = Workload(job.replace("parallel", mode=mode), ranks_of(job, devices), data, CPU if device == "cpu" else "")
     saes = [
@@ -179,6 +179,6 @@ def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str
 def _recorded_shape(
     config: str, d_in: int, d_out: int | None, devices: int, mode: str, device: str
 ) -> tuple[Any, ...] | None:
-    """Return the shape of a job file as it was stored; None where this version cannot read it."""
+    """Return the shape of a stored job file; None if this version cannot read it."""
     job, _ = parse_job(table_of(config))
     return _shape(job, DataShape(d_in, d_out, 0), devices, mode, device) if job else None

@@ -1,4 +1,4 @@
-"""Where a job runs: which GPUs suit it best, and what `launch.gpus` stands for on this machine."""
+"""Decides where a job runs: recommends GPUs, and resolves `launch.gpus` on this machine."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.store.rows import Device, Job
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
-# SAEs of a sweep that are named in one line.
+# The most SAEs of a sweep that a summary names.
 MOST_SHOWN = 6
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """The GPUs to take, best first, a sentence per GPU, and why there are fewer than asked for."""
+    """The recommended GPUs, best first, a reason for each GPU, and why there are fewer than requested."""
 
     gpus: tuple[int, ...]
     memory_required: int
@@ -49,20 +49,20 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a job runs, on `world_size` devices; on simulated GPUs the device is the CPU, but the GPUs are leased.
+    """The devices of a job, `world_size` of them. On simulated GPUs the device is the CPU, but the GPUs are leased.
 
-    With `any_gpus` the job takes so many, whichever can be had first. Those that a cluster chooses are none of this
-    machine's.
+    With `any_gpus` the job takes the first `world_size` GPUs that become free. For a job on a cluster `gpus` is empty.
     """
 
     device: Device
     gpus: tuple[tuple[int, str], ...]
     world_size: int
     any_gpus: bool = False
-    # The job's outlook there; for a job that only goes on, the memory it had of each card before.
+    # The job's outlook on these devices. A job resumed in its old place has none, only the memory that it needed on
+    # each GPU before (`had_bytes`).
     look: AnyOutlook | None = None
     had_bytes: int | None = None
-    # Whose GPUs they are, where the machine has those of several vendors.
+    # The vendor of the GPUs; "" if it is unknown.
     vendor: str = ""
 
     @property
@@ -71,10 +71,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
-    """Recommend up to `count` GPUs that are free, readable and large enough, the one with most free memory first.
-
-    They are of one vendor.
-    """
+    """Recommend up to `count` GPUs of one vendor that are free, readable and large enough, most free memory first."""
     reasons, usable = {}, []
     for choice in choices:
         alone = "a slice of a card, which runs a job alone" if count > 1 and is_slice(choice.uuid) else ""
@@ -88,7 +85,7 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 
 
 def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
-    """Return those of the vendor that PyTorch is built for, or else of the one with the most of `count` GPUs."""
+    """Return the GPUs of the vendor that PyTorch is built for, or else of the vendor with the most of `count` GPUs."""
     by_vendor: dict[str, list[GpuChoice]] = {}
     for choice in choices:
         by_vendor.setdefault(choice.vendor, []).append(choice)
@@ -110,7 +107,7 @@ def place(
     past: Iterable[Job] = (),
     promises: Promises = NO_PROMISES,
 ) -> Placement:
-    """Resolve `launch.gpus` on this machine; raise `JobFileError` naming what asks for more than can ever be had."""
+    """Resolve `launch.gpus` on this machine; raise `JobFileError` naming a request that can never be met."""
     placement = _resolve(job, choices, source_cuda, multi_gpu_enabled)
     look = outlook_here(job, _machine(choices, source_cuda, speeds, promises), past)
     if fatal := errors(memory_problems(look, job)):
@@ -142,7 +139,7 @@ def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi
 
 
 def _one_vendor(choices: Sequence[GpuChoice]) -> str:
-    """Return the vendor of all these GPUs, "" where it is not marked; raise `JobFileError` if there are several."""
+    """Return the vendor of all these GPUs, "" if it is unknown; raise `JobFileError` if there are several."""
     if message := refusal_of_mixture((choice.index, choice.vendor) for choice in choices):
         raise _refusal(message)
     return next((choice.vendor for choice in choices), "")
@@ -156,7 +153,7 @@ def machine(
     host: Room | None = None,
     promises: Promises = NO_PROMISES,
 ) -> Machine:
-    """Return this machine as the checks of a job see it; `cuda`: whether jobs run CUDA on its GPUs."""
+    """Return this machine as input for the checks of a job; `cuda` says whether jobs can use CUDA on its GPUs."""
     return msgspec.structs.replace(
         _machine(choices, cuda, read_box(data.box_file), promises),
         output_root=data.root,
@@ -183,9 +180,9 @@ def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box, promises: Pr
 
 
 def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
-    """Write `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it any sweep.
+    """Return `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
 
-    The time is that of a finished job on such a device, or else that of the model.
+    A sweep is listed first. The time is measured in a finished job on the same type of device, or else estimated.
     """
     devices, work = look.devices, look.settled.work
     where = plural(devices, "GPU" if look.on_gpus else "CPU process")
@@ -206,9 +203,9 @@ def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterab
 
 
 def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[Job]) -> tuple[float, bool]:
-    """Return the seconds that the steps of a job take, and whether a finished job of its shape has told them.
+    """Return the seconds that the steps of a job take, and whether they were measured in a finished job of its shape.
 
-    Otherwise they are those of the model.
+    Otherwise they are estimated.
     """
     work = look.settled.work
     alike = of_same_shape(job, work.shape, look.devices, look.mode, device, past)
@@ -218,16 +215,16 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
 
 
 def _factors(work: Workload) -> list[int]:
-    """Return the factors of an effective batch but 1: tokens, micro-batches, ranks with tokens of their own.
+    """Return the factors of an effective batch except 1: tokens, micro-batches, data-parallel ranks.
 
-    Return [] where they do not multiply to the batch.
+    Return [] if their product is not the batch.
     """
     factors = (work.micro_batch, work.micro_batches, work.data_ranks)
     return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
 
 
 def _sweep(job: JobConfig) -> str:
-    """Return `3 SAEs: k=16, k=32, k=64`; of more than 6 SAEs the first 5 only."""
+    """Return `3 SAEs: k=16, k=32, k=64`; of more than 6 SAEs only the first 5."""
     labels = [label.replace(",", " ") for label in members(job)]
     shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
     return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
@@ -248,7 +245,7 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
 
 
 def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """Return the GPUs of these indices, busy ones included: the job then waits for them, or shares where it is to."""
+    """Return the GPUs with these indices, including busy GPUs: the job waits for them, or shares them if it may."""
     gpu_by_index = {choice.index: choice for choice in choices}
     missing = [index for index in indices if index not in gpu_by_index]
     if missing:
@@ -261,7 +258,7 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
 
 
 def _refuse_too_many(choices: Sequence[GpuChoice], job: AnyJob) -> None:
-    """Raise `JobFileError` where too few GPUs can be used; busy ones count, since the job waits for them."""
+    """Raise `JobFileError` if too few GPUs are usable; busy GPUs count, since the job waits for them."""
     count = wanted_devices(job)
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')

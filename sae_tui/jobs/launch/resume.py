@@ -43,29 +43,29 @@ from trainer.contract.trust import distrust_of_file
 from trainer.contract.wording import join_words
 
 Place = Callable[[AnyJob], Placement]
-# What decides where a job runs, and on how many ranks.
+# The settings that decide where a job runs, and on how many ranks.
 _PLACE = ("launch.gpus", "launch.backend", "launch.nodes", "data.model_gpus")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a resume comes to: the job as it is resumed, where, and what to be told of."""
+    """The plan of a resume: the job, where it runs, and notes for the user."""
 
     config: AnyJob
     placement: Placement
     step: int
     notes: tuple[str, ...] = ()
-    # What a step is.
+    # The unit of `step`: "step" of a training, or "row" of an extraction.
     counts: str = "step"
-    # That of an SAE which was trained elsewhere is of step 0.
+    # Cannot be derived from `step`: the checkpoint of an imported SAE has step 0.
     has_checkpoint: bool = True
-    # The last step of a training that has a checkpoint.
+    # The total number of steps; only for a training that has a checkpoint.
     total_steps: int | None = None
-    # Why a job that never began does not start yet: `it is held until it is released`.
+    # Why a job that never ran does not start yet: `is held until it is released`.
     waits: str = ""
 
     @property
     def sentence(self) -> str:
-        """`resumes from step 501`: what follows "job 5"."""
+        """The predicate that follows "job 5": `resumes from step 501`."""
         if self.counts == "row":
             begins = f"starts from the first row: {NO_SHARD}"
             return f"resumes after the {self.step:,} rows of its whole shards" if self.step else begins
@@ -85,11 +85,11 @@ def resume(
     start: Start | None = None,
     finish: bool = False,
 ) -> Plan:
-    """Put the job back into the queue; `place` finds GPUs where others are asked for.
+    """Put the job back into the queue; `place` chooses its GPUs if the overrides request others.
 
-    With `finish` it cools down from the step where it resumes, and ends as finished.
+    With `finish` the job cools down from the step where it resumes, and ends as finished.
 
-    Raise `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
+    Raise `JobFileError` naming a setting that cannot change, and `UserError` if there is nothing to resume.
     """
     reconcile_and_revive(data)
     with existing(data, job_id) as control:
@@ -110,13 +110,13 @@ def resume(
         _keep_last_word(data, job)
         fields["visible_devices"] = visible_devices(plan.placement, job.gpu_source)
         if not sets(overrides, "launch.priority"):
-            # It may have been given another since it was launched.
+            # The priority may have been changed after the launch.
             fields["priority"] = job.priority
         if plan.total_steps:
             fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": job.held, "after": job.after}
         fields |= {"supervisor_pid": None, "supervisor_start": None}
-        # The supervisor runs on the host of the resume; only that host can tell whether it lives.
+        # The supervisor runs on the host of the resume; only that host can check whether it is alive.
         fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by somebody else; see `sae-tui job {job_id}`")
@@ -128,7 +128,7 @@ def resume(
 
 
 def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
-    """Check everything before anything is changed, and return what the resume comes to."""
+    """Check everything before any change, and return the plan of the resume."""
     paths = data.run(job.id)
     data.refuse_links(job.id)
     if not paths.job_file.exists():
@@ -153,7 +153,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
 
 
 def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> Plan:
-    """Return what the resume of an extraction comes to: it goes on after the last shard that is whole."""
+    """Return the plan for an extraction; it continues after the last complete shard."""
     judged = Judged()
     config = load_extraction(paths.job_file, overrides, read=judged)
     refuse_options_of_others(judged.distrust, config, overrides)
@@ -165,7 +165,7 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:
-    """Write the job file of a launch that was cut off just before.
+    """Write the job file that is missing because the launch was interrupted.
 
     Raise `UserError` for a job that has run: its job file was deleted.
     """
@@ -190,9 +190,10 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
 
 
 def _with_its_place(job: Job) -> Job:
-    """Return the job as it is queued again: a job that never began keeps `after` and `held`.
+    """Return the job as it is queued again: a job that never ran keeps `after` and `held`.
 
-    A job that has begun loses both. A job that its user stopped is not held any more, as `resume` releases a held job.
+    A job that has run loses both. A job that its user stopped is no longer held, since `resume` also releases held
+    jobs.
     """
     if job.attempt:
         return msgspec.structs.replace(job, held=False, after=())
@@ -200,13 +201,16 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _why_it_waits(job: Job) -> str:
-    """Return why a queued job does not start: it comes after others, or is held; "" if nothing prevents it."""
+    """Return why a queued job does not start: it comes after others or is held; "" if nothing prevents its start."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 
 
 def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> None:
-    """Raise `JobFileError` if the job is pinned to GPUs of its former host that this host does not have."""
+    """Raise an error if the job is pinned to GPUs of its former host that this host does not have.
+
+    It is a `JobFileError`, or a `UserError` if the GPUs of this host cannot be read.
+    """
     named = {uuid for _, uuid in placement.gpus}
     if is_here(job) or not named or job.gpu_source == "none":
         return
@@ -229,14 +233,14 @@ def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -
 
 
 def _as_before(job: Job) -> Placement:
-    """Return where the job ran; any GPUs again, where it took any."""
+    """Return the placement that the job had before; a job that took any GPUs may take any again."""
     device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
     gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
     return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:
-    """Move `exit.json` to the attempt that it is of: beside the run it would say that the job has ended."""
+    """Move `exit.json` to the folder of its attempt; in the run folder it would mark the resumed job as ended."""
     paths = data.run(job.id)
     try:
         if paths.exit_file.exists():

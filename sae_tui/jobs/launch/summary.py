@@ -1,4 +1,4 @@
-"""What was set for a job: what runs are known by first, then whatever is not the default."""
+"""The settings of a job for display: the settings that identify a run, then all others that are not the defaults."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Entries = tuple[tuple[str, str], ...]
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
-    """Return (name, value) of the settings that matter, the most important first, and of the others at their defaults.
+    """Return (name, value) of the settings that matter, most important first, and of the others, which are defaults.
 
-    `became` has by path the values that were chosen for settings that are "auto".
+    `became` maps the paths of settings that are "auto" to the values that were chosen for them.
     """
     raw = table_of(config)
     job, _ = parse_any(raw)
@@ -55,7 +55,7 @@ def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
 
 
 def settled(plan: Plan | None, total_steps: int | None) -> Entries:
-    """Return by path the values that the ranks of a job chose for settings that may be "auto"."""
+    """Return by path the values that the ranks of a job chose for settings that can be "auto"."""
     if plan is None:
         return ()
     found = {"parallel.mode": plan.mode}
@@ -71,13 +71,13 @@ def settled(plan: Plan | None, total_steps: int | None) -> Entries:
 
 
 def _name(path: str, names: Counter[str]) -> str:
-    """Return the name of a setting, with its section where two sections have one of that name."""
+    """Return the name of a setting, including its section if another section has a setting of that name."""
     name = path.partition(".")[2]
     return path if names[name] > 1 else name
 
 
 def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield path, value and default of every setting of the job; the value is a list where a sweep takes several."""
+    """Yield path, value and default of every setting of the job; for an axis of a sweep the value is a list."""
     for section in KINDS[kind]:
         for knob in section_knobs(section, words_of(section, table[section])):
             yield f"{section}.{knob.name}", table[section].get(knob.name), knob.default
@@ -92,7 +92,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _word(value: Any) -> str:
-    """Write a value as a job file does, but words without quotes, and integers from 10,000 on with commas."""
+    """Write a value as in a job file, but words without quotes, and integers from 10,000 on with commas."""
     if isinstance(value, str):
         return value
     is_long = isinstance(value, int) and not isinstance(value, bool) and value >= _EXACT_BELOW
