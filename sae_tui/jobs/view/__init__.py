@@ -1,1 +1,1 @@
-"""What is told of jobs: lists, searches, logs and the cause of a failure."""
+"""Views of jobs: lists, searches, logs and the cause of a failure."""

@@ -1,4 +1,4 @@
-"""Finding jobs: words that must all match, an order, and what a job is found by."""
+"""Finds jobs: filters whose words must all match, and sort orders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.store.states import JobState
 
 J = TypeVar("J", bound=Job)
 
-# What works or will soon comes first, then what went wrong.
+# Jobs that run or will run come first, then jobs that failed.
 _STATES = (
     JobState.RUNNING, JobState.STALLED, JobState.STARTING, JobState.STOPPING, JobState.QUEUED, JobState.FAILED,
     JobState.LOST, JobState.STOPPED, JobState.FINISHED, JobState.IMPORTED,
@@ -31,7 +31,7 @@ _ARCHITECTURE = re.compile(r"^\s*architecture\s*=\s*(\[[^\]]*\]|.+)$", re.MULTIL
 
 
 class Term(msgspec.Struct, frozen=True):
-    """A word of a filter: looked for in one field of a job, or in all that it is found by where `field` is ""."""
+    """A word of a filter; it must occur in one field of a job, or in any field if `field` is ""."""
 
     text: str
     field: str = ""
@@ -43,18 +43,18 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> tuple[Term, ...]:
-    """Split `wide #good state:failed` into terms; `#` and `field:` without a word after them match everything yet."""
+    """Split `wide #good state:failed` into terms; `#` or `field:` has no effect until text follows it."""
     return tuple(term for word in text.split() if (term := _term(word.casefold())).text)
 
 
 def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
-    """Return the jobs that every word of the text matches, in the order they come in."""
+    """Return the jobs that match every word of the text, in their original order."""
     terms = parse(text)
     return [job for job in jobs if all(term.matches(job) for term in terms)]
 
 
 def sort_jobs(jobs: Iterable[J], by: str) -> list[J]:
-    """Sort the jobs by one of `orders`; newest first where that does not decide, and last those that have no value."""
+    """Sort the jobs by one of `orders`; equal jobs are sorted newest first, and jobs without a value come last."""
     newest = sorted(jobs, key=lambda job: -job.id)
     return orders()[by](newest)
 
@@ -67,12 +67,15 @@ def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | Non
 
 
 def architectures(job: Job) -> str:
-    """Return the architecture of a job, `topk`, or of a sweep over several `topk batch_topk`."""
+    """Return the architecture of a job, such as `topk`; for a sweep over several, `topk batch_topk`."""
     return _architectures(job.config)
 
 
 def waits(job: Job) -> str:
-    """Say what keeps a job in the queue, in a few words that follow its state, after its priority if that is not 0."""
+    """Return why a job waits, in a few words to show after its state; a priority other than 0 comes first.
+
+    If the job's host is silent, return how long it has been silent.
+    """
     if silent := getattr(job, "silent", ""):
         return str(silent)
     if job.state != JobState.QUEUED:
@@ -82,10 +85,10 @@ def waits(job: Job) -> str:
 
 
 def _held_reason(job: Job) -> str:
-    """Say until when a job is held: `until released; comes after job 4`, or if paused `at step 501, until resumed`."""
+    """Return until when a job is held: `until released; comes after job 4`, or `at step 501, until resumed`."""
     word = describe_state(job).word
     waits_for = job.waits_for or ""
-    # Until its supervisor has looked again, the row says what the job waited for before it was held.
+    # Until the supervisor polls again, the row has the reason from before the job was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
     unit = "row" if extracts(job.config) else "step"
     until = f"at {unit} {job.step}, until resumed" if describe_state(job) == PAUSED else "until released"
@@ -94,7 +97,7 @@ def _held_reason(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _architectures(config: str) -> str:
-    # A TOML parser takes half a millisecond for each of a thousand jobs.
+    # A TOML parser takes 0.5 ms per job, and a list may have a thousand jobs.
     match = _ARCHITECTURE.search(config)
     return " ".join(re.findall(r"\w+", match[1])).casefold() if match else ""
 
@@ -114,7 +117,7 @@ def _has_tag(job: Job, text: str) -> bool:
     return any(tag.casefold().startswith(text) for tag in job.tags)
 
 
-# Names that a filter may put before a colon; the rest of a word is casefolded text.
+# Field names that a filter may put before a colon; the text after the colon is casefolded.
 FIELDS: dict[str, Callable[[Job, str], bool]] = {
     "name": _contains("name"),
     "tag": _has_tag,
@@ -131,7 +134,7 @@ def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a sort key that has `k=8` before `k=16`: letters and numbers take turns."""
+    """Return a sort key that puts `k=8` before `k=16`: text and numbers alternate."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 
@@ -141,9 +144,9 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
 
     def key(job: Job) -> tuple[bool, bool, float]:
         value, is_of_batch = judged_value(job, name)
-        # A value of the last batches is lower than the held-out one will be: the two are never compared.
+        # Training batches give lower values than held-out rows, so the two are never compared.
         known = None if is_of_batch else value
-        # What has not finished comes after all that has.
+        # Unfinished jobs come after all finished ones.
         return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)
 
     return _by(key)
@@ -155,7 +158,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 
 
 def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
-    """Return the orders that a list of jobs can have, by name; of values the better ones come first."""
+    """Return the sort orders of a list of jobs, by name; metrics are sorted from best to worst."""
     metrics = key_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {

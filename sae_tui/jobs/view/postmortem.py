@@ -1,4 +1,4 @@
-"""Why a job failed, put together from what its last attempt left: the rank that failed first, and what to do."""
+"""Explains why a job failed, from the files of its last attempt: the rank that failed first, and a remedy."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from trainer.contract.store.states import JobState
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12
-# Exceptions of ours at the end of a traceback: their own sentence says all there is to know.
+# Our own exceptions at the end of a traceback: their message says enough.
 _FOR_USERS = re.compile(r"^trainer\.contract\.[\w.]+: ", re.MULTILINE)
 _LAST_LINE = "; its last log line: "
 
 
 class Postmortem(msgspec.Struct, frozen=True):
-    """`rank` failed first; its exception and last lines, how the others ended, and what is known to help.
+    """Why a job failed, with a remedy. `rank` failed first; `traceback` and `log` are from that rank.
 
-    `resumes` says what a resume does, like `resumes it from step 501`; "" where resuming is not what helps.
+    `others` says how the other ranks ended. `resumes` says what a resume does, like `resumes it from step 501`; "" if a
+    resume does not help.
     """
 
     error: str
@@ -70,7 +71,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
 
 
 def without_repeats(events: Iterable[Event], error: str | None) -> list[Event]:
-    """Return the events for somebody who has read the error already; repeats in a row become one, with their count."""
+    """Return the events for a reader who knows the error; consecutive repeats become one event with their count."""
     shorter = [_shorten(event, error) if error else event for event in events]
     runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
     return [
@@ -88,13 +89,16 @@ def _shorten(event: Event, error: str) -> Event:
 
 
 def _drop_log_line(error: str, log: list[str]) -> str:
-    """Remove the last line of the log from the error, where the log is shown beside it."""
+    """Remove the last log line from the error if the log is shown as well."""
     cause, _, line = error.partition(_LAST_LINE)
     return cause if line and line in log else error
 
 
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
-    """Return the innermost frames and the exception, unless the error is that; () where its sentence says enough."""
+    """Return the innermost frames and the exception; () if the message says enough.
+
+    The exception is left out if the error contains it.
+    """
     left = read_json(file, dict[str, str | None]) or {}
     text = (left.get("traceback") or "").rstrip()
     lines = [] if _FOR_USERS.search(text) else text.splitlines()[-TRACEBACK_LINES:]
@@ -102,7 +106,7 @@ def _traceback(file: Path, error: str) -> tuple[str, ...]:
 
 
 def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
-    """Say where a resumed job goes on; "" where it would fail again."""
+    """Return where a resumed job continues; "" if it would fail again."""
     helps, paths = known_cause.may_repeat if known_cause else job.state == JobState.LOST, data.run(job.id)
     if not helps or not paths.job_file.exists():
         return ""
@@ -116,7 +120,7 @@ def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
 
 
 def _saved_step(paths: RunPaths) -> int | None:
-    """Return the step of the newest checkpoint, 0 without one; None where it cannot be read."""
+    """Return the step of the newest checkpoint, 0 without one; None if it cannot be read."""
     with contextlib.suppress(UserError):
         saved = newest_first(paths.checkpoints)
         return read_state(saved[0]).position.step if saved else 0

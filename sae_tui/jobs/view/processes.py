@@ -1,4 +1,4 @@
-"""Arranges processes on cards for people: ranks folded under their job, filtered, sorted, or as a tree of parents."""
+"""Arranges the processes on GPUs for display: grouped by job, filtered, sorted, or as a tree of parents."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.contract.store.rows import Job
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row: a process on a card, a job for its ranks, or a parent of processes that is on no card itself.
+    """A row: a process on a GPU, a job that groups its ranks, or a parent process that uses no GPU itself.
 
-    `depth` is how far it is moved in; `n_below` is the number of processes folded under it. The sums of a job are in
-    `process`, which for it has the pid 0 and no identity.
+    `depth` is the indentation level; `n_below` is the number of grouped processes. For a job, `process` holds the sums;
+    its pid is 0, and it has no identity.
     """
 
     key: str
@@ -29,7 +29,7 @@ class Entry:
     is_parent: bool = False
 
 
-# What processes can be sorted by; the largest or the first of them come first.
+# Sort keys of processes; the largest or the earliest come first.
 ORDERS: Mapping[str, Callable[[ProcessDetails], Any]] = {
     "memory": lambda one: -(one.memory_used_bytes or 0),
     "SM": lambda one: -(one.sm_percent or 0),
@@ -51,14 +51,14 @@ def arrange(
     opened: frozenset[str] = frozenset(),
     as_tree: bool = False,
 ) -> list[Entry]:
-    """Return the rows to show; `opened` are the keys of jobs whose ranks are to be seen."""
+    """Return the rows to show; `opened` has the keys of the jobs whose ranks are shown."""
     found = [one for one in processes if _matches(one, held, words.casefold().split())]
     found.sort(key=lambda one: (ORDERS[order](one), one.pid))
     return _tree(found, held) if as_tree else _folded(found, held, order, opened)
 
 
 def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bool:
-    """Tell whether all words are in what is shown of a process; `gpu:1`, `user:ada` and `job:12` look there only."""
+    """Return whether all words occur in the shown text; `gpu:1`, `user:ada` and `job:12` match only that field."""
     rank = held.rank_of(process.pid)
     fields = {
         "gpu": [str(index) for index in process.gpus],
@@ -76,7 +76,7 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
 
 
 def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[Entry]:
-    """Return jobs of several ranks as a row each, in the place of what they have in all, and the rest as it is."""
+    """Return a row per job with several ranks, sorted by its sums, and a row per other process."""
     ranks: dict[int, list[Entry]] = {}
     groups: list[tuple[Any, list[Entry]]] = []
     for one in found:
@@ -104,7 +104,7 @@ def _job_rows(members: Sequence[Entry], opened: frozenset[str]) -> list[Entry]:
 
 
 def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
-    """Return what the processes have in all; the mean of their shares of the cards."""
+    """Return the totals of the processes; for the GPU utilisation, the mean."""
     shares = [one.sm_percent for one in parts if one.sm_percent is not None]
     return ProcessDetails(
         0,
@@ -120,12 +120,12 @@ def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
 
 
 def _total(values: Sequence[Any]) -> Any:
-    """Return the sum; None where one of them is not known."""
+    """Return the sum; None if any value is unknown."""
     return None if None in values else sum(values)
 
 
 def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[Entry]:
-    """Return every process below its parents, of which those that lead to only one other row are left out."""
+    """Return every process below its parents; a chain of parents without branches is reduced to its last parent."""
     on_cards = {one.pid: one for one in found}
     known: dict[int, ProcessDetails] = dict(on_cards)
     below: dict[int, list[int]] = {}
@@ -144,7 +144,7 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[Entry]:
 
     def add(pid: int, depth: int) -> None:
         children = below.get(pid, [])
-        # A login's chain of shells is of no interest but for its last.
+        # Show only the last shell of a login's chain of shells.
         while pid not in on_cards and len(children) == 1 and children[0] not in on_cards:
             pid, children = children[0], below.get(children[0], [])
         rank = held.rank_of(pid)

@@ -1,4 +1,4 @@
-"""What a screen or a script sees of jobs: rows of the store, made live from the runs' own files."""
+"""Reads jobs for screens and scripts: rows of the store, updated with live values from the files of the runs."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ SILENT_EVERY_S = 10.0
 
 
 class News(msgspec.Struct, frozen=True):
-    """Something that was recorded of a job since it is watched."""
+    """An event of a job that was recorded after the first poll."""
 
     job_id: int
     event: Event
 
 
 class JobView(Job, frozen=True, kw_only=True):
-    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
+    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` is None unless the job runs.
 
-    `dropped` counts the rows of metrics that the run could not store; None where its file was not read. `best_sae` is
-    the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values of metrics that
-    the row has no column for, by name. `k` and `d_sae` are text, for a sweep from the lowest to the highest.
-    `evaluation` is the running evaluation of its SAEs. `silent` says for how long the host that has the job has given
-    no sign of life; the state of the job is then unknown.
+    `dropped` counts the metric rows that the run could not store; None if its file was not read. `best_sae` is the SAE
+    of a sweep that has this loss and these metrics; "" for a single SAE. `others` has the newest values of metrics
+    without a column, by name. `k` and `d_sae` are text, from the lowest to the highest value for a sweep. `evaluation`
+    is the running evaluation of the SAEs. `silent` says how long the job's host has given no sign of life; the state of
+    the job is then unknown.
     """
 
     phase: str = ""
@@ -65,12 +65,12 @@ class JobView(Job, frozen=True, kw_only=True):
 
 
 def is_loading(job: JobView) -> bool:
-    """Return whether a running job has made no step yet: it loads its model, or prepares."""
+    """Return whether a running job has made no step yet, because it still loads its model or prepares."""
     return job.state == JobState.RUNNING and is_before_first_step(job.phase)
 
 
 def newest_value(job: Job, name: str) -> float | None:
-    """Return the newest value of a metric of a job, or its loss; None where there is none."""
+    """Return the newest value of a metric of a job, or of its loss; None if there is none."""
     if name in VALUE_COLUMNS:
         value: float | None = getattr(job, name)
         return value
@@ -83,9 +83,9 @@ def overfitting_words(job: Job) -> str:
 
 
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
-    """Return the value of a metric that a job is judged by, and whether it is only of the last batches.
+    """Return the value of a metric to judge a job with, and whether it comes only from training batches.
 
-    It is so before the first evaluation; after it the held-out value is returned, if the metric has one.
+    Before the first evaluation it does. Afterwards the held-out value is returned, if the metric has a held-out value.
     """
     if name not in held_out_metrics():
         return newest_value(job, name), False
@@ -94,22 +94,22 @@ def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
 
 
 def _without_column() -> list[str]:
-    """Return the metrics whose newest values are in a run's own store alone."""
+    """Return the metrics whose newest values are only in the store of a run."""
     return [name for name in measured_names() if name not in VALUE_COLUMNS]
 
 
 def _lacks_held_out(job: Job) -> bool:
-    """Return whether the row of a job may lack a held-out value that its run has: older versions recorded none."""
+    """Return whether a job's row may lack a held-out value that its run has; older versions did not record it."""
     return job.fvu is not None and job.heldout_fvu is None
 
 
 class JobsReader:
-    """All jobs, newest first; `poll` never raises: `problem` says what is amiss with the store."""
+    """All jobs, newest first. `poll` never raises; if the store cannot be read, `problem` says why."""
 
     def __init__(self, data: DataDir) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.holders = Holders()
-        # The evaluations that have ended since the first look, oldest first.
+        # The evaluations that ended after the first poll, oldest first.
         self.news: tuple[News, ...] = ()
         self._last_event: int | None = None
         self._data = data
@@ -128,11 +128,11 @@ class JobsReader:
 
     @property
     def passed_over(self) -> str:
-        """Which jobs have a row that cannot be read, where there are any."""
+        """A message about jobs whose rows cannot be read; "" if there are none."""
         return self._passed_over if not self.problem else ""
 
     def poll(self) -> bool:
-        """Read what is new and tell whether anything changed; costs microseconds where nothing did."""
+        """Read new data and return whether anything changed; takes microseconds if nothing did."""
         changed = self._store.poll(self._read)
         news = [self._evaluations.poll(), *(live.poll() for live in self._live.values()), self._silent.poll(self._rows)]
         if not changed and not any(news):
@@ -147,13 +147,13 @@ class JobsReader:
             live.close()
 
     def _view(self, job: Job) -> JobView:
-        """Return a job's view, made anew only where it can have changed: of a thousand runs hardly any does."""
+        """Return a job's view, rebuilt only if it may have changed; most of a thousand runs have not."""
         live = self._live.get(job.id)
         if live or job.id in self._asked:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
         if job.state is JobState.IMPORTED:
-            # Its card changes without its row.
+            # Its report card can change while its row does not.
             return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:
@@ -161,16 +161,16 @@ class JobsReader:
         return cached[1]
 
     def _imported_view(self, job: Job) -> JobView:
-        """Return the view of an SAE of another tool, with the figures of its report card."""
+        """Return the view of an imported SAE, with the metrics of its report card."""
         view = _view(job, None, False)
         cards = read_cards(self._data.sae(job.id))
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def _still_view(self, job: Job) -> JobView:
-        """Return the view of a job that does not run: its row.
+        """Return the view of a job that is not running: its row.
 
-        For a sweep it has the best SAE too, and for a metric without a column its value, and for a job of an older
-        version its held-out values: the run is read once.
+        The run is read once for values that the row lacks: the best SAE of a sweep, metrics without a column, and
+        held-out values of a job from an older version.
         """
         is_by_run = bool(labels(job.config)) or _lacks_held_out(job)
         if not is_by_run and not _without_column():
@@ -201,7 +201,7 @@ class JobsReader:
         self._last_event = last
 
     def _follow(self, active: Sequence[Job]) -> None:
-        """Keep the metrics of the jobs that run open, and only those."""
+        """Keep the metrics of running jobs open, and close all others."""
         wanted = {job.id for job in active if job.state != JobState.QUEUED}
         for job_id in self._live.keys() - wanted:
             self._live.pop(job_id).close()
@@ -219,7 +219,7 @@ def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
 
 
 class _Silent:
-    """The jobs on other hosts that have long been silent."""
+    """Finds the jobs on other hosts that have been silent for a long time."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
@@ -227,7 +227,7 @@ class _Silent:
         self._again_at = 0.0
 
     def poll(self, jobs: Iterable[Job]) -> bool:
-        """Check every 10 s and return whether anything changed; read no file if no job is on another host."""
+        """Check every 10 s and return whether anything changed; read no files if no job is on another host."""
         if time.monotonic() < self._again_at:
             return False
         self._again_at = time.monotonic() + SILENT_EVERY_S
@@ -242,7 +242,7 @@ class _Silent:
 
 
 class JobReader:
-    """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
+    """One job with its curves, events and logs; `view` is None until the job is read, and after its deletion."""
 
     def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
         """Read a job of this data folder; with `mends`, rebuild missing roll-ups of its metrics once."""
@@ -270,9 +270,9 @@ class JobReader:
         return self.view.phase if self.view else ""
 
     def poll(self) -> bool:
-        """Read what is new and tell whether anything changed; never raise."""
+        """Read new data and return whether anything changed; never raise."""
         changed = self._store.poll(self._read)
-        # Both are read each time.
+        # A list, so that every source is polled each time.
         news = any([self._live.poll(), self._evaluations.poll(), self._silent.poll([self._row] if self._row else [])])
         if self._row is None or not (changed or news):
             return False
@@ -297,7 +297,7 @@ class JobReader:
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
-        """Return the last lines a rank has written; reads from the end of the file."""
+        """Return the last lines that a rank has written; reads only the end of the file."""
         return tail(self._paths.log(rank), n_lines)
 
     def close(self) -> None:
@@ -309,7 +309,7 @@ class JobReader:
             return
         if control.state(self.job_id) is None:
             if self._paths.root.exists():
-                # The store was lost, and is about to have the job again.
+                # The store was lost; the job will be listed again after a repair.
                 return
             self._row = self.view = None
         self._row = control.job(self.job_id)
@@ -318,7 +318,7 @@ class JobReader:
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:
-        """Read only what is newer than the last point; a series that grew too long is read anew, coarser."""
+        """Read only points after the last one; a series that became too long is read again at a lower resolution."""
         for name, rank in reader.series():
             points = self.series.setdefault((name, rank), [])
             if points:
@@ -339,22 +339,22 @@ def _roll_up_missing(data: DataDir, job_id: int, reader: SeriesReader) -> None:
 
 
 def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) -> tuple[Event, ...]:
-    """Merge the events of store and run by time; what the supervisor repeats of the run's own words is left out."""
+    """Merge the events of store and run by time, without the supervisor's copies of the run's events."""
     repeated = {(event.kind, event.message) for event in run_events}
     rest = [event for event in store_events if (event.kind, event.message) not in repeated]
-    # Each of the two stays in its own order, also where the clock was set back in between.
+    # Each list keeps its own order, even if the clock was set back.
     return tuple(heapq.merge(rest, run_events, key=lambda event: event.timestamp))
 
 
 class _Store:
-    """The control store for reading; `problem` is the sentence on why it cannot be read, or ""."""
+    """Reads the control store; `problem` says why it cannot be read, or is ""."""
 
     def __init__(self, data: DataDir) -> None:
         self.problem = _lost_list_problem(data)
         self._follower = Follower(data.control_db, lambda path: Control(path, readonly=True))
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
-        """Call `read` where there is something new, with None where the store has gone; tell whether it was called."""
+        """Call `read` if there is new data, with None if the store is gone; return whether it was called."""
         try:
             changed = self._follower.poll(read)
         except UserError as error:
@@ -369,19 +369,19 @@ class _Store:
 
 
 def _lost_list_problem(data: DataDir) -> str:
-    """Return what is amiss where there are runs without a list of them; "" otherwise."""
+    """Return a message if there are runs but no list of jobs; "" otherwise."""
     if os.path.exists(data.control_db) or not data.last_id():
         return ""
     return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
 
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
-    """Return the row as a view, with what its run says where that is newer."""
+    """Return the row as a view, with newer values from its run."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
     beat = live.heartbeat if live else None
     return JobView(
         **msgspec.structs.asdict(job),
-        # A queued job has no phase, whatever its last attempt reported in the end.
+        # A queued job has no phase; the heartbeat is that of its last attempt.
         phase=beat.phase if beat and job.state != JobState.QUEUED else "",
         dropped=beat.dropped if beat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,

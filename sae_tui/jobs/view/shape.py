@@ -1,4 +1,4 @@
-"""The k and the width of the SAEs of a job, read from its job file without parsing all of it."""
+"""Reads the k and the width of a job's SAEs without parsing the whole job file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import count
 
-# A TOML parser takes half a millisecond for a whole job file, of which a list may have a thousand.
+# A TOML parser takes 0.5 ms for a whole job file, and a list may have a thousand jobs.
 _SECTION = re.compile(r"^\[sae\][ \t]*$(.*?)(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def k_words(config: str) -> str:
-    """Return `32`, or `8…64` for a sweep; "" where a job trains no SAE."""
+    """Return `32`, or `8…64` for a sweep; "" if a job trains no SAE."""
     return _span([str(k) for k in sorted(_numbers(_settings(config).get("k")))])
 
 
 def d_sae_words(config: str, d_in: int | None) -> str:
-    """Return `1,536`, or `768…3072` for a sweep; "" if it depends on the width of the data and that is not known."""
+    """Return `1,536`, or `768…3072` for a sweep; "" if it depends on the unknown width of the data."""
     settings = _settings(config)
     widths = _numbers(settings.get("d_sae"))
     if not any(widths):
@@ -31,8 +31,8 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Return `in 20,000 tokens`, the window without firing of a dead latent; "" if it is not known, or is swept."""
-    # Imported only here: a list of jobs does without.
+    """Return `in 20,000 tokens`: how long a dead latent has not fired; "" if that is unknown or swept."""
+    # Imported only here, since a list of jobs does not need it.
     from trainer.contract.settings.job import dead_after
 
     asked = _settings(job.config).get("dead_after_tokens", "auto")
@@ -53,7 +53,7 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return the finite numbers of a setting, which has several values in a sweep."""
+    """Return the finite numbers of a setting; a sweep has several."""
     values = value if isinstance(value, list) else [value]
     numbers = (one for one in values if isinstance(one, int | float) and not isinstance(one, bool))
     return [one for one in numbers if math.isfinite(one)]

@@ -1,4 +1,4 @@
-"""The SAEs of a sweep by their labels, in the order in which the job file names them."""
+"""The labels of a sweep's SAEs, in the order of the job file."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import functools
 import re
 from collections.abc import Iterable
 
-# A TOML parser takes half a millisecond for each of a thousand jobs.
+# A TOML parser takes 0.5 ms per job, and a list may have a thousand jobs.
 _LIST = re.compile(r"^\s*\w+\s*=\s*\[", re.MULTILINE)
 
 
 @functools.lru_cache(maxsize=1024)
 def labels(config: str) -> tuple[str, ...]:
-    """Return labels like "k=16" in the order of the job file; () for a run of one SAE, or a file of another version."""
+    """Return labels like "k=16" in the order of the job file; () for a single SAE, or for a file of another version."""
     if not _LIST.search(config):
         return ()
-    # Imported only here: hardly any job is a sweep.
+    # Imported only here, since few jobs are sweeps.
     from trainer.contract.settings.job_file import members, parse_job
     from trainer.contract.settings.toml import table_of
 
@@ -24,12 +24,12 @@ def labels(config: str) -> tuple[str, ...]:
 
 
 def in_order(names: Iterable[str], config: str) -> list[str]:
-    """Sort labels as the job file orders them; those that it does not name come last, numbers in them by size."""
+    """Sort labels in the order of the job file; unknown labels come last, sorted by the numbers in them."""
     order = labels(config)
     return sorted(names, key=lambda label: (order.index(label) if label in order else len(order), _natural(label)))
 
 
 def _natural(label: str) -> list[tuple[float, str]]:
-    """Return a sort key that has `k=8` before `k=16`."""
+    """Return a sort key that puts `k=8` before `k=16`."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", label)
     return [(float(part), "") if place % 2 else (0.0, part) for place, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""One thread that reads the job store for the screen and tells it that something changed."""
+"""A thread that reads the job store for the screen and reports changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SILENT_AFTER_S = 10.0
 
 
 class JobDetail(msgspec.Struct, frozen=True):
-    """Everything a job's screen shows, as one immutable picture."""
+    """Everything that a job's screen shows, as an immutable snapshot."""
 
     view: JobView
     phase: str
@@ -37,13 +37,13 @@ class JobDetail(msgspec.Struct, frozen=True):
     log: tuple[str, ...]
     log_rank: int
     postmortem: Postmortem | None = None
-    plan: Plan | None = None  # what its ranks settled on
-    energy: str = ""  # what its GPUs took, in words
-    member: str = ""  # the SAE of a sweep that is shown, by its label; "" for a run of one
+    plan: Plan | None = None  # the values that its ranks chose for "auto" settings
+    energy: str = ""  # the energy that its GPUs used, in words
+    member: str = ""  # the label of the shown SAE of a sweep; "" for a single SAE
 
 
 class Watcher:
-    """Polls twice a second; what it has read, like `jobs` and `news`, is replaced whole: any thread may read it."""
+    """Polls twice a second. Results like `jobs` and `news` are replaced, not changed: any thread may read them."""
 
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
         """Watch the jobs of a data folder.
@@ -70,7 +70,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """Why the jobs cannot be read, or for how long the disk has not answered; "" without a problem."""
+        """The reason why the jobs cannot be read, or how long the disk has not answered; "" without a problem."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
             return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"
@@ -81,17 +81,17 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end; it holds nothing that must be waited for."""
+        """Ask the thread to end; the caller need not wait for it."""
         self._stopped = True
         self._wake.set()
 
     def follow(self, job_id: int | None, rank: int = 0) -> None:
-        """Keep `detail` of this job and the log of this rank; None follows none."""
+        """Keep `detail` up to date for this job, with the log of this rank; None stops it."""
         self._followed = None if job_id is None else (job_id, rank)
         self._wake.set()
 
     def poke(self) -> None:
-        """Look at once, after something was done to a job."""
+        """Poll at once, for example after an action on a job."""
         self._wake.set()
 
     def _run(self) -> None:
@@ -101,7 +101,7 @@ class Watcher:
             try:
                 changed = self._look(jobs)
             except Exception as error:
-                # This thread must outlive whatever the store or the disk does.
+                # This thread must survive every error of the store or the disk.
                 changed, self._problem = True, f"the jobs cannot be read: {error!r}"
             self._answered = time.monotonic()
             if changed and not self._stopped:
@@ -109,7 +109,7 @@ class Watcher:
             self._wake.wait(POLL_S)
 
     def _look(self, jobs: JobsReader) -> bool:
-        """Read what is new, and return whether there was anything."""
+        """Read new data, and return whether anything changed."""
         if time.monotonic() >= self._reconcile_at:
             self._unmended = self._reconcile()
             self._reconcile_at = time.monotonic() + RECONCILE_S
@@ -122,7 +122,7 @@ class Watcher:
         return self._read_detail(self._detail_reader) or changed
 
     def _reader(self, reader: JobReader | None) -> JobReader | None:
-        """Return the reader of the followed job: the one there is, or a new one."""
+        """Return the reader of the followed job; reuse `reader` if it reads that job."""
         followed = self._followed
         if reader is not None and (followed is None or reader.job_id != followed[0]):
             reader.close()
@@ -150,14 +150,14 @@ class Watcher:
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
-        """Add which cards are held without being used, looked up once a minute."""
+        """Add which GPUs are held but unused; this is checked once a minute."""
         if time.monotonic() >= self._idle_at:
             self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
         idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}
         return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
-        """Correct the rows of jobs that died without recording it; return why that cannot be done now, or ""."""
+        """Correct the rows of jobs that died without recording it; return why that is impossible now, or ""."""
         try:
             reconcile(self._data, self._revive)
         except UserError as error:
@@ -167,13 +167,13 @@ class Watcher:
 
 
 class NewsOfJob:
-    """Tells whether there is news of a job that was not asked about yet."""
+    """Detects news of a job since the last check."""
 
     def __init__(self, watcher: Watcher, job_id: int) -> None:
         self._watcher, self._job_id, self._n_seen = watcher, job_id, len(watcher.news)
 
     def has_come(self) -> bool:
-        """Return whether news of the job has come since this was last asked."""
+        """Return whether there is news of the job since the last call."""
         news = self._watcher.news[self._n_seen :]
         self._n_seen += len(news)
         return any(one.job_id == self._job_id for one in news)
