@@ -1,1 +1,1 @@
-"""Jobs that are deleted, found again or mended, and the disk that holds them."""
+"""Deletes, restores and repairs jobs, and checks the disk that holds them."""

@@ -1,4 +1,4 @@
-"""Builds the store again from what lies in the run folders, and mends what a crash left behind."""
+"""Rebuilds the store from the run folders, and repairs what a crash left behind."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from trainer.contract.wording import gibibytes
 
 
 def repair(data: DataDir, host: str = "") -> Iterator[str]:
-    """Repair the stores step by step, and yield what was done; nothing is deleted.
+    """Repair the stores step by step, and yield a message for each repair; no job is deleted.
 
     With `host`, also end the jobs of that other host, which must be gone for good.
 
-    Raise `StoreError` where it cannot be done.
+    Raise `StoreError` if a store cannot be repaired.
     """
     data.create()
     stores: tuple[tuple[Path, Schema], ...] = ((data.control_db, "control"), (data.gpu_db, "gpu"))
     for path, schema in stores:
         if backup := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {backup.name}, and made again"
-    # Before the folders are looked at: an interrupted deletion has left a part of its job in the trash.
+    # Done before the run folders are read, since an interrupted deletion leaves part of its job in the trash.
     try:
         if freed := trash.empty(data):
             yield f"{gibibytes(freed)} of deleted jobs were removed"
@@ -76,7 +76,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
 
 
 def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
-    """Make the rows that cannot be read again, from what is left of them and of their runs; yield what was done."""
+    """Rebuild the rows that cannot be read from their readable columns and their runs; yield a message for each."""
     control.jobs()
     for job_id in sorted(control.unreadable):
         recovered = _recover_job(data, job_id) if 0 < job_id <= LARGEST_ID else None
@@ -86,7 +86,7 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
 
 
 def _unknown_job(job_id: int) -> Job:
-    """Return a lost job of which nothing is left but, maybe, some columns of its row."""
+    """Return a placeholder for a lost job; some columns of its row may still be readable and replace these values."""
     return Job(
         id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
         device="cpu", gpu_source="none", created=time.time(), error="how it ended is not known: its row was lost",
@@ -98,13 +98,13 @@ def _runs(data: DataDir) -> list[Path]:
 
 
 def _folders_of_runs(data: DataDir) -> Iterator[Path]:
-    """Yield the folders of runs and attempts, which may hold temporary files of writes that were cut off."""
+    """Yield the folders of runs and attempts, where interrupted writes may have left temporary files."""
     for run in _runs(data):
         yield from (folder for folder in (run, *run.glob("attempt*")) if not folder.is_symlink())
 
 
 def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
-    """Put a corrupt file and its companions aside; return where it is now, None where it is whole, or not there."""
+    """Move a corrupt file and its companions aside; return its new path, None if it is intact or missing."""
     if not path.exists():
         return None
     try:
@@ -112,15 +112,15 @@ def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     except StoreCorrupt:
         return set_aside(path, "corrupt")
     except StoreError:
-        # Locked, of a newer version, or not ours to read: that is no damage.
+        # Locked, from a newer version, or not readable by this user: that is no damage.
         return None
     return None
 
 
 def _recover_job(data: DataDir, job_id: int) -> Job | None:
-    """Return a job as its folder knows it: the row of its last start, how it ended, and how far it got.
+    """Return a job as its folder records it: the row of its last start, how it ended, and its progress.
 
-    Return None where the folder does not say.
+    Return None if the folder has neither a record nor a job file.
     """
     paths = data.run(job_id)
     job = read_record(paths) or _guess_job(paths, job_id)
@@ -133,7 +133,7 @@ def _recover_job(data: DataDir, job_id: int) -> Job | None:
     ending = read_ending(paths.exit_file)
     if ending and ending.state.is_final:
         fields |= ending.fields() | {"state": ending.state}
-    # A folder that was copied by hand is a job of its own.
+    # A folder that was copied by hand is a separate job.
     return msgspec.structs.replace(job, id=job_id, **fields)
 
 

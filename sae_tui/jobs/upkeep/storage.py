@@ -1,4 +1,4 @@
-"""What to know of the disk that holds the jobs."""
+"""Checks the disk that holds the jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def store_warning(data: DataDir) -> str:
     """Return why the stores are slower here than on a local disk; "" if they are not."""
     folder, _ = free_disk(data.root)
     name = network_file_system(folder)
-    # The kernel's own file systems take no files at all.
+    # No files can be created in these two.
     if name in (None, "proc", "sysfs"):
         return ""
     return f"{data.root} is on {name}, where reading and writing jobs wait for each other; better a local --data-dir"

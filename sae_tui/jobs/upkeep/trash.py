@@ -1,6 +1,8 @@
-"""Deletes jobs with their files, and takes that back: what is thrown away is kept until it is emptied. || The row is
-written beside the files before anything moves, so that a crash half-way leaves either the job or all of it in the
-trash."""
+"""Deletes jobs with their files, and restores them until the trash is emptied.
+
+The row is written next to the files before anything moves. After a crash halfway through, the job is therefore either
+still listed or completely in the trash.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from trainer.contract.runs.lock import hold, is_held, still_going
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Event, Job, Rank
 
-# The file `whole` says that nothing of the job is missing here.
+# The file `whole` marks a job that is completely in the trash.
 _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 
 class Thrown(msgspec.Struct, frozen=True):
-    """A job in the trash, and the process that can still take it back."""
+    """A job in the trash, and the process that can still restore it."""
 
     job: Job
     owner: ProcessRef
@@ -39,17 +41,17 @@ class Thrown(msgspec.Struct, frozen=True):
 
 
 class FilesLeft(UserError):
-    """Files of jobs that are not deleted have to stay in the trash."""
+    """Files of jobs that are not deleted could not be moved out of the trash."""
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
-    """Raise `UserError` where the job cannot be deleted."""
+    """Raise `UserError` if the job cannot be deleted."""
     with existing(data, job_id) as control:
         _require_ended(data, control, job_id)
 
 
 def throw_away(data: DataDir, job_id: int) -> str:
-    """Take a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
+    """Remove a job that has ended from the list, with its run and its SAE; `put_back` undoes it."""
     data.refuse_links(job_id)
     with existing(data, job_id) as control:
         _hold(_owner_file(data, os.getpid()))
@@ -57,7 +59,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
         folder = private_folder(data.trash / str(job_id))
         try:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
-            # Before anything moves: whoever resumes it meanwhile either comes first, or finds no job.
+            # Before anything moves: a concurrent resume either comes first, or finds no job.
             if not control.forget(job_id):
                 raise UserError(_not_ended(data, control.job(job_id)))
             _move(data.run(job_id).root, folder / _RUN)
@@ -71,7 +73,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
 
 
 def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Delete all of these jobs, or none where one cannot be; return a sentence for each."""
+    """Delete all of these jobs, or none if one cannot be deleted; return a message for each."""
     messages: list[str] = []
     try:
         for job_id in job_ids:
@@ -86,7 +88,7 @@ def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def put_back(data: DataDir, job_id: int) -> str:
-    """Undo a deletion; raise `UserError` where the job is not in the trash any more, or its files have to stay."""
+    """Undo a deletion; raise `UserError` if the job is no longer in the trash, or its files cannot be moved back."""
     data.refuse_links(job_id)
     thrown = _read(data, job_id)
     if thrown is None:
@@ -98,7 +100,7 @@ def put_back(data: DataDir, job_id: int) -> str:
 
 
 def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Undo deletions wherever it can be done; raise `UserError` for those where it cannot."""
+    """Undo all deletions that can be undone; raise `UserError` about the others."""
     messages: list[str] = []
     problems: list[str] = []
     for job_id in job_ids:
@@ -112,10 +114,10 @@ def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Remove files for good, of these jobs or of all that nobody can take back any more; return how many bytes.
+    """Remove files for good, of these jobs or of all jobs that can no longer be restored; return the bytes freed.
 
-    Raise `FilesLeft`, when all else is done, where those of a deletion that was cut off cannot be moved back, and
-    `UserError` where a link stands for the trash: what it leads to was not thrown away.
+    Raise `FilesLeft`, after all other jobs are removed, if the files of an interrupted deletion cannot be moved back.
+    Raise `UserError` if the trash is a link: its target may contain files that were never deleted.
     """
     refuse_link(data.trash)
     freed = 0
@@ -126,11 +128,11 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         if job_ids is None and thrown and _may_be_put_back(data, thrown.owner):
             continue
         if thrown and not (folder / _WHOLE).exists():
-            # A deletion that was cut off half-way.
+            # An interrupted deletion.
             with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
-            # Its row cannot be read, and is made again from its run.
+            # The row cannot be read; `repair` rebuilds it from the run.
             left += _put_files_back(data, job_id)
         else:
             freed += size(folder)
@@ -142,12 +144,12 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
 
 
 def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
-    """Tell whether the owner lives, here, in another PID namespace or on another host."""
+    """Return whether the owner is alive: here, in another PID namespace or on another host."""
     return owner.is_alive() or bool(is_held(_owner_file(data, owner.pid)))
 
 
 def _owner_file(data: DataDir, pid: int) -> Path:
-    """Return the file that a process which has deleted jobs holds locked; those of equal pids elsewhere share it."""
+    """Return the lock file of a process that has deleted jobs; processes with the same pid elsewhere share it."""
     return data.locks / f"trash-{pid}.lock"
 
 
@@ -162,7 +164,7 @@ def _clear_owner_files(data: DataDir) -> None:
 def _hold(file: Path) -> None:
     hold(file)
     if not file.exists():
-        # It was cleared away before it was locked.
+        # The file was removed before it was locked.
         hold(file)
 
 
@@ -194,9 +196,9 @@ def _not_ended(data: DataDir, job: Job) -> str:
 
 
 def _remove(data: DataDir, folder: Path) -> None:
-    """Delete a folder for good; of the newest job an empty one stays, so that no other is ever given its number."""
+    """Delete a folder for good; for the newest job an empty folder stays, so that its id is never used again."""
     is_newest = int(folder.name) >= data.last_id()
-    # By its descriptor, so that no link takes the trash's place meanwhile.
+    # Through a descriptor, since the trash could be replaced by a link meanwhile.
     with contextlib.suppress(FileNotFoundError):
         trash = os.open(data.trash, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -218,11 +220,11 @@ def _read(data: DataDir, job_id: int) -> Thrown | None:
 
 
 def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
-    """Put back files and row, whatever of them is in the trash; return which files have to stay there and why."""
+    """Restore the files and the row of a job from the trash; return the files that cannot be moved, with reasons."""
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
-        # From here on it is a deletion cut off half-way, of which nothing is emptied.
+        # Without this file the job counts as an interrupted deletion, whose files are never removed.
         (folder / _WHOLE).unlink(missing_ok=True)
     left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
@@ -239,14 +241,14 @@ def _put_files_back(data: DataDir, job_id: int) -> list[str]:
 
 
 def _move_all_back(data: DataDir, job_id: int) -> list[str]:
-    """Move the files of a job back; return which have to stay in the trash and why."""
+    """Move the files of a job back; return the files that cannot be moved out of the trash, with reasons."""
     folder = data.trash / str(job_id)
     places = {folder / _RUN: data.run(job_id).root, folder / _SAE: data.sae(job_id)}
     return [problem for source, target in places.items() if (problem := _move_back(source, target))]
 
 
 def _move_back(source: Path, target: Path) -> str:
-    """Move a folder back; return where it had to stay and why, or ""."""
+    """Move a folder back; return why that failed, or ""."""
     reason = "something is in its place"
     try:
         _move(source, target)
@@ -256,6 +258,6 @@ def _move_back(source: Path, target: Path) -> str:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a folder in one step, unless somebody has put the runs on another disk."""
+    """Move a folder; this is a single rename unless the runs are on another disk."""
     if source.exists() and not target.exists():
         shutil.move(source, target)
