@@ -1,1 +1,1 @@
-"""The evaluation of a job's SAEs by a process of its own: asked for, carried out, and told."""
+"""Evaluates a job's SAEs in a separate process: request, progress and result."""

@@ -1,4 +1,4 @@
-"""The process that evaluates a job: `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST` forks it.
+"""The process that evaluates a job; `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST` forks it.
 
 It holds the run's evaluation lock and the lock of its GPU, runs the trainer's command, publishes its progress, and
 records in the list of jobs how it ended.
@@ -38,14 +38,14 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.progress import ENV_DESCRIPTOR, Progress, read_reached
 from trainer.contract.store.job_store import Control
 
-# Seconds between two checks for a free GPU, or for a request to stop.
+# Interval in seconds between checks for a free GPU, or for a request to stop.
 LOOK_S = 0.5
-# Seconds that a trainer has to end before it is killed.
+# A trainer that does not end within this many seconds of a stop is killed.
 PATIENCE_S = 5.0
 
 
 class Evaluation:
-    """One evaluation of a job; raise `UserError` if another one runs."""
+    """An evaluation of a job; the constructor raises `UserError` if another evaluation of the job is running."""
 
     def __init__(self, data: DataDir, request: Request) -> None:
         self._data, self._request = data, request
@@ -56,7 +56,7 @@ class Evaluation:
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
             raise UserError("another evaluation of this job runs")
-        # A request to stop an earlier one is not meant for this one.
+        # An old request to stop was meant for an earlier evaluation.
         self._answer_stop()
         self._gpu: GpuLocks | None = None
         self._card: Card | None = None
@@ -69,7 +69,7 @@ class Evaluation:
             self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
-        """Evaluate by the Python of the request, or by this command, and record how that ended."""
+        """Evaluate with the Python of the request, or with this command, and record how that ended."""
         try:
             if not self._has_device():
                 return self._tell(STOPPED, "was not evaluated: stopped while it waited for a GPU")
@@ -125,7 +125,7 @@ class Evaluation:
         ):
             was_stopped = self._follow(process, lines.fileno(), progress)
         code = process.wait()
-        # It may have finished just before the stop.
+        # The trainer may have finished just before the stop.
         return None if was_stopped and code else code
 
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
@@ -146,15 +146,15 @@ class Evaluation:
                     progress.reach(reached)
                     self._write(msgspec.structs.replace(self._going, reached=reached))
             if not is_open:
-                # The trainer writes the result now, which is to be the last line of the log.
+                # The trainer writes its result now, which should be the last line of the log.
                 progress.close()
             self._write(self._going)
         return False
 
     def _write(self, now: Going) -> None:
-        """Write the progress if it has changed or was written some seconds ago."""
+        """Write the progress if it has changed, or if the last write is older than `HEARTBEAT_S`."""
         is_known = now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S
-        # A write would make a deleted data folder again.
+        # A write would recreate a deleted data folder.
         if is_known or is_gone(self._data.root):
             return
         self._going, self._written_at = now, time.monotonic()
@@ -217,7 +217,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:
-    """Fork the process that evaluates; return in the first one 0 once it has begun, 1 if it could not."""
+    """Fork the process that evaluates; return 0 in the parent after the evaluation has begun, 1 if it cannot begin."""
     root, request = arguments
 
     def begin() -> Callable[[], None]:

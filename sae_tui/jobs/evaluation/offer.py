@@ -1,4 +1,4 @@
-"""Which parts of an evaluation of a job's SAEs are possible now, how long each takes, and which are the default."""
+"""Decides which parts of an evaluation are possible now, how long each takes, and which are the default."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def offer_of(data: DataDir, job: Job, idle: Card | None, *, cuda: bool) -> Offer:
-    """Return what can be measured of a job's SAEs; raise `UserError` where it cannot be evaluated now."""
+    """Return the parts that can be measured for a job's SAEs; raise `UserError` if it cannot be evaluated now."""
     refuse(data, job)
     wants_gpu = job.device == "cuda" and cuda
     parsed, _ = parse_job(table_of(job.config))
@@ -75,7 +75,7 @@ def offer_of(data: DataDir, job: Job, idle: Card | None, *, cuda: bool) -> Offer
     no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` takes one"
     parts = []
     for name in _STAGES:
-        # Names of folders and of models come from others.
+        # Folder names and model names come from other users.
         of_model = printable(model.name) if model and name != ROWS else ""
         words = _words(name, of_model, seconds.get(name, 0.0), [one.parts.get(name) for one in cards])
         why_not = "" if model or name == ROWS else no_model
@@ -87,22 +87,22 @@ def offer_of(data: DataDir, job: Job, idle: Card | None, *, cuda: bool) -> Offer
 
 
 def _seconds(data: DataDir, job: JobConfig, cards: list[ReportCard], device: str) -> dict[str, float]:
-    """Return by part how long it takes; 0 where that is not known."""
+    """Return the seconds that each part takes; 0 if that is unknown."""
     box = read_box(data.box_file)
     plans = {name: planned(job, stages, device=device, box=box, cards=cards) for name, stages in _STAGES.items()}
     return {name: total(stages) if stages else 0.0 for name, stages in plans.items()}
 
 
 def _default(seconds: dict[str, float], cards: list[ReportCard], *, has_model: bool) -> list[str]:
-    """Return the parts to measure by default: what a card lacks and what is not long, else the rows."""
+    """Return the parts to measure by default: missing parts that do not take long, or else the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
-    # An evaluation reads more rows than the end of a training does.
+    # Rows are worth measuring again: an evaluation reads more of them than the end of a training does.
     return short or [ROWS]
 
 
 def _words(name: str, model: str, seconds: float, measured: list[Part | None]) -> str:
-    """Write a part as `in the model (SmolLM2-135M, about 2 min), has 4,096 tokens`."""
+    """Return a description like `in the model (SmolLM2-135M, about 2 min), has 4,096 tokens`."""
     title = {ROWS: "rows, and what latents fire on", IN_MODEL: "in the model", PROBES: "probes"}[name]
     about = f"about {duration(max(5.0, round(seconds / 5) * 5))}" if seconds else ""
     facts = ", ".join(filter(None, (model, about)))

@@ -1,4 +1,4 @@
-"""What came of an evaluation, in the words of the event that records it."""
+"""Describes the result of an evaluation, as recorded in an event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_WRITTEN = "not written: "
 
 
 def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple[str, str, str]:
-    """Return the kind, the message and the level of the event on an evaluation of `parts` that went through."""
+    """Return the kind, the message and the level of the event about a completed evaluation of `parts`."""
     last = last_line(data.run(job_id).evaluation_log)
     if last.startswith(_NOT_WRITTEN):
         return FAILED, f"is evaluated, but that is {last}; the log has the figures", "warning"
@@ -28,14 +28,14 @@ def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple
 
 
 def failure(paths: RunPaths, code: int) -> str:
-    """Return the message on an evaluation that failed: the trainer's own sentence, or how it ended."""
+    """Return the message about a failed evaluation: the trainer's own error message, or how the process ended."""
     if code < 0:
         return f"was not evaluated: signal {-code} ended it; see {paths.evaluation_log}"
     return f"was not evaluated: {last_line(paths.evaluation_log).removeprefix('error: ')}"
 
 
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
-    """Return the requested figures of the best SAE."""
+    """Return the requested metrics of the best SAE."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
         f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip
@@ -54,10 +54,10 @@ def _contexts(data: DataDir, job_id: int) -> str:
 
 
 def is_judged(folder: Path) -> bool:
-    """Tell whether the SAE in a folder, or one of several, has a report card."""
+    """Return whether the SAE in a folder, or any SAE of a sweep, has a report card."""
     return (folder / CARD).exists() or any(folder.glob(f"*/{CARD}"))
 
 
 def has_features(folder: Path) -> bool:
-    """Tell whether it is stored what the latents of the SAE in a folder, or of one of several, fire on."""
+    """Return whether the inputs on which the latents fire are stored, for the SAE in a folder or any SAE of a sweep."""
     return (folder / FEATURES).exists() or any(folder.glob(f"*/{FEATURES}"))

@@ -1,4 +1,4 @@
-"""Reads the report card that an evaluation has written beside an SAE's weights."""
+"""Reads the report card that an evaluation has written next to an SAE's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.settings.series import error_of
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What an SAE does on `n_tokens` rows; `dead` is the share of latents that never fire on them."""
+    """Metrics of an SAE on `n_tokens` rows; `dead` is the share of latents that never fire on them."""
 
     n_tokens: int
     fvu: float
@@ -27,14 +27,14 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def with_error(value: float | None, error: float | None) -> str:
-    """Write a figure as `0.953 ± 0.004`."""
+    """Return a value as `0.953 ± 0.004`."""
     if value is None:
         return "not defined"
     return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 class Spliced(msgspec.Struct, frozen=True):
-    """What a language model keeps with the SAE in it, by a model without these activations, with standard errors."""
+    """How well a language model performs with the SAE patched in: 1 is the unchanged model, 0 zeroed activations."""
 
     ce_score: float | None = None
     ce_score_error: float | None = None
@@ -43,38 +43,38 @@ class Spliced(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Write both scores with their errors."""
+        """Both scores with their errors."""
         ce, kl = with_error(self.ce_score, self.ce_score_error), with_error(self.kl_score, self.kl_score_error)
         return f"CE score {ce}, KL score {kl}"
 
 
 class Auc(msgspec.Struct, frozen=True):
-    """The mean AUC of probes over the same sets of texts, and its error by how these are split."""
+    """The mean AUC of probes over several sets of texts, and its standard error over random splits."""
 
     auc: float
     seed_error: float | None = None
 
 
 class Probing(msgspec.Struct, frozen=True):
-    """What k latents tell of labelled texts, by k."""
+    """How well k latents predict the labels of texts, by k."""
 
     k: dict[str, Auc] = {}
 
     @property
     def words(self) -> str:
-        """Write the AUC by k with its error."""
+        """The AUC for each k with its error."""
         of_each = (f"{with_error(one.auc, one.seed_error)} with k = {k}" for k, one in self.k.items())
         return f"AUC {', '.join(of_each)}"
 
 
 class Data(msgspec.Struct, frozen=True):
-    """Which rows were measured."""
+    """The rows that were measured."""
 
     is_held_out: bool
 
 
 class ReportCard(msgspec.Struct, frozen=True):
-    """What is told of an SAE's card; `label` is that of an SAE of a sweep."""
+    """The part of an SAE's report card that the app shows; `label` names the SAE of a sweep."""
 
     figures: Figures
     data: Data
@@ -84,7 +84,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     probing: Probing | None = None
 
     def values(self) -> dict[str, float]:
-        """Return the figures by which SAEs are compared, with the standard error where there is one."""
+        """Return the metrics for a comparison of SAEs, with their standard errors if there are any."""
         own = self.figures
         values = {
             "card_fvu": own.fvu,
@@ -103,23 +103,23 @@ class ReportCard(msgspec.Struct, frozen=True):
 
 
 def read_card(folder: Path) -> ReportCard | None:
-    """Return the card of the SAE in a folder; None where there is none, or none that can be read."""
+    """Return the report card of the SAE in a folder; None if there is none that can be read."""
     return read_json(folder / CARD, ReportCard)
 
 
 def whole_cards(folder: Path) -> dict[str, Card]:
-    """Return all that the cards of the SAE in a folder, or of those of a sweep, tell, by label."""
+    """Return the complete report cards of the SAE in a folder, or of the SAEs of a sweep, by label."""
     cards = [card for one in _folders(folder) if (card := report_card.read_card(one))]
     return {card.label: card for card in cards}
 
 
 def read_cards(folder: Path) -> list[ReportCard]:
-    """Return the cards of the SAE in a folder, or of those of a sweep."""
+    """Return the report cards of the SAE in a folder, or of the SAEs of a sweep."""
     return [card for one in _folders(folder) if (card := read_card(one))]
 
 
 def versions_of(folder: Path) -> dict[str, list[Version]]:
-    """Return by SAE the current and earlier report cards in a folder, newest first; the label of a single SAE is ""."""
+    """Return the current and earlier report cards in a folder by SAE, newest first; the label of a single SAE is ""."""
     older = (file.parent for file in folder.glob(f"*/{card_versions.FOLDER}"))
     folders = sorted({*_folders(folder), *older}, key=lambda one: (one != folder, one.name))
     cards = {"" if one == folder else one.name: card_versions.versions(one) for one in folders}
@@ -127,7 +127,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:
-    """Return by SAE the report card with this number.
+    """Return the report card with this number, by SAE.
 
     Raise `UserError` if there is none.
     """

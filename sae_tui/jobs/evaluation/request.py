@@ -1,4 +1,4 @@
-"""Has a job's SAEs evaluated by `sae-train eval`, in a process that outlives app and terminal."""
+"""Evaluates a job's SAEs with `sae-train eval`, in a process that outlives app and terminal."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from trainer.contract.settings.toml import Judged, read_plain_text
 from trainer.contract.store.rows import Job
 
 FOLLOWER = (sys.executable, "-P", "-m", "sae_tui.jobs.evaluation.follow")
-# What `--model` takes for the language model that the data was extracted from.
+# The value of `--model` for the language model that the data was extracted from.
 AUTO = "auto"
 POLL_S = 0.1
 
 
 class Card(msgspec.Struct, frozen=True):
-    """An idle GPU to evaluate on, whose lock lies in `locks`."""
+    """An idle GPU to evaluate on; `locks` is the folder of its lock."""
 
     index: int
     uuid: str
@@ -45,10 +45,10 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to evaluate: also spliced into the language model of job file `model`, and probed on texts that it reads.
+    """What to evaluate; with the job file `model`, also in its language model and by probes on its texts.
 
     Without a `card` it runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not requested
-    stay as they are on the report card. `python` is the Python of the job, "" for the one of the app.
+    stay as they are on the report card. `python` is the Python of the job, "" for the app's own.
     """
 
     job_id: int
@@ -78,7 +78,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def evaluate(data: DataDir, request: Request) -> str:
-    """Start the evaluation of a job's SAEs and return the sentence on it; raise `UserError` where it cannot be."""
+    """Start the evaluation of a job's SAEs and return a message; raise `UserError` if it cannot be started."""
     with existing(data, request.job_id) as control:
         refuse(data, control.job(request.job_id))
     python, allows_code = python_of(data, request.job_id), request.allows_code or _runs_code(data, request.job_id)
@@ -89,7 +89,7 @@ def evaluate(data: DataDir, request: Request) -> str:
     except SlowStart:
         raise
     except UserError:
-        # Another process was faster.
+        # Another process has started an evaluation first.
         if is_going(data, request.job_id):
             raise UserError(f"job {request.job_id} is being evaluated already") from None
         raise
@@ -100,7 +100,7 @@ def evaluate(data: DataDir, request: Request) -> str:
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask the evaluation of a job to end, and return the sentence on it; raise `UserError` if none runs."""
+    """Ask the evaluation of a job to end, and return a message; raise `UserError` if none is running."""
     with existing(data, job_id) as control:
         control.job(job_id)
         if not is_going(data, job_id):
@@ -110,7 +110,7 @@ def stop(data: DataDir, job_id: int) -> str:
 
 
 def refuse(data: DataDir, job: Job) -> None:
-    """Raise `UserError` where a job has no SAE that could be evaluated now."""
+    """Raise `UserError` if a job has no SAE that can be evaluated now."""
     if extracts(job.config):
         raise UserError(f"job {job.id} stores activations and has no SAE; evaluate a job that trains on them")
     if not job.state.is_final:
@@ -124,7 +124,7 @@ def refuse(data: DataDir, job: Job) -> None:
 
 
 def python_of(data: DataDir, job_id: int) -> str:
-    """Return the Python that a job has trained with, "" for the app's; raise `UserError` where it may not be run."""
+    """Return the Python that a job was trained with, "" for the app's; raise `UserError` if it must not be run."""
     judged, file = Judged(), data.run(job_id).job_file
     if not file.exists():
         return ""
@@ -145,9 +145,9 @@ def _runs_code(data: DataDir, job_id: int) -> bool:
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:
-    """Return what there is to say of a job without features, and the question whether to evaluate it now.
+    """Return a message about a job without features, and the question whether to evaluate it now.
 
-    The question is "" where that cannot be done, or would not help.
+    The question is "" if an evaluation is impossible or would not help.
     """
     with existing(data, job_id) as control:
         job = control.job(job_id)
@@ -164,7 +164,7 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
 def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:
     """Show the progress of a job's evaluation until it ends; `since` is when it was requested.
 
-    Return whether it succeeded, and a sentence on how it ended.
+    Return whether it succeeded, and a message on how it ended.
     """
     evaluations = Evaluations(data)
     with Progress(f"evaluating job {job_id}", to_descriptor=False) as progress:
@@ -174,7 +174,8 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        # An evaluation that was killed while it waited for a GPU left no event; the last event is of an earlier one.
+        # If the evaluation was killed while it waited for a GPU, it left no event, and the last event is from an
+        # earlier evaluation.
         events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
         return False, f"job {job_id} was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"
@@ -182,12 +183,12 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
 
 
 def is_going(data: DataDir, job_id: int) -> bool:
-    """Tell whether a process evaluates the job now."""
+    """Return whether a process is evaluating the job now."""
     return bool(is_held(data.run(job_id).evaluation_lock))
 
 
 def idle_card(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> Card | None:
-    """Return the idle GPU with most free memory; None where there is none, or for a job of the CPU."""
+    """Return the idle GPU with the most free memory; None if there is none, or if the job ran on the CPU."""
     idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
     if job.device != "cuda" or not idle:
         return None

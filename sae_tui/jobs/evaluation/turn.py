@@ -18,7 +18,7 @@ from trainer.contract.store.states import JobState
 
 
 def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Card | None, str]:
-    """Return the free GPU with the most memory, or None and the reason of the wait in words."""
+    """Return the free GPU with the most memory, or None and the reason to wait."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()
@@ -38,7 +38,7 @@ def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Ca
 
 @functools.cache
 def _reader(root: Path, source: str) -> CardReader:
-    """Return the one reader of a source, which remembers for how long another process has blocked it."""
+    """Return the only reader of a source; it remembers how long another process has blocked it."""
     return CardReader(DataDir(root), source)
 
 
