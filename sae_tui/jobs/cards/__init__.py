@@ -1,1 +1,1 @@
-"""Who has which GPU: other processes, other jobs, and the locks that reserve them."""
+"""Who holds which GPU: other processes, our jobs, and the locks that reserve GPUs."""

@@ -1,4 +1,4 @@
-"""Which GPUs a new job could have, and why not the others."""
+"""Decides which GPUs a new job can have, and why it cannot have the others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
 
-# A desktop's compositor or a monitor holds tens of MB on a card that is free all the same.
+# A desktop compositor or a monitor holds tens of MB on a GPU that is otherwise free.
 FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
 class GpuChoice(msgspec.Struct, frozen=True):
-    """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
+    """A row of the list of GPUs to choose from; `reason` says why it is unavailable, or what is unknown about it.
 
-    `brief` is a short reason, shown next to the GPU's use. `memory_usable_bytes` is what jobs have on an unused GPU:
-    less than the total, since the driver keeps some. `vendor` is the sample's. `withheld`: only other users may use the
-    GPU.
+    `brief` is a short reason, shown next to the GPU's use. `memory_usable_bytes` is the memory that jobs can use on an
+    idle GPU: less than the total, since the driver keeps some. `vendor` is the sample's. `withheld` is set if only
+    other users may use the GPU.
     """
 
     index: int
@@ -43,16 +43,16 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
     @property
     def may_be_offered(self) -> bool:
-        """Whether it may be taken without anybody having named it: nobody uses it, and its free memory is known."""
+        """Whether it may be taken by a job that does not name it: it is not in use, and its free memory is known."""
         return self.state == "available" and self.memory_free_bytes is not None
 
 
 class Holders(msgspec.Struct, frozen=True):
-    """Who holds this machine's GPUs according to our own store: jobs and the pids of their ranks, by GPU UUID.
+    """The holders of this machine's GPUs according to our own store: jobs and the pids of their ranks, by GPU UUID.
 
-    Of several jobs that share one, `jobs` has the latest and `shared` the ids of all. `own_pids` are of all ranks and
-    supervisors; `strangers` hold one according to another data folder, and `idle` are held without being used, both in
-    words. `freed` says when a job of ours last ended there.
+    If several jobs share a GPU, `jobs` has the latest job and `shared` the ids of all. `own_pids` contains the pids of
+    all ranks and supervisors. `strangers` describes holders from other data folders, and `idle` describes how long a
+    held GPU has not been used. `freed` says when a job of ours last ended on a GPU.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -65,13 +65,13 @@ class Holders(msgspec.Struct, frozen=True):
     shared: Mapping[str, tuple[int, ...]] = {}
 
     def rank_of(self, pid: int) -> tuple[Job, int] | None:
-        """Return the job of which a process is a rank on a GPU, and which; None for any other process."""
+        """Return the job and the rank number of a process that is one of our ranks; None for any other process."""
         uuid = next((uuid for uuid, one in self.pids.items() if one == pid), None)
         return None if uuid is None else (self.jobs[uuid], self.jobs[uuid].gpu_uuids.index(uuid))
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
-    """Return who holds this machine's GPUs, by the leases that jobs which have not ended have on this machine."""
+    """Return the holders of this machine's GPUs, from the leases of unfinished jobs on this machine."""
     jobs = list(jobs)
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
@@ -95,10 +95,10 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
 
 
 def with_strangers(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
-    """Add the GPUs whose lock in this folder, or by this reader, is held by a job that is not in our store."""
+    """Add the GPUs whose lock is held by a job that is not in our store; `folder` contains or reads the locks."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
-    # A job of ours that has the lock and not yet the lease is recognised by its supervisor's pid.
+    # A job of ours that has the lock but not yet the lease is recognised by its supervisor's pid.
     strangers = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, strangers=strangers) if strangers else held
 
@@ -116,7 +116,7 @@ def describe_use(choice: GpuChoice) -> tuple[str, str]:
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
-    """Return why the job does not fit into the free memory; "" where it does."""
+    """Return why the job does not fit into the free memory; "" if it does."""
     free = choice.memory_free_bytes
     if free is None:
         # 0 bytes: the need of the job is not known yet.
@@ -177,7 +177,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Return who uses a GPU that takes one process at a time, however little memory it uses; "" for no process."""
+    """Return who uses a GPU in exclusive mode, however little memory the process uses; "" if no process does."""
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
 
@@ -189,38 +189,39 @@ def _usable(sample: GpuSample) -> int | None:
 
 
 def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
-    """Return the processes on a card but those of the jobs that lease it.
+    """Return the processes on a GPU except the ranks of jobs that lease it.
 
-    On a leased card, a process without a user's name is taken for theirs: in a container none has one.
+    On a leased GPU, a process without a user name counts as such a rank, because no process in a container has a user
+    name.
     """
     processes = sample.processes or ()
     return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes
 
 
 def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
-    """Tell whether somebody must be on the card though no process is named; False for a leased card."""
+    """Return whether an unlisted process must be using the GPU; False for a leased GPU."""
     if sample.uuid in held.leases or not sample.is_used_unseen:
         return False
-    # A reading from before a job of ours had ended says nothing of who is there now.
+    # A reading from before a job of ours ended does not show who uses the GPU now.
     freed = held.freed.get(sample.uuid)
     return freed is None or sample.timestamp > freed
 
 
 def _use(sample: GpuSample) -> str:
-    """Describe the use of a card as far as it can be read: `98 %, 127.0 GB`."""
+    """Describe the use of a GPU as far as it can be read: `98 %, 127.0 GiB`."""
     shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
     return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gibibytes(sample.memory_used_bytes)])])
 
 
 def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
-    """Return the reason and the brief reason for a card that does not list its processes and shows no use otherwise."""
+    """Return reason and brief reason for a GPU that does not list its processes and shows no other sign of use."""
     if sample.memory_used_bytes is None:
         return "whether it is in use cannot be seen", "use cannot be seen"
     return f"{gibibytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use seen"
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """Return the largest process that is not ours, or None; one whose memory is unknown counts as large."""
+    """Return the largest process that is not ours, or None; a process whose memory is unknown counts as large."""
     large = [
         process
         for process in processes
@@ -232,9 +233,9 @@ def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int])
 
 
 def _has_ended(process: GpuProcess) -> bool:
-    """Tell whether a process of our own user, which the last reading still lists, has ended.
+    """Return whether a process of our own user, which the last reading still lists, has ended.
 
-    Other users' pids may be of another pid namespace.
+    Other users' pids may belong to another PID namespace.
     """
     return process.user is not None and process.user == user_name() and not os.path.exists(f"/proc/{process.pid}")
 

@@ -1,8 +1,8 @@
-"""File locks that say a GPU is in use for exactly as long as a process of its job lives.
+"""File locks that mark a GPU as in use for exactly as long as a process of its job is alive.
 
-The ranks inherit the descriptors, so that not even `kill -9` of the supervisor frees a card that is
-still computing, and nothing has to be cleaned up after a crash. Those of real cards lie in one folder of
-the machine, so that users with stores of their own see each other's.
+The ranks inherit the descriptors, so that not even `kill -9` of the supervisor frees a GPU that is still computing, and
+a crash leaves nothing to clean up. The locks of real GPUs are in one folder of the machine, so that users with
+different data folders see each other's locks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
-# The first is emptied at every start of the machine, and on most machines everybody may write to it. We make no folder
-# of our own in it: the user whose job came first would own it, and could keep others out.
+# The first is emptied at every boot, and on most machines all users can write to it. We create no folder in it: the
+# user whose job came first would own that folder, and could lock out other users.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
-# Seconds; a reading takes 0.1 ms unless the disk hangs.
+# In seconds; a reading takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
 _ALONE = f"GPUs are reserved where other users do not see it: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
 
 
 class GpuLocks:
-    """The locks of one job's GPUs: all of them or none; jobs that share a card hold its lock together."""
+    """The locks of one job's GPUs, taken all together or not at all; jobs that share a GPU hold its lock together."""
 
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
-        # Sorted, so that two jobs that want the same cards cannot each hold one and wait for the other.
+        # Sorted, so that two jobs that want the same GPUs cannot each hold one and wait for the other.
         self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
         self._shared = shared
         self.descriptors: tuple[int, ...] = ()
@@ -42,9 +42,10 @@ class GpuLocks:
         self.why = ""
 
     def take(self) -> bool:
-        """Take every lock without waiting, or none and return False; return True where they are held already.
+        """Take every lock without waiting, or none and return False; return True if they are already held.
 
-        `refused` is then the UUID of the card that somebody else holds, or `why` says what is wrong with its lock.
+        After False, `refused` is the UUID of the GPU whose lock was not taken. `why` is then the error, or "" if
+        another process holds the lock.
         """
         if self.descriptors:
             # A second descriptor of the same file would conflict with our own first one.
@@ -68,7 +69,7 @@ class GpuLocks:
         return True
 
     def release(self) -> None:
-        """Release this process's share; a rank that lives on still holds its own."""
+        """Release this process's share; a rank that is still alive keeps its own."""
         _close(self.descriptors)
         self.descriptors = ()
 
@@ -80,12 +81,12 @@ def _is_there_still(path: Path, descriptor: int) -> bool:
 
 
 def lock_folder(data: DataDir, gpu_source: str) -> Path:
-    """Return the folder of the GPUs' locks: the machine's for real cards, the data folder's for simulated ones."""
+    """Return the folder of the GPU locks: the machine's for real GPUs, the data folder's for simulated ones."""
     return _place(data, gpu_source)[0]
 
 
 def lock_problem(data: DataDir, gpu_source: str) -> str:
-    """Return why GPUs are not reserved where all users of the machine would see it; "" where they are."""
+    """Return why the locks of GPUs are not visible to all users of the machine; "" if they are."""
     return _place(data, gpu_source)[1]
 
 
@@ -105,7 +106,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
-    """Return by GPU UUID the pid that took each held lock, without touching one; other namespaces' pids are missing."""
+    """Return the pid that took each held lock, by GPU UUID, without taking any; other namespaces' pids are missing."""
     return _holders({uuid: _path(folder, uuid) for uuid in uuids})
 
 
@@ -132,7 +133,7 @@ def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
 
 
 class HolderReader:
-    """Reads `lock_holders` again and again in a thread, so that a disk that hangs does not block the caller."""
+    """Reads `lock_holders` repeatedly in a thread, so that a disk that hangs does not block the caller."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -152,14 +153,14 @@ class HolderReader:
 
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:
-    """Return the pid that took each lock of a whole file, by device and inode, from the text of /proc/locks."""
-    # A line of a process that waits for a lock has an arrow in front of its kind, and does not match.
+    """Return the pid of each whole-file lock, by device and inode, from the text of /proc/locks."""
+    # Lines of processes that wait for a lock have an arrow before the type, and do not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
 
 
 def owner(pid: int) -> str:
-    """Describe the owner of a process: `alice (pid 123)`, or only the pid of one that has gone."""
+    """Describe the owner of a process: `alice (pid 123)`, or only the pid if the process is gone."""
     try:
         return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
@@ -171,7 +172,7 @@ def _path(folder: Path, uuid: str) -> Path:
 
 
 def _is_open_to_all(folder: Path) -> bool:
-    """Tell whether a folder is like /tmp: everybody may add a file, and nobody may remove another's."""
+    """Return whether a folder is like /tmp: every user can add files, and none can remove another user's."""
     try:
         return folder.stat().st_mode & 0o1777 == 0o1777
     except OSError:
@@ -179,7 +180,7 @@ def _is_open_to_all(folder: Path) -> bool:
 
 
 def _make_shared_folder(folder: Path) -> str:
-    """Make a folder like /tmp; return what is in the way, or ""."""
+    """Create a folder like /tmp; return what prevents it, or ""."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -192,10 +193,10 @@ def _make_shared_folder(folder: Path) -> str:
 
 
 def open_lock(path: Path) -> int:
-    """Open a lock file, and create it where it is missing; return its descriptor.
+    """Open a lock file, and create it if it is missing; return its descriptor.
 
-    It is opened for reading alone, which is enough to lock: the file may be another user's. A link is not followed.
-    Raise OSError for anything but a file, without waiting for a process that would write into a FIFO.
+    It is opened read-only, which is enough for a lock: the file may belong to another user. Links are not followed.
+    Raise OSError for anything but a regular file; opening a FIFO does not block.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = _open_or_create(path, flags)
