@@ -1,1 +1,1 @@
-"""Jobs that wait: in which order, for what, and until when."""
+"""Queued jobs: their order, their reasons to wait, and their start."""

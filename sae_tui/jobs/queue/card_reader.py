@@ -1,4 +1,4 @@
-"""The cards of this machine as queued jobs see them: read once for all that wait, with leases and strangers added."""
+"""Reads this machine's GPUs for queued jobs, which share the readings, and combines them with leases and locks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from trainer.contract.planning.hardware import slowest
 from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
-# Strangers come and go within minutes; a reading costs 0.1 s of a core.
+# Other users come and go within minutes; a reading takes 0.1 s of one core.
 FRESH_S = 5.0
-# Cards keep their names, but nobody may have read those that a job was given by their numbers.
+# The names of GPUs do not change. The limit is finite because the GPUs may not have been read at all.
 NAMED_S = 86_400.0
-# Python's own start, and what opening the driver and reading a card may take.
+# Python's own start, and the time limits for opening the driver and for reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
-# Seconds by which samples may exceed the requested age while another process reads the GPUs.
+# Samples may be this many seconds older than requested while another process reads the GPUs.
 LATE_S = 5.0
-# Seconds; a process that has answered ends at once.
+# In seconds; a process that has answered ends at once.
 END_S = 1.0
-# Seconds until the next read after one hangs in the driver; doubled for each further one.
+# In seconds: the pause after a reading process hangs in the driver, doubled for every further process that hangs.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
 class CardReader:
-    """Reads the GPUs of one source by a process of its own; all that wait for the same cards share the reading."""
+    """Reads the GPUs of a source in a separate process; all jobs that wait for these GPUs share the readings."""
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
@@ -71,7 +71,7 @@ class CardReader:
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _age_s(self) -> float:
-        """Return the seconds since the reading; negative if the clock was set back, infinite without one."""
+        """Return the seconds since the last reading; negative if the clock was set back, infinite without a reading."""
         try:
             return time.time() - self._file.stat().st_mtime
         except OSError:
@@ -177,27 +177,27 @@ def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
 
 
 def vendor_of(data: DataDir, job: Job) -> str:
-    """Return the vendor of the GPUs that a job has, by its name in `VENDORS`; "" for none and for simulated ones."""
+    """Return the vendor of a job's GPUs by its name in `VENDORS`; "" if there are none or they are simulated."""
     if not job.gpu_uuids:
         return ""
     source = resolve(job.gpu_source)
     if source != AUTO:
         return source if source in VENDORS else ""
-    # Several vendors' cards: those of the job were read when it took them.
+    # Several vendors are possible; the job's GPUs were read when it took them, so any reading will do.
     samples = CardReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
 
 
 def name_of(data: DataDir, job: Job) -> str:
-    """Return the name of the slowest GPU that a job has; "" where that cannot be read."""
+    """Return the name of the slowest GPU of a job; "" if it cannot be read."""
     samples = CardReader(data, resolve(job.gpu_source)).samples(NAMED_S)
     return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
 
 def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
-    """Return a card for every sample.
+    """Return a `Card` for every sample.
 
-    Of our own jobs only leases count: memory that they have not taken yet, in their first second, is not free.
+    For our own jobs only leases count: memory that they have not allocated yet, in their first second, is not free.
     """
     ours = Holders(own_pids=held.own_pids, strangers=held.strangers, leases=held.leases, freed=held.freed)
     samples = list(samples)
@@ -208,7 +208,7 @@ def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], 
 
 
 def named_cards(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
-    """Return the cards that a job names, of which nothing is known but their leases."""
+    """Return the GPUs that a job names; only their leases are known."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
     return [Card(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
@@ -231,10 +231,10 @@ def _card(
 
 
 def _left_by_strangers(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
-    """Return the bytes that strangers leave of a card that our jobs use; None where it cannot be known.
+    """Return the bytes that other users leave on a GPU that our jobs use; None if unknown.
 
-    What our jobs take is told by their leases, from their first second on. Memory that no process with a user's name
-    holds is theirs as far as their leases go, and beyond that a stranger's.
+    Our jobs count with the memory of their leases, even before they allocate it. Memory of processes without a user
+    name is attributed to our jobs up to the size of their leases, and beyond that to other users.
     """
     if choice.memory_usable_bytes is None or sample.memory_used_bytes is None:
         return None
@@ -245,7 +245,7 @@ def _left_by_strangers(sample: GpuSample, choice: GpuChoice, held: Holders, leas
 
 
 def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:
-    """Return in how many seconds the last of the card's jobs is expected to end; infinite where that is unknown."""
+    """Return the seconds until the last job on the GPU is expected to end; infinite if that is unknown."""
     ends = [_left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
     return max(ends, default=0.0)
 

@@ -1,7 +1,10 @@
-"""Which queued job starts next: every supervisor draws the same conclusion from the queue and the cards there are.
-|| By priority, then by age. A job that cannot start yet keeps the cards it will get first; others may use them until
-then (back-fill), but only with an expected end in time, and only while it has not waited too long: so a job that
-needs many cards waits no longer than that and the longest job that runs."""
+"""Decides which queued job starts next; every supervisor reaches the same decision from the queue and the GPUs.
+
+Jobs are ordered by priority, then by age. A job that cannot start yet reserves the GPUs that it will get first. Other
+jobs may use them until then (backfill), but only if they are expected to end in time, and only until the waiting job
+has waited for `BACKFILL_S`. A job that needs many GPUs therefore waits at most for that time and the longest running
+job.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# Once a job has waited for so long, no other may use the cards that it will get.
+# After a job has waited this long, no other job may use the GPUs that it will get.
 BACKFILL_S = 3600.0
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A GPU as a queued job sees it. `free_bytes` is what strangers leave, None where it is unknown.
+    """A GPU as a queued job sees it; `free_bytes` is the memory that other users leave, None if it is unknown.
 
-    `unusable` and `stranger` are reasons that do not go away by waiting for jobs; `frees_in_s` is when all its jobs
-    end.
+    `unusable` and `stranger` are reasons that do not go away when jobs end; `frees_in_s` is the time until all jobs on
+    the GPU have ended.
     """
 
     index: int
@@ -34,21 +37,21 @@ class Card(msgspec.Struct, frozen=True):
     stranger: str = ""
     leases: tuple[Lease, ...] = ()
     frees_in_s: float = 0.0
-    # Whose card it is, where the machine has those of several vendors.
+    # The vendor of the GPU, if the machine has GPUs of several vendors.
     vendor: str = ""
     takes_one_process: bool = False
 
     def has_memory(self, job: Job) -> bool:
-        """Tell whether the job would fit beside strangers alone.
+        """Return whether the job fits into the memory that other users leave; memory of our own jobs counts as free.
 
-        Where that cannot be known, a job that names its cards may have it, and one that takes any may not.
+        If that memory is unknown, a job that names its GPUs may have this GPU, and a job that takes any may not.
         """
         if self.free_bytes is None:
             return not job.any_gpus
         return job.card_memory_bytes is None or self.free_bytes >= job.card_memory_bytes
 
     def is_for(self, job: Job) -> bool:
-        """Tell whether the job could have the card once other jobs have ended."""
+        """Return whether the job can have the GPU once other jobs have ended."""
         any_will_do = job.any_gpus and (job.takes_slices or not is_slice(self.uuid))
         wanted = any_will_do or self.uuid in job.gpu_uuids
         return wanted and not self.unusable and (job.shares_gpus or not self.stranger) and self.has_memory(job)
@@ -67,7 +70,7 @@ class Card(msgspec.Struct, frozen=True):
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
     def with_job(self, job: Job) -> Card:
-        """Return the card as it will be once a job ahead has taken it, which no process has done yet."""
+        """Return the GPU as it will be once a job ahead has taken it, although no process of that job uses it yet."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
             host=job.host, gpu_uuid=self.uuid, gpu_index=self.index, job_id=job.id, user=job.user, pid=0, since=0.0,
@@ -77,14 +80,14 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """The cards that a job may take now, or what it waits for."""
+    """The GPUs that a job may take now, or its reason to wait."""
 
     cards: tuple[Card, ...] = ()
     waits_for: str = ""
 
 
 class _Reservation(msgspec.Struct, frozen=True):
-    """A card that is waited for: by whom, and for how many seconds from now others may use it."""
+    """A GPU that is reserved for a waiting job; other jobs may use it for `until_s` seconds from now."""
 
     job_id: int
     until_s: float
@@ -95,7 +98,7 @@ def in_order(line: Iterable[Job]) -> list[Job]:
 
 
 def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, Turn]:
-    """Return for every queued job, by its id, its cards or its reason to wait; `now` is in seconds since the epoch."""
+    """Return the turn of every queued job by its id; `now` is in seconds since the epoch."""
     board = {card.uuid: card for card in sorted(cards, key=lambda card: card.index)}
     reservations: dict[str, _Reservation] = {}
     turn_by_job: dict[int, Turn] = {}
@@ -110,7 +113,7 @@ def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, T
 
 
 def _visible(job: Job, board: Mapping[str, Card]) -> list[Card]:
-    """Return the cards that the job may use: a job that takes any, only those visible where it was launched."""
+    """Return the GPUs that the job may use; a job that takes any is limited to those visible at its launch."""
     if not job.any_gpus or job.visible_devices is None:
         return list(board.values())
     source = resolve(job.gpu_source)
@@ -124,13 +127,13 @@ def _turn(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservati
     free = [card for card in cards if card.is_for(job) and card.takes_now(job) and _is_open(job, card, reservations)]
     if len(free) < job.gpus_wanted:
         return Turn(waits_for=_reason(job, cards, reservations))
-    # A card that nobody waits for first, then the one with the most memory.
+    # GPUs without a reservation first, then the most memory.
     free.sort(key=lambda card: (card.uuid in reservations, -(card.free_bytes or 0), card.index))
     return Turn(tuple(sorted(free[: job.gpus_wanted], key=lambda card: card.index)))
 
 
 def _is_open(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> bool:
-    """Tell whether the job would be gone from the card before the one that waits for it could start."""
+    """Return whether the job would end before the job that has reserved the GPU could start."""
     if card.uuid not in reservations:
         return True
     return job.expected_s is not None and job.expected_s <= reservations[card.uuid].until_s
@@ -139,7 +142,7 @@ def _is_open(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> 
 def _keep(
     job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
-    """Reserve the cards this job will get first, by UUID; {} where it waits for strangers, whose end nobody knows."""
+    """Reserve the GPUs that this job will get first, by UUID; {} if it waits for other users, whose end is unknown."""
     possible = [card for card in cards if card.is_for(job) and card.uuid not in reservations]
     if len(possible) < job.gpus_wanted:
         return {}
@@ -158,7 +161,7 @@ def _ready_in_s(job: Job, card: Card) -> float:
 def _reason(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation]) -> str:
     """Return why the job waits: `GPU 0 is held by job 3 (ann)`.
 
-    For any GPUs it names all there are: `2 GPUs: GPU 0 is …, GPU 1 is …`.
+    For a job that takes any GPUs, give the reason of each: `2 GPUs: GPU 0 is …, GPU 1 is …`.
     """
     wanted = [card for card in cards if job.any_gpus or card.uuid in job.gpu_uuids]
     missing = len(job.gpu_uuids) - len(wanted) if not job.any_gpus else 0
@@ -171,7 +174,7 @@ def _reason(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reserva
 
 
 def _obstacle(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> str:
-    """Return why the job cannot have this card now; "" where it can."""
+    """Return why the job cannot have this GPU now; "" if it can."""
     if card.unusable:
         return f"GPU {card.index} cannot be used ({card.unusable})"
     if job.any_gpus and not job.takes_slices and is_slice(card.uuid):

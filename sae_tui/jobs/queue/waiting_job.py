@@ -1,4 +1,4 @@
-"""One queued job: looks whether it may have its GPUs, and takes locks and lease when it may."""
+"""A queued job: checks whether it may have its GPUs, and then takes their locks and its lease."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# A job whose turn has come reads the cards again, unless somebody has within this time.
+# A job that may start reads the GPUs again, unless a process has read them within this time.
 JUST_NOW_S = 1.0
 # A supervisor checks its turn at least every 10 s.
 SILENT_AFTER_S = 30.0
 # States of a process that is halted by a signal or a debugger, or waits for a disk.
 _HALTED = ("T", "t", "D")
-# A look takes about 0.1 ms for each job in line.
+# A check takes about 0.1 ms per queued job.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
-# Seconds for which the same reason to wait is not recorded as an event again.
+# The same reason to wait is recorded as an event at most once in this many seconds.
 RECORDED_FOR_S = 600.0
 
 
 class Line:
-    """One job's place in the queue; `job` is its row as last read, `locks` are those of the GPUs it has got."""
+    """A job's position in the queue; `job` is its row as last read, `locks` are the locks of its GPUs."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Enter the queue; `is_ready` is called before locks are taken, and may restart this program."""
@@ -56,10 +56,10 @@ class Line:
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Take all GPUs of the job and move it to `starting`, or write into its row what it waits for.
+        """Take all GPUs of the job and move it to `starting`, or record in its row the reason to wait.
 
-        Return whether it starts. With many jobs in the queue each looks less often, so that all together take no more
-        of the machine.
+        Return whether it starts. The more jobs are queued, the less often each job checks, so that the total load does
+        not grow.
         """
         if time.monotonic() < self._again_at:
             return False
@@ -76,7 +76,7 @@ class Line:
         return not reason
 
     def _is_news(self, kind: str, before: str) -> bool:
-        """Return whether the reason to wait is new, and was not recorded within `RECORDED_FOR_S`.
+        """Return whether the reason to wait is new and was not recorded in the last `RECORDED_FOR_S` seconds.
 
         A job may wait for a month while the other processes on its GPUs change every minute.
         """
@@ -89,7 +89,10 @@ class Line:
         return True
 
     def _try_take_gpus(self) -> str:
-        """Take locks and lease; return why not, or "". Locks come first, since they are right even after a crash."""
+        """Take the locks, then the lease; return why that failed, or "".
+
+        The locks come first, since they are right even after a crash.
+        """
         held = describe_state(self.job).word if self.job.held else ""
         if reason := "; ".join(filter(None, (held, describe_unfinished(self._data, self._control, self.job)))):
             return reason
@@ -104,15 +107,14 @@ class Line:
         try:
             return self._lease(turn.cards)
         finally:
-            # Released in every case but success, also where the store is locked: the next try must not meet our own
-            # locks.
+            # Released unless the job starts, even if the store is locked: the next try must not find our own locks.
             if self.job.state == JobState.STARTING:
                 self.locks = locks
             else:
                 locks.release()
 
     def _turn(self) -> Turn:
-        """Return the cards to take, seen just now, or what is waited for."""
+        """Return the GPUs to take, as read just now, or what the job waits for."""
         if not self.job.gpus_wanted:
             return Turn()
         turn = self._plan(FRESH_S)
@@ -139,8 +141,8 @@ class Line:
     def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
         """Skip jobs that could have started for 30 s but have not, until their rows change.
 
-        Their supervisors are alive but stopped or hung, as on a file server that does not answer, or cannot reserve the
-        GPUs.
+        Their supervisors are alive but stopped or hung, for example on a file server that does not answer, or they
+        cannot reserve the GPUs.
         """
         now = time.monotonic()
         self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
@@ -161,9 +163,10 @@ class Line:
         self._silent[job.id] = self._control.job(job.id)
 
     def _report_halted(self) -> None:
-        """Record which supervisors are halted or hang, as this job starts before theirs.
+        """Record which supervisors are halted or hang, since this job starts before theirs.
 
-        Their last sign of life may be from just before; `report_silent` reports others without a sign later.
+        They may have given a sign of life just before. `report_silent` reports supervisors without a sign of life
+        later.
         """
         with tolerate("reporting supervisors that do not answer"):
             for job in tuple(self._silent.values()):
@@ -172,7 +175,7 @@ class Line:
                     self._tell_silent(job)
 
     def report_silent(self) -> None:
-        """Record which supervisors that lost their turn give no sign of life, also once this job has started."""
+        """Record which supervisors lost their turn and give no sign of life; this job may have started already."""
         if not self._silent:
             return
         with tolerate("reporting supervisors that do not answer"):
@@ -187,7 +190,7 @@ class Line:
         return False
 
     def _is_in_line(self, job: Job) -> bool:
-        """Tell whether that job could start as soon as it has its cards."""
+        """Return whether that job can start as soon as it has its GPUs."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
 
@@ -195,7 +198,7 @@ class Line:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # Perhaps nobody else is there to see that the holder of a lease has died.
+            # There may be no other process to notice that the holder of a lease has died.
             reconcile(self._data)
         if self._reader is None:
             return named_cards(self.job, leases, active)
@@ -225,7 +228,7 @@ class Line:
         return ""
 
     def _lock_obstacle(self, chosen: Sequence[Card], locks: GpuLocks) -> str:
-        """Return who holds the lock of a card that has no lease, or why the lock cannot be taken."""
+        """Return who holds the lock of a GPU that has no lease, or why the lock cannot be taken."""
         uuid = locks.refused or ""
         index = next((card.index for card in chosen if card.uuid == uuid), "?")
         if locks.why:
