@@ -106,7 +106,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
-    """Return the pid that took each held lock, by GPU UUID, without taking any; other namespaces' pids are missing."""
+    """Return the pid that took each held lock, by GPU UUID; takes no lock, and other namespaces' pids are missing."""
     return _holders({uuid: _path(folder, uuid) for uuid in uuids})
 
 
