@@ -26,8 +26,8 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
-# Measured and estimated bytes differ: PyTorch does not count the CUDA context, and the size of a process includes
-# Python and PyTorch.
+# Measured and estimated bytes differ: PyTorch does not count the CUDA context or NCCL's buffers, and the size of a
+# process includes Python and PyTorch.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
 
