@@ -412,8 +412,9 @@ def everybodys(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = N
 def part_summed(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
     """Return this rank's rows of the tensor's sum over the group, so that later work on rows is shared.
 
-    The gradient reaches the rows of all ranks, in the type that it is `read_in`, which has to be the same on all ranks:
-    by default in its own.
+    Ranks send fp32, since each decides by its own number of active latents whether its product is dense, in 16 bits, or
+    sparse, in 32. The gradient reaches the rows of all ranks in the type `read_in`, which has to be the same on all
+    ranks: by default in its own.
     """
     if group.size == 1:
         return tensor
@@ -425,7 +426,7 @@ class _PartSummed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, read_in: torch.dtype | None) -> Tensor:
         ctx.group, ctx.n_rows, ctx.read_in = group, len(tensor), read_in
-        return group.part_of_sum(tensor)
+        return group.part_of_sum(wide(tensor))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

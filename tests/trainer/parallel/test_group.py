@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.group import FAILED, LOST, PeerLost, exchanging, gather_rows, peers_expected
+from trainer.parallel.group import FAILED, LOST, PeerLost, exchanging, gather_rows, part_summed, peers_expected
 from trainer.parallel.threads import Threads, on_all
 from trainer.parallel.waiting import waiting
 
@@ -69,3 +69,27 @@ def test_rows_are_gathered_however_many_each_rank_has_and_from_those_that_have_s
         assert all(map(torch.equal, gathered, own))
     nobody = on_all(2, lambda group: gather_rows(group, own[1], is_there=False), timeout_s=60)
     assert nobody == [[], []]
+
+
+def test_ranks_of_which_some_multiply_all_latents_send_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.dtype] = []
+    part_of_sum = Threads.part_of_sum
+
+    def noted(group: Threads, tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor.dtype)
+        return part_of_sum(group, tensor)
+
+    monkeypatch.setattr(Threads, "part_of_sum", noted)
+    dtypes = torch.bfloat16, torch.float32
+
+    def summed(group: Threads) -> tuple[torch.Tensor, torch.Tensor]:
+        x_hat = torch.full((4, 3), 1.5, dtype=dtypes[group.index], requires_grad=True)
+        part = part_summed(x_hat, group)
+        part.sum().backward()
+        assert x_hat.grad is not None
+        return part.detach(), x_hat.grad
+
+    for index, (part, grad) in enumerate(on_all(2, summed, 20.0)):
+        assert torch.equal(part, torch.full((2, 3), 3.0))
+        assert torch.equal(grad, torch.ones(4, 3, dtype=dtypes[index]))
+    assert sent == [torch.float32] * 2
