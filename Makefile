@@ -52,9 +52,10 @@ numerics: $(VENV)/.dev
 test-fake-cuda:
 	tests/fake_cuda/run.sh build/fake_cuda
 
-# What only a GPU can tell, in eight minutes of one: a line for each part, all answers in gpu_day.json.
+# What only a GPU can show, in eight minutes of one: a line for each part, all answers in gpu_day.json, and an entry in
+# tests/benchmarks/gpu_days.json, from which gpu_days.py --write makes the table of docs/performance.md.
 test-gpu: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu_day.py
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu_day.py --record
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

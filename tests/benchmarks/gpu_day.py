@@ -1,14 +1,14 @@
-"""All that only a GPU can tell of this project, in one run of at most eight minutes on one card.
+"""Check and measure everything that only a GPU can show, in at most eight minutes of one GPU.
 
-    python tests/benchmarks/gpu_day.py [--out gpu_day.json] [--gpus auto:1|0|cpu] [--only NAME ...]
+    PYTHONPATH=tests python tests/benchmarks/gpu_day.py [--out gpu_day.json] [--gpus auto:1|0|cpu] [--only NAME ...]
 
-`make test-gpu` runs it. Each of its parts is a process of its own with a limit, so that one that hangs or crashes
-leaves the others: the whole self-test; all cases of Triton's kernels, compiled; a step of every kind of SAE, with its
-share of the floor, beside what is modelled; what the driver says, beside CUDA and nvidia-smi; a detached job from
-launch to export; SAELens and sparsify on the same card where they are installed; and with several cards the bus, each
-parallel mode, and whether it learns what one card learns. A line tells of each part as it ends; the answers are in the
-JSON file. It ends with 1 if any part failed or a check was wrong. With `--gpus cpu` the same runs on the CPU, kernels
-in Triton's interpreter and those of one file alone, where only whether it works is of interest.
+`make test-gpu` runs it. What matters most comes first, so that three minutes decide: driver, versions and clocks; steps
+with a cold kernel cache; a job with CUDA graphs that is stopped and resumed; NCCL with one rank; two ranks on one GPU;
+waits, resuming and memory. Then come injected failures, kernels, curves, other kinds of SAE, a launched job and other
+trainers, and with several GPUs the bus, every mode, NCCL's memory and a killed rank. Each part is a process with a time
+limit, so a part that hangs or crashes leaves the others. A part that cannot run here, or that has no time left, is
+"not run". It ends with 1 if a part is wrong. `--record` adds the results to `gpu_days.json`; `gpu_days.py`
+makes the table of docs/performance.md from it. With `--gpus cpu` the same runs on a CPU, only to see that it works.
 """
 
 from __future__ import annotations
@@ -23,42 +23,48 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import gpu_days
+
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice
+from trainer.contract.runs import cuda_variables
 from trainer.ranks.device_choice import parse_target
 from trainer.ranks.devices import torch_vendor, visible_gpus
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tui"]
-# As in gpu_profile.py, and something for a CPU; with what is timed of each.
+# As in gpu_profile.py, and one for a CPU.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
+# The kinds of SAE that are timed first, and the others; with `dead` some latents are dead, so that AuxK takes part.
+FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",
     "jumprelu", "gated", "standard",
 )  # fmt: skip
-KINDS_OF_CPU = ("topk:dead", "jumprelu")
-# Of cases, those for a driver that is none, those that take a CPU for a GPU, and those on more memory than there is; on
-# a CPU only few, for it is slow.
+KINDS_OF_CPU = ("jumprelu",)
+# These cases need a fake driver, take a CPU for a GPU, or need more memory than there is; a CPU runs only a few, since
+# it is slow.
 NOT_FOR_GPUS = ("fake_cuda/kernel_cases.py", "training/recorded_cases.py", "trainer/long_offset_cases.py")
 CASES_OF_CPU = "metrics/interval_cases.py"
 # Compiling takes 0.3 to 1 s a kernel, and there are 600; each process takes half a GB of the GPU.
 MOST_PROCESSES = 8
-# With what beside its name each parallel mode is asked for, and how many cards it takes at least.
+# The settings of each mode next to its name, and how many GPUs it takes at least.
 MODES = {"ddp": ([], 2), "tensor": ([], 2), "hybrid": (["--set", "parallel.latent_ranks=2"], 4)}
-# Of all parts of one card, and of those that see all cards: what is not done by then is wrong.
-LIMIT_S = {False: 480.0, True: 300.0}
+# Seconds for all parts on one GPU and for all parts on several, and the least that a part is started with.
+LIMIT_S, LEAST_S = {False: 480.0, True: 300.0}, 5.0
+OK, WRONG, NOT_RUN = "ok", "WRONG", "not run"
 
 
 class Part(NamedTuple):
-    """A command, with the seconds it may take; its answer is its last line of output, or a file.
+    """A command with its time limit; its answer is its last line of output, or a file.
 
-    It sees one card, unless it `sees_all`, and has these variables.
+    It sees one GPU with these variables, unless it `sees_all`.
     """
 
     name: str
@@ -70,49 +76,68 @@ class Part(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """How a part ended, and its answer, read as JSON where it is."""
+    """How a part ended, and its answer, read as JSON where it is; `why` says why it was not run."""
 
-    ok: bool
-    seconds: float
-    answer: Any
-    stderr: str
+    state: str
+    seconds: float = 0.0
+    answer: Any = None
+    stderr: str = ""
+    why: str = ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_day.json"))
-    parser.add_argument("--gpus", default="auto:1", help="one card, or cpu; default the first")
+    parser.add_argument("--gpus", default="auto:1", help="one GPU, or cpu; default the first")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts whose names begin so")
+    parser.add_argument("--record", type=Path, nargs="?", const=gpu_days.FILE, help=f"add to {gpu_days.FILE.name}")
     options = parser.parse_args()
     try:
-        one_card = pinned_to(options.gpus)
+        one_gpu = pinned_to(options.gpus)
     except UserError as error:
         parser.error(str(error))
-    report: dict[str, Any] = {}
-    left_s = dict(LIMIT_S)
+    cuda_variables.set_here()
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
-        for part in parts(options.gpus, Path(folder)):
-            if options.only and not part.name.startswith(tuple(options.only)):
-                continue
-            part = part._replace(
-                limit_s=min(part.limit_s, max(0.0, left_s[part.sees_all])),
-                variables={} if part.sees_all else {**one_card, **part.variables},
-            )
-            ran = run(part)
-            left_s[part.sees_all] -= ran.seconds
-            report[part.name] = ran._asdict()
-            print(
-                f"{'ok   ' if ran.ok else 'WRONG'} {part.name:22} {ran.seconds:6.1f} s  {summary(part, ran)}",
-                flush=True,
-            )
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    wrong = [name for name, ran in report.items() if not ran["ok"]]
-    print(f"{len(report) - len(wrong)} of {len(report)} parts are right; all answers are in {options.out}")
-    return 1 if wrong else 0
+        # Empty at first: the seconds of a first step are those of a new machine.
+        caches = {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        chosen = [
+            part._replace(variables={**caches, **({} if part.sees_all else one_gpu), **part.variables})
+            for part in parts(options.gpus, Path(folder))
+            if not options.only or part.name.startswith(tuple(options.only))
+        ]
+        report = run_all(chosen, dict(LIMIT_S))
+    options.out.write_text(json.dumps({name: ran._asdict() for name, ran in report.items()}, indent=1) + "\n")
+    if options.record:
+        gpu_days.record(options.record, gpu_days.entry_of({name: ran._asdict() for name, ran in report.items()}))
+    counts = {state: sum(ran.state == state for ran in report.values()) for state in (OK, WRONG, NOT_RUN)}
+    words = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    print(f"{words}; all answers are in {options.out}")
+    return 1 if counts[WRONG] else 0
+
+
+def run_all(chosen: Sequence[Part], left_s: dict[bool, float]) -> dict[str, Ran]:
+    """Run the parts within the seconds that are left for one GPU and for all, and print a line for each."""
+    report = {}
+    for part in chosen:
+        ran = run_within(part, left_s[part.sees_all])
+        left_s[part.sees_all] -= ran.seconds
+        report[part.name] = ran
+        print(f"{ran.state:7} {part.name:22} {ran.seconds:6.1f} s  {summary(part, ran)}", flush=True)
+    return report
+
+
+def run_within(part: Part, left_s: float) -> Ran:
+    """Run a part in the time that is left; it is wrong only if it needs more than its own limit."""
+    if left_s < LEAST_S:
+        return Ran(NOT_RUN, why="no time was left")
+    ran = run(part._replace(limit_s=min(part.limit_s, left_s)))
+    if ran.state == WRONG and left_s < part.limit_s and ran.seconds >= left_s:
+        return ran._replace(state=NOT_RUN, why=f"the {left_s:.0f} s that were left were not enough")
+    return ran
 
 
 def pinned_to(gpus: str) -> dict[str, str]:
-    """Return the variables that leave the one card that is asked for; none for a CPU."""
+    """Return the variables that show only the GPU that is asked for; none for a CPU."""
     n_ranks, uuids = parse_target(gpus)
     if n_ranks != 1 or (not uuids and gpus != "cpu"):
         raise UsageError("--gpus: name one GPU of this machine, or cpu")
@@ -120,40 +145,61 @@ def pinned_to(gpus: str) -> dict[str, str]:
 
 
 def parts(gpus: str, folder: Path) -> Iterator[Part]:
-    """Yield the parts for this card, or the CPU."""
+    """Yield the parts for this GPU, or the CPU, in the order of their worth."""
     on_cpu = gpus == "cpu"
-    # The trainer sees no other.
-    alone = "cpu" if on_cpu else "auto:1"
-    yield Part("self-test", [*TRAINER, "self-test", "--gpus", alone, *([] if on_cpu else ["--full"]), "--json"], 300)
-    yield kernels(on_cpu)
-    for shape in TINY if on_cpu else SHAPES:
-        yield steps(shape, folder, on_cpu)
-    shape, sizes = next(iter(TINY.items())) if on_cpu else ("B", SHAPES["B"])
-    yield Part(f"bench {shape} topk", [*TRAINER, *bench("topk", sizes, alone)], 60)
+    # A part sees no other GPU.
+    alone, device = ("cpu", "cpu") if on_cpu else ("auto:1", "cuda")
+    shapes = TINY if on_cpu else SHAPES
     yield Part("driver", script("gpu_driver.py"), 60, sees_all=True)
+    for shape in sorted(shapes, reverse=True):
+        yield steps(f"steps {shape}", [f"{shape}:{kind}" for kind in FIRST[shape]], folder, device)
+    job_steps = ["--steps", "60"] if on_cpu else []
+    yield Part("resumed job", [*script("gpu_job.py"), "--gpus", alone, *job_steps], 120)
+    yield Part("nccl", [*script("gpu_nccl.py"), "--device", device], 60)
+    yield Part("shared GPU", [*script("gpu_shared.py"), "--device", device], 90)
+    yield Part("first checks", [*script("gpu_checks.py"), "first", "--gpus", alone], 90)
+    yield Part("failures", [*script("gpu_failures.py"), "--device", device], 180)
+    yield kernels(on_cpu)
+    yield Part("products", [*script("gpu_checks.py"), "products", "--gpus", alone], 90)
+    yield Part("curves", [*script("gpu_checks.py"), "curves", "--gpus", alone], 150)
+    for shape in sorted(shapes, reverse=True):
+        kinds = [kind for kind in (KINDS_OF_CPU if on_cpu else KINDS) if kind not in FIRST[shape]]
+        yield steps(f"other steps {shape}", [f"{shape}:{kind}" for kind in kinds], folder, device)
     data = ["--data-dir", str(folder / "data")]
     job = sample_job(folder, 10 if on_cpu else 400)
-    yield Part("job", [*APP, *data, "launch", str(job), "--gpus", gpus, "--wait", "--json"], 90)
+    yield Part("launched job", [*APP, *data, "launch", str(job), "--gpus", gpus, "--wait", "--json"], 90)
+    yield Part("rest of checks", [*script("gpu_checks.py"), "rest", "--gpus", alone], 150)
     others = folder / "peers.json"
     yield Part("peers", [*script("train_step.py"), *peers(on_cpu), "--json", str(others)], 120, others)
-    if not on_cpu:
-        yield from several_cards(sum(not is_slice(gpu.uuid) for gpu in visible_gpus()))
+    if on_cpu:
+        yield from several("cpu", 2)
+    else:
+        yield from several("auto", sum(not is_slice(gpu.uuid) for gpu in visible_gpus()))
 
 
-def several_cards(n_cards: int) -> Iterator[Part]:
-    """Yield the parts for so many whole cards; slices of a card are never connected."""
-    if n_cards < 2:
+def several(word: str, n_gpus: int) -> Iterator[Part]:
+    """Yield the parts for that many whole GPUs, or CPU processes; slices of a GPU are never connected."""
+    if n_gpus < 2:
         return
+    all_of_them = f"{word}:{n_gpus}"
+    shape, sizes = next(iter((TINY if word == "cpu" else {"B": SHAPES["B"]}).items()))
     modes = {
         mode: settings
         for mode, (settings, least) in MODES.items()
-        if n_cards >= least and (not settings or n_cards % 2 == 0)
+        if n_gpus >= least and (not settings or n_gpus % 2 == 0)
     }
-    yield Part("bus", [*TRAINER, "probe", "--json"], 60, sees_all=True)
+    cards = [] if word == "auto" else ["--gpus", all_of_them]
+    yield Part("bus", [*TRAINER, "probe", *cards, "--json"], 60, sees_all=True)
     for mode, settings in modes.items():
-        argv = [*bench("topk", SHAPES["B"], f"auto:{n_cards}"), "--set", f"parallel.mode={mode}", *settings]
-        yield Part(f"bench B topk {mode}", [*TRAINER, *argv], 90, sees_all=True)
-    yield Part("ranks", [*script("gpu_ranks.py"), f"auto:{n_cards}", "--modes", *modes, "dp"], 200, sees_all=True)
+        argv = [*bench("topk", sizes, all_of_them), "--set", f"parallel.mode={mode}", *settings]
+        yield Part(f"bench {shape} topk {mode}", [*TRAINER, *argv], 90, sees_all=True)
+    for what in ("memory", "profile", "killed"):
+        yield Part(f"ranks' {what}", [*script("gpu_several.py"), all_of_them, what], 150, sees_all=True)
+    # Peers in one process need as many GPUs.
+    threads = [] if word == "cpu" else ["dp"]
+    yield Part("ranks", [*script("gpu_ranks.py"), all_of_them, "--modes", *modes, *threads], 200, sees_all=True)
+    uneven = [*script("gpu_ranks.py"), f"{word}:{min(n_gpus, 3)}", "--modes", "ddp", "tensor", "--uneven"]
+    yield Part("uneven ranks", uneven, 120, sees_all=True)
 
 
 def script(name: str) -> list[str]:
@@ -171,12 +217,10 @@ def kernels(on_cpu: bool) -> Part:
     return Part("kernels", argv, 150, variables={"TRITON_INTERPRET": "1" if on_cpu else "0", "OMP_NUM_THREADS": "1"})
 
 
-def steps(shape: str, folder: Path, on_cpu: bool) -> Part:
-    """Return the part that times steps of all kinds, those with dead latents with AuxK."""
-    file = folder / f"steps-{shape}.json"
-    cases = [f"{shape}:{kind}" for kind in (KINDS_OF_CPU if on_cpu else KINDS)]
-    argv = [*script("gpu_profile.py"), *cases, "--device", "cpu" if on_cpu else "cuda", "--json", str(file)]
-    return Part(f"steps {shape}", argv, 100, file)
+def steps(name: str, cases: list[str], folder: Path, device: str) -> Part:
+    """Return the part that times the steps of these cases."""
+    file = folder / f"{name}.json"
+    return Part(name, [*script("gpu_profile.py"), *cases, "--device", device, "--json", str(file)], 120, file)
 
 
 def bench(architecture: str, sizes: tuple[int, int, int, int], gpus: str) -> list[str]:
@@ -210,12 +254,15 @@ def peers(on_cpu: bool) -> list[str]:
 
 
 def run(part: Part) -> Ran:
-    """Run a part and read the JSON in its file, or in its last line; end all its processes where it takes too long."""
+    """Run a part and read the JSON in its file, or in its last line; end all its processes if it takes too long."""
     began, paths = time.monotonic(), os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    process = subprocess.Popen(
-        part.argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, **part.variables}, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+    try:
+        process = subprocess.Popen(
+            part.argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths, **part.variables}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return Ran(NOT_RUN, why=f"it could not be started: {error}")
     try:
         stdout, stderr = process.communicate(timeout=part.limit_s)
     except subprocess.TimeoutExpired:
@@ -223,7 +270,8 @@ def run(part: Part) -> Ran:
         stdout, stderr = process.communicate()
         stderr += f"\nno end within {part.limit_s:.0f} s"
     text = part.file.read_text() if part.file and part.file.exists() else stdout
-    return Ran(process.returncode == 0, time.monotonic() - began, answer_in(text), stderr[-2000:])
+    state = WRONG if process.returncode else OK
+    return Ran(state, time.monotonic() - began, answer_in(text), stderr[-2000:])
 
 
 def answer_in(text: str) -> Any:
@@ -235,15 +283,21 @@ def answer_in(text: str) -> Any:
 
 
 def summary(part: Part, ran: Ran) -> str:
-    """Return the figures of a part that one looks for first."""
-    if not ran.ok:
+    """Return the figures of a part that a reader wants first."""
+    if ran.state == NOT_RUN:
+        return ran.why
+    if ran.state == WRONG:
         return wrong_words(part, ran)
-    kind = part.name.partition(" ")[0]
-    return _WORDS[kind](ran.answer) if kind in _WORDS else ""
+    word = next((word for name, word in _WORDS.items() if name in part.name), None)
+    try:
+        return word(ran.answer) if word else ""
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        # Figures that a tool here lacks do not end the day.
+        return f"its answer has no summary ({type(error).__name__}: {error})"
 
 
 def wrong_words(part: Part, ran: Ran) -> str:
-    """Tell what is wrong as far as a part itself tells it, else by the last line that it wrote."""
+    """Return the errors that the part reports, else the last line that it wrote."""
     if isinstance(ran.answer, dict) and (wrong := ran.answer.get("wrong")):
         return "; ".join(wrong)
     if isinstance(ran.answer, dict) and (failed := ran.answer.get("failed")):
@@ -258,13 +312,13 @@ def case_words(answer: str) -> str:
 
 
 def step_words(answer: list[dict[str, Any]]) -> str:
-    """Return a line for each kind of step: its milliseconds, and beside them those that are modelled for an H200."""
+    """Return a line for each kind of step: its milliseconds, the first step, and the time modelled for an H200."""
     lines = [
-        f"{one['case']:28} {one.get('recorded', one['plain']):7.2f} ms, {one['of_floor']:4.0%} of the floor; "
-        f"modelled {one['modelled']:.2f}"
+        f"{one['case']:28} {one.get('recorded', one['plain']):7.2f} ms ({one['plain']:.2f} plain), "
+        f"{one['of_floor']:4.0%} of the floor; first step {one['first_step_s']:.1f} s; modelled {one['modelled']:.2f}"
         for one in answer
     ]
-    return "\n      ".join([f"{len(lines)} kinds, recorded where that pays", *lines])
+    return "\n      ".join([f"{len(lines)} kinds", *lines])
 
 
 def peer_words(answer: dict[str, Any]) -> str:
@@ -276,21 +330,61 @@ def rank_words(answer: dict[str, Any]) -> str:
     one = answer["fvu"]["one"]
     off = max(abs(fvu / one[kind] - 1) for of_kind in answer["fvu"].values() for kind, fvu in of_kind.items())
     n_waits = sum(sum(places.values()) for places in answer["waits"].values())
-    return f"FVU {off:.0e} off that of one card; {n_waits} waits of a host in a step of {len(answer['waits'])} modes"
+    return f"FVU {off:.0e} off that of one GPU; {n_waits} waits of a host in a step of {len(answer['waits'])} modes"
+
+
+def shared_words(answer: dict[str, Any]) -> str:
+    off = max(abs(case["fvu"] / case["one"] - 1) for case in answer["cases"])
+    return f"{len(answer['cases'])} trainings on two ranks, FVU at most {off:.0e} off that of one; no host waits"
 
 
 def driver_words(answer: dict[str, Any]) -> str:
     others = "CUDA and nvidia-smi have" if answer["nvidia_smi"] else "CUDA has"
-    return f"{len(answer['cards'])} cards, as {others} them"
+    state = answer["state"][0] if answer["state"] else {}
+    clocks = "; ".join(
+        f"{name} {state[name]}" for name in ("driver_version", "clocks.sm", "power.limit") if name in state
+    )
+    return f"{len(answer['cards'])} GPUs, as {others} them; torch {answer['torch']}{clocks and '; '}{clocks}"
 
 
+def job_words(answer: dict[str, Any]) -> str:
+    seconds = answer["seconds"]
+    return (
+        f"{answer['steps']} steps, equal to the bit; {seconds['plain']:.0f} s plain, {seconds['graphs']:.0f} and "
+        f"{seconds['resumed']:.0f} s with graphs; {answer['replayed']} steps replayed"
+    )
+
+
+def nccl_words(answer: dict[str, Any]) -> str:
+    memory = f", {answer['memory_bytes'] / 2**20:.0f} MiB" if "memory_bytes" in answer else ""
+    graphs = f" and {answer['in_graphs']} in a graph" if "in_graphs" in answer else ", none in a graph"
+    return f"{answer['plain']} exchanges right{graphs}{memory}"
+
+
+def failure_words(answer: dict[str, Any]) -> str:
+    """Return what each check found; one that could not be made has its reason."""
+    return "; ".join(f"{name}: {one.get('not_run', 'ok')}" for name, one in answer["checks"].items())
+
+
+def several_words(answer: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:,.1f}" for name, value in answer.items() if isinstance(value, int | float))
+
+
+# By a part of their names, the first that matches.
 _WORDS: dict[str, Callable[[Any], str]] = {
-    "self-test": lambda answer: f"{answer['checks']} checks on {answer['device']}",
+    "checks": lambda answer: f"{answer['checks']} checks on {answer['device']}",
+    "products": lambda answer: f"{answer['checks']} checks on {answer['device']}",
+    "curves": lambda answer: f"{answer['checks']} checks on {answer['device']}",
     "kernels": case_words,
     "steps": step_words,
     "bench": lambda answer: f"{answer['step_ms']:.2f} ms, {answer['of_floor']:.0%} of the floor",
     "driver": driver_words,
+    "resumed job": job_words,
+    "nccl": nccl_words,
+    "shared GPU": shared_words,
+    "failures": failure_words,
     "peers": peer_words,
+    "ranks'": several_words,
     "ranks": rank_words,
 }
 

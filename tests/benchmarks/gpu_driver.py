@@ -1,13 +1,15 @@
-"""Whether the app reads of each card what CUDA and nvidia-smi tell of it: its identity, and its memory.
+"""Compare the app's reading of each GPU with CUDA's and nvidia-smi's; report versions, clocks and power limits.
 
     python tests/benchmarks/gpu_driver.py
 
-It prints JSON: the cards as the app, CUDA and nvidia-smi have them, and what is `wrong`, in words. It ends with 1 if
-anything is. Without NVIDIA's tool there is only CUDA, or its like, to compare with.
+It prints JSON: the GPUs as the app, CUDA and nvidia-smi have them, and what is `wrong`. It ends with 1 if anything is.
+Without NVIDIA's tool only CUDA, or its like, is compared.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -20,13 +22,19 @@ from trainer.ranks.devices import torch_vendor, visible_gpus
 MIB = 2**20
 # CUDA leaves a part of the memory, that of page tables and the like, to the driver.
 LEAST_OF_CUDA = 0.9
-# How much more or less may be in use than nvidia-smi tells just before and just after, in whole MiB.
+# How much more or less may be in use than nvidia-smi reports just before and just after, in whole MiB.
 NEAR_USED = 64 * MIB
+# What decides how fast a GPU is at this moment; a name that a driver does not know is left out.
+STATE = (
+    "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
+    "temperature.gpu", "pcie.link.gen.current", "pcie.link.width.current", "persistence_mode", "ecc.mode.current",
+    "clocks_throttle_reasons.active",
+)  # fmt: skip
 QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
 
 
 class Memory(NamedTuple):
-    """Bytes of a card as nvidia-smi tells them; None where it does not."""
+    """The bytes of a GPU by nvidia-smi; None if it does not report them."""
 
     total: int | None
     used: int | None
@@ -40,19 +48,42 @@ def main() -> int:
     after = by_tool()
     wrong = [*differs_from_cuda(cards, by_cuda), *differs_from_tool(cards, before, after)]
     found = {"cards": cards, "cuda": by_cuda, "nvidia_smi": {uuid: one._asdict() for uuid, one in after.items()}}
-    print(json.dumps(found | {"wrong": wrong}))
+    print(json.dumps(found | versions() | {"state": states(), "wrong": wrong}))
     return 1 if wrong else 0
 
 
+def versions() -> dict[str, str | None]:
+    """Return the versions that decide which kernels run."""
+    import torch
+
+    triton = importlib.util.find_spec("triton") and importlib.metadata.version("triton")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    return {"torch": str(torch.__version__), "cuda": torch.version.cuda, "triton": triton or None, "nccl": nccl}
+
+
+def states() -> list[dict[str, str]]:
+    """Return clocks, power and link of each GPU by nvidia-smi, one query for each, since one it does not know fails."""
+    if not shutil.which(QUERY[0]):
+        return []
+    rows: list[dict[str, str]] = []
+    for name in STATE:
+        argv = [QUERY[0], f"--query-gpu={name}", "--format=csv,noheader"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+        for index, value in enumerate(done.stdout.splitlines() if done.returncode == 0 else []):
+            rows += [{}] * (index == len(rows))
+            rows[index] = rows[index] | {name: value.strip()}
+    return rows
+
+
 def by_app() -> list[dict[str, Any]]:
-    """Return the cards that CUDA, or its like, should have."""
+    """Return the GPUs that CUDA, or its like, should have."""
     source = ["--gpu-source", torch_vendor()] if torch_vendor() else []
     argv = [sys.executable, "-m", "sae_tui", *source, "gpus", "--json"]
     return json.loads(subprocess.check_output(argv, timeout=60))
 
 
 def by_tool() -> dict[str, Memory]:
-    """Return the memory of all cards of NVIDIA; none where the tool is not there."""
+    """Return the memory of all NVIDIA GPUs; none if the tool is missing."""
     if not shutil.which(QUERY[0]):
         return {}
     return read_tool(subprocess.check_output(QUERY, text=True, timeout=30))
@@ -64,9 +95,9 @@ def read_tool(text: str) -> dict[str, Memory]:
 
 
 def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> list[str]:
-    """Tell in words which card only one of them has, and whose memory is not what CUDA has of it.
+    """Return a sentence for each GPU that only one of them has, or whose memory differs from CUDA's.
 
-    Of slices CUDA names one alone.
+    CUDA names only one slice.
     """
     totals = {card["uuid"]: card["memory_total"] for card in cards if card["healthy"]}
     unknown = [f"CUDA has {uuid}, and the app has not" for uuid in by_cuda if uuid not in totals]
@@ -83,7 +114,7 @@ def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> l
 
 
 def differs_from_tool(cards: list[dict[str, Any]], before: dict[str, Memory], after: dict[str, Memory]) -> list[str]:
-    """Tell in words which card nvidia-smi does not have, and whose memory is not what it tells of it.
+    """Return a sentence for each GPU that nvidia-smi does not have, or whose memory differs from its figure.
 
     It lists no slices.
     """

@@ -66,18 +66,25 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     shape, architecture, *rest = case.split(":")
     d_in, d_sae, k, n_tokens = SHAPES[shape]
     job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     steps = RepeatedStep(job, d_in, None, Parallel(device))
     (learner,) = steps.learners
     recorded = learner.whole_steps
     if rest == ["dead"]:
         silence(learner.sae)
     steps.take_plainly()
+    # With the compilation of kernels that no case before has needed.
+    first_step_s = milliseconds(lambda: steps.take(1), device) / 1e3
     plain, host = timed(steps, device)
     kernels, phases = profiled(steps, device)
     figures = {"case": case, "plain": plain, "host": host, "kernels": kernels, "phases": phases}
+    figures["first_step_s"] = first_step_s
     if recorded:
         learner.whole_steps = recorded
         figures["recorded"], figures["replayed_by_host"] = timed(steps, device)
+    if device.type == "cuda":
+        figures["reserved_bytes"] = torch.cuda.max_memory_reserved()
     least = floor(steps, device, job)["floor_ms"]
     is_dense = "topk" not in architecture
     expected = modelled(

@@ -6,60 +6,119 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu_day import ROOT, Part, Ran, kernels, run, several_cards, steps, summary
+from benchmarks import gpu_days
+from benchmarks.gpu_day import (
+    LEAST_S,
+    NOT_RUN,
+    OK,
+    ROOT,
+    WRONG,
+    Part,
+    Ran,
+    kernels,
+    parts,
+    run,
+    run_within,
+    several,
+    summary,
+)
 from benchmarks.gpu_driver import MIB, Memory, differs_from_cuda, differs_from_tool, read_tool
 from benchmarks.gpu_ranks import KINDS, differing
+from benchmarks.gpu_shared import MODES as SHARING
+from benchmarks.gpu_shared import wrong_of
 
 from trainer.contract.settings.catalog import ARCHITECTURES
 
 SCRIPT, GIB = ROOT / "tests" / "benchmarks" / "gpu_day.py", 1024 * MIB
 
 
+PATHS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+
+
 def gpu_day(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     argv = [sys.executable, str(SCRIPT), *words]
-    return subprocess.run(argv, capture_output=True, text=True, env=environment)
+    return subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
 
 
-def test_it_runs_on_a_cpu_and_tells_of_each_part(tmp_path: Path) -> None:
+def test_it_runs_on_a_cpu_and_prints_and_records_each_part(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    out = tmp_path / "found.json"
-    done = gpu_day("--gpus", "cpu", "--only", "kernels", "steps", "driver", "--out", str(out))
+    out, days = tmp_path / "found.json", tmp_path / "days.json"
+    names = "kernels", "steps", "driver", "nccl", "failures"
+    done = gpu_day("--gpus", "cpu", "--only", *names, "--out", str(out), "--record", str(days))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    assert list(found) == ["kernels", "steps C", "driver"]
-    of_kernels, of_steps, *of_cases, of_driver, end = done.stdout.splitlines()
+    assert list(found) == ["driver", "steps C", "nccl", "failures", "kernels"]
+    of_driver, of_steps, of_case, of_nccl, of_failures, of_kernels, end = done.stdout.splitlines()
+    assert of_steps.startswith("ok      steps C ")
+    (case,) = found["steps C"]["answer"]
+    assert of_case.split()[0] == case["case"]
+    assert f"{case['of_floor']:.0%} of the floor; first step {case['first_step_s']:.1f} s" in of_case
+    assert f" {len(found['driver']['answer']['cards'])} GPUs" in of_driver
+    assert of_nccl.endswith(" exchanges right, none in a graph")
+    assert "compute-sanitizer: needs a GPU" in of_failures
     assert of_kernels.endswith(" 18 cases right")
-    assert of_steps.startswith("ok    steps C ")
-    for line, case in zip(of_cases, found["steps C"]["answer"], strict=True):
-        assert line.split()[0] == case["case"]
-        assert f"{case['of_floor']:.0%} of the floor" in line
-    assert f" {len(found['driver']['answer']['cards'])} cards" in of_driver
-    assert end == f"3 of 3 parts are right; all answers are in {out}"
+    assert end == f"5 ok; all answers are in {out}"
+    (day,) = json.loads(days.read_text())
+    assert day["steps"].keys() == {"C:topk:dead"}
+    assert {part["state"] for part in day["parts"].values()} == {"ok"}
 
 
-def test_a_card_that_is_not_there_is_refused() -> None:
+def test_two_ranks_on_one_device_learn_what_one_learns_in_fp32_and_in_16_bits() -> None:
+    argv = [sys.executable, str(SCRIPT.with_name("gpu_shared.py")), "--device", "cpu"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads(done.stdout)["cases"]
+    assert {(case["mode"], case["precision"]) for case in cases} == set(product(SHARING, ("fp32", "bf16")))
+
+
+def test_ranks_that_differ_from_one_and_hosts_that_wait_are_wrong() -> None:
+    case = {"mode": "ddp", "kind": "topk", "precision": "fp32", "fvu": 0.3, "one": 0.3, "waits": {}}
+    assert not wrong_of([case, case | {"precision": "bf16", "fvu": 0.31}])
+    (wrong,) = wrong_of([case | {"fvu": 0.31}])
+    assert wrong == "ddp, topk, fp32: FVU 0.31000, and 0.30000 on one rank"
+    assert wrong_of([case | {"waits": {"step.py:9": 2}}]) == ["ddp, topk, fp32: the host waits at step.py:9"]
+
+
+def test_a_job_that_is_stopped_and_resumed_ends_with_the_same_bits() -> None:
+    argv = [sys.executable, str(SCRIPT.with_name("gpu_job.py")), "--gpus", "cpu", "--steps", "30"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["replayed"][0] > 0
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
     done = gpu_day("--gpus", "77")
     assert done.returncode == 2
     assert "--gpus: " in done.stderr
 
 
-def test_steps_of_every_architecture_are_timed_and_of_those_with_auxk_also_with_dead_latents(tmp_path: Path) -> None:
-    cases = {word for word in steps("A", tmp_path, on_cpu=False).argv if word.startswith("A:")}
+def test_steps_of_every_architecture_are_timed_with_dead_latents_where_auxk_exists(tmp_path: Path) -> None:
+    argv = [word for part in parts("0", tmp_path) if "steps A" in part.name for word in part.argv]
+    cases = [word for word in argv if word.startswith("A:")]
     with_auxk = {f"A:{name}:dead" for name in ARCHITECTURES if "topk" in name}
-    assert cases == {f"A:{name}" for name in ARCHITECTURES} | with_auxk
+    assert set(cases) == {f"A:{name}" for name in ARCHITECTURES} | with_auxk
+    assert len(cases) == len(set(cases))
 
 
-def test_several_cards_have_parts_of_their_own_and_modes_that_so_many_can_take() -> None:
-    names = [part.name for part in several_cards(3)]
-    assert names == ["bus", "bench B topk ddp", "bench B topk tensor", "ranks"]
-    *_, ranks = several_cards(4)
-    assert ranks.argv[-6:] == ["auto:4", "--modes", "ddp", "tensor", "hybrid", "dp"]
-    assert not list(several_cards(1))
+def test_the_parts_that_matter_most_come_first_and_peers_last(tmp_path: Path) -> None:
+    names = [part.name for part in parts("0", tmp_path)]
+    first = ["driver", "steps B", "steps A", "resumed job", "nccl", "shared GPU", "first checks"]
+    assert names[: len(first)] == first
+    assert names[-1] == "peers"
+
+
+def test_several_gpus_have_parts_of_their_own_and_modes_for_their_number() -> None:
+    names = [part.name for part in several("auto", 3)]
+    assert names[:3] == ["bus", "bench B topk ddp", "bench B topk tensor"]
+    of_four = {part.name: part.argv for part in several("auto", 4)}
+    assert of_four["ranks"][-6:] == ["auto:4", "--modes", "ddp", "tensor", "hybrid", "dp"]
+    assert "auto:3" in of_four["uneven ranks"]
+    assert not list(several("auto", 1))
 
 
 def test_on_a_gpu_all_cases_are_run_that_can_be_and_none_in_the_interpreter() -> None:
@@ -73,8 +132,30 @@ def test_on_a_gpu_all_cases_are_run_that_can_be_and_none_in_the_interpreter() ->
 def test_a_part_that_takes_too_long_is_ended_with_what_it_has_started() -> None:
     # What it has started keeps the pipe open.
     ran = run(Part("bus", ["sh", "-c", "sleep 900 & sleep 900"], 1.0))
-    assert not ran.ok
+    assert ran.state == WRONG
     assert ran.stderr.endswith("no end within 1 s")
+
+
+@pytest.mark.parametrize(
+    ("left_s", "limit_s", "state"), [(0.0, 60.0, NOT_RUN), (LEAST_S, 60.0, NOT_RUN), (60.0, 1.0, WRONG)]
+)
+def test_a_part_without_time_left_is_not_run_and_one_beyond_its_limit_is_wrong(
+    left_s: float, limit_s: float, state: str
+) -> None:
+    part = Part("bus", ["sleep", "900"], limit_s)
+    ran = run_within(part, left_s)
+    assert ran.state == state
+    assert ("left" in summary(part, ran)) == (state == NOT_RUN)
+
+
+def test_a_program_that_is_not_there_is_not_run_with_the_reason() -> None:
+    ran = run(Part("bus", ["/no/such/program"], 1.0))
+    assert ran.state == NOT_RUN
+    assert "could not be started" in ran.why
+
+
+def test_an_answer_without_the_expected_figures_still_has_a_line() -> None:
+    assert "no summary" in summary(Part("nccl", [], 1.0), Ran(OK, answer={}))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +168,7 @@ def test_a_part_that_takes_too_long_is_ended_with_what_it_has_started() -> None:
     ],
 )
 def test_what_is_wrong_stands_in_the_table(name: str, answer: Any, words: str) -> None:
-    assert summary(Part(name, [], 1.0), Ran(False, 1.0, answer, "a line\nthe last line\n")) == words
+    assert summary(Part(name, [], 1.0), Ran(WRONG, 1.0, answer, "a line\nthe last line\n")) == words
 
 
 def card(uuid: str = "GPU-a", total: int | None = 80 * GIB, used: int | None = GIB) -> dict[str, Any]:
@@ -142,5 +223,43 @@ def test_ranks_that_come_to_another_fvu_than_one_are_named() -> None:
     one = dict.fromkeys(KINDS, 0.3)
     assert not differing({"one": one, "ddp": dict.fromkeys(KINDS, 0.3002)})
     (wrong,) = differing({"one": one, "ddp": one | {"jumprelu": 0.3004}})
-    assert wrong == "ddp: FVU of jumprelu is 0.30040, and 0.30000 on one card"
+    assert wrong == "ddp: FVU of jumprelu is 0.30040, and 0.30000 on one GPU"
     assert len(differing({"one": one, "tensor": one | {"topk": float("nan")}})) == 1
+
+
+# what is kept of a day
+
+
+def day(gpu: str, commit: str, step_ms: float = 1.5) -> dict[str, Any]:
+    step = {"case": "B:topk:dead", "recorded": step_ms, "plain": 6.0, "of_floor": 0.4, "modelled": 1.0}
+    return gpu_days.entry_of(
+        {
+            "driver": {"state": OK, "seconds": 2.0, "answer": {"state": [{"name": gpu}], "cuda": {"GPU-a": 1}}},
+            "steps B": {"state": OK, "seconds": 9.0, "answer": [step]},
+            "bench B topk ddp": {"state": OK, "seconds": 9.0, "answer": {"step_ms": 1.25}},
+            "peers": {"state": NOT_RUN, "seconds": 0.0, "answer": None},
+        },
+        commit,
+    )
+
+
+def test_a_day_is_added_and_replaces_that_of_the_same_gpu_and_commit(tmp_path: Path) -> None:
+    file = tmp_path / "days.json"
+    for entry in (day("H100", "a"), day("H200", "a"), day("H100", "b"), day("H100", "a", 1.25)):
+        gpu_days.record(file, entry)
+    kept = [(one["gpu"], one["commit"], one["steps"]["B:topk:dead"]["recorded"]) for one in gpu_days.read(file)]
+    assert kept == [("H200", "a", 1.5), ("H100", "b", 1.5), ("H100", "a", 1.25)]
+
+
+def test_the_table_has_the_newest_day_of_each_gpu_and_leaves_missing_figures_out() -> None:
+    table = gpu_days.table([day("H100", "a"), day("H200", "a"), day("H100", "b", 1.25)])
+    words = "topk with AuxK, d_in 768, 24,576 latents"
+    assert f"| H100 | {words} | 1.25 | 6.00 | 40% | 1.00 |  |  |" in table
+    assert table.count("| H100 |") == 1
+    assert "H100, commit b" in table
+    assert "parts 3 ok, 1 not run; ddp on 1: 1.25 ms" in table
+
+
+def test_the_page_has_the_table_of_the_recorded_days() -> None:
+    page = gpu_days.PAGE.read_text()
+    assert page == gpu_days.page_with(page, gpu_days.read(gpu_days.FILE)), "tests/benchmarks/gpu_days.py --write"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,11 @@ def _size(device: torch.device) -> Size:
     return SMALL if device.type == "cuda" else TINY
 
 
-def check_curves(device: torch.device, n_steps: int) -> Iterator[Check]:
-    """Train each architecture on the CPU and on the device, in every precision, and compare FVU."""
+def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
+    """Train each architecture on the CPU and on the device, in every precision of `among`, and compare FVU."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
-    precisions = ("fp32", "tf32", "bf16", "fp16") if device.type == "cuda" else ("fp32",)
+    precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]
     for architecture in ARCHITECTURES:
         reference = _curve(size, architecture, "fp32", CPU, data, n_steps)
         for precision in precisions:

@@ -1,0 +1,53 @@
+"""One rank of a deterministic job, with steps recorded or not; `tests/benchmarks/gpu_job.py` runs it.
+
+`graph_rank.py SPEC.json graphs|plain`; the number of replayed steps is written next to the job. Deterministic jobs are
+not recorded by themselves, since a run that is resumed elsewhere would differ, but here all runs are on one device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.runs.rank_spec import read_spec
+from trainer.ranks import rank
+
+
+class Again:
+    """Does the work again instead of replaying it, where a device has no graphs."""
+
+    def __init__(self) -> None:
+        self._work: Callable[[], None] = lambda: None
+
+    def record(self, work: Callable[[], None]) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        self._work()
+
+
+def main(spec_file: Path, kind: str) -> None:
+    from trainer.training import loop
+    from trainer.training.recorded_step import CudaTape, RecordedSteps
+
+    spec = read_spec(spec_file)
+    made: list[RecordedSteps] = []
+
+    def recorded(learner: Any, _job: Any, _parallel: Any, outliers: Any, report: Any) -> RecordedSteps | None:
+        if kind == "plain":
+            return None
+        made.append(RecordedSteps(learner, CudaTape if spec.device == "cuda" else Again, outliers, report))
+        return made[-1]
+
+    vars(loop)["recorded"] = recorded
+    code = rank.run(spec, 0)
+    n_replayed = sum(steps.n_replayed for steps in made)
+    spec_file.with_name("replayed").write_text(str(n_replayed))
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
