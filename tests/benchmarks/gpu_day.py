@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -315,7 +316,8 @@ def step_words(answer: list[dict[str, Any]]) -> str:
     """Return a line for each kind of step: its milliseconds, the first step, and the time modelled for an H200."""
     lines = [
         f"{one['case']:28} {one.get('recorded', one['plain']):7.2f} ms ({one['plain']:.2f} plain), "
-        f"{one['of_floor']:4.0%} of the floor; first step {one['first_step_s']:.1f} s; modelled {one['modelled']:.2f}"
+        f"{one['of_floor']:4.0%} of the floor; first step {one['first_step_s']:.1f} s; "
+        f"modelled {one.get('modelled', math.nan):.2f}"
         for one in answer
     ]
     return "\n      ".join([f"{len(lines)} kinds", *lines])
