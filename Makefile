@@ -18,8 +18,8 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j 2 check pytest
 
 pytest: $(VENV)/.dev
-# Four on two cores, since many tests wait for other processes. What failed in company is tried once more alone, if it is
-# little: a machine that stood still for a while fails a test that waits, and a fault fails twice.
+# Four processes on two cores, since many tests wait for other processes. At most three failures get a second try, alone:
+# a machine that stood still fails a test that waits, and a fault fails twice. The last line, "flaky: …", names them.
 	$(BIN)/pytest -n 4 --dist worksteal || { [ $$? = 1 ] && \
 	  $(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 3; }
 

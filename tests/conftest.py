@@ -70,3 +70,10 @@ def pytest_collection_finish() -> None:
     """Let no garbage collection look through all modules and tests again: a test takes a twentieth less."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Name the tests that passed on a second try only, in the last line."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and config.getoption("lf", default=False):
+        print("flaky:", ", ".join(report.nodeid for report in reporter.stats.get("passed", [])) or "none")

@@ -42,6 +42,13 @@ class Adam(torch.optim.Adam, Optimizer):
             tensors[:] = map(_as_it_lies, tensors)
         return has_complex
 
+    def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert a matrix's moments: the device decides between fp32 and bf16 if `train.state` is "auto"."""
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self._codec)
+        if dtype is None or parameter.dim() < 2:
+            return state
+        return {name: value if name == "step" else value.to(dtype) for name, value in state.items()}
+
     def by_rows(self) -> RowStep | None:
         """Return a step by kernels where the latents are on a GPU on which they work."""
         return RowAdam.of(self, self._codec)

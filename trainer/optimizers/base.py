@@ -110,6 +110,10 @@ class Optimizer(torch.optim.Optimizer):
         """Return what steps matrices in one pass, where there is anything that does; the attributes above are set."""
         return None
 
+    def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a checkpoint's state of a parameter in the types that this optimizer keeps."""
+        return state
+
     def use_trained_weights(self) -> None:
         """Put the weights to evaluate and save into the parameters, where they differ from those that are stepped."""
 

@@ -43,6 +43,7 @@ WAITED = "called a synchronizing CUDA operation"
 OTHERS: tuple[dict[str, Any], ...] = (
     {"optimizer": "signum"},
     {"optimizer": "muon"},
+    {"state": "fp32"},
     {"state": "bf16"},
     {"state": "int8"},
     {"precision": "fp16"},
@@ -72,8 +73,8 @@ def _curve(
     size: Size, architecture: str, precision: str, device: torch.device, data: Tensor, n_steps: int
 ) -> tuple[float, float]:
     """Return the FVU of the first rows after a few steps and after all."""
-    job = job_of(size, {"architecture": architecture}, {"precision": precision, "n_steps": n_steps})
-    learner = learner_of(job, size.d_in, device)
+    train = {"precision": precision, "n_steps": n_steps, "state": "fp32"}
+    learner = learner_of(job_of(size, {"architecture": architecture}, train), size.d_in, device)
     sample = data[: 8 * size.batch_size].to(device)
     learner.initialise(sample, sample)
     batches = itertools.cycle(data.split(size.batch_size))

@@ -195,7 +195,8 @@ def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe 
             # A run keeps its tokens per step on any number of ranks.
             own = stored_job(run_dir, []).replace("train", global_batch_size=position.tokens // position.step)
             of = Layout(own, 1), members(own)[label], position, d_in
-            return recipe_of(*of, is_transcoder=state.d_out is not None, n_rows=state.n_train_rows)
+            facts: dict[str, Any] = {"is_transcoder": state.d_out is not None, "n_rows": state.n_train_rows}
+            return recipe_of(*of, **facts, device=last_spec(run_dir).device)
     return None
 
 

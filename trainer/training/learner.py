@@ -88,7 +88,7 @@ class Learner:
         following = following_rates(job, is_transcoder=self.sae.is_transcoder)
         self._lr = full_rate(layout, self.sae.d_sae, is_transcoder=self.sae.is_transcoder)
         knobs = msgspec.structs.asdict(
-            self._train.knobs.for_run(layout.total_steps if layout.chooses_latents else LONG_RUN)
+            self._train.knobs.for_run(layout.total_steps if layout.chooses_latents else LONG_RUN, device.type)
         )
         shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data, parallel.as_sent) if shares_steps else Stepped(self.sae)
@@ -206,7 +206,7 @@ class Learner:
     def state_bytes(self) -> int:
         """Bytes of what the optimizer remembers from its first step on."""
         n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
-        return round(n_values * memory.state_bytes(self._train))
+        return round(n_values * memory.state_bytes(self._train, self._device.type))
 
     @torch.no_grad()
     def forget_pass(self) -> None:

@@ -321,6 +321,7 @@ class Trainer:
             self._source.d_in,
             is_transcoder=self._source.d_out is not None,
             n_rows=self.data.n_train,
+            device=self._device.type,
         )
 
     def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[Sampler, dict[str, Learner]]]:

@@ -82,7 +82,7 @@ class ShardedState:
             if values:
                 # A fused Adam keeps its step count beside the parameters.
                 placed = {kind: _copy_in_layout_of(parameter, value) for kind, value in values.items()}
-                self._optimizer.state[parameter] = placed
+                self._optimizer.state[parameter] = self._optimizer.adopted(parameter, placed)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         dim = self._latent_dim(name, tensor)

@@ -19,6 +19,7 @@ from trainer.contract.planning.memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
     WORKSPACE_BYTES,
+    checkpoint_bytes,
     estimate,
     n_parameters,
     nccl_bytes,
@@ -152,19 +153,25 @@ def test_what_pytorch_counts_is_without_nccl(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "n_bytes"),
+    ("train", "on_gpu", "on_cpu"),
     [
-        ({}, 8),
-        ({"state": "bf16"}, 4),
-        ({"state": "int8"}, 2.1),
-        ({"optimizer": "signum"}, 4),
-        ({"optimizer": "muon"}, 4),
+        ({}, 4, 8),
+        ({"state": "fp32"}, 8, 8),
+        ({"state": "bf16"}, 4, 4),
+        ({"state": "int8"}, 2.1, 2.1),
+        ({"optimizer": "signum"}, 4, 4),
+        ({"optimizer": "muon"}, 4, 4),
     ],
 )
-def test_an_optimizer_costs_what_it_remembers(make_job: MakeJob, train: dict[str, Any], n_bytes: float) -> None:
+def test_an_optimizer_takes_the_bytes_of_its_state_on_each_device(
+    make_job: MakeJob, train: dict[str, Any], on_gpu: float, on_cpu: float
+) -> None:
     job = make_job(sae={"d_sae": 64}, train=train)
-    assert state_bytes(job.train) == n_bytes
-    assert estimate(workload(job, 8, 1)).optimizer == round(n_bytes * (2 * 8 * 64 + 64 + 8))
+    n_parameters = 2 * 8 * 64 + 64 + 8
+    for work, n_bytes in ((workload(job, 8, 1), on_gpu), (workload(job, 8, 1).on_device(CPU), on_cpu)):
+        assert state_bytes(job.train, work.device) == n_bytes
+        assert estimate(work).optimizer == round(n_bytes * n_parameters)
+        assert checkpoint_bytes(work) == round((4 + n_bytes) * n_parameters)
 
 
 def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
@@ -292,8 +299,9 @@ def test_an_h200_reserves_what_is_estimated_to_a_tenth(
     make_job: MakeJob, d_in: int, architecture: str, train: dict[str, Any], reserved: float
 ) -> None:
     sizes = {768: {"d_sae": 24576, "k": 32}, 2304: {"d_sae": 65536, "k": 64}}[d_in]
-    job = make_job(sae=sizes | {"architecture": architecture}, train={"batch_size": 4096} | train)
     is_compiled = train.get("optimizer") == "signum"
+    moments = {} if is_compiled else {"state": "fp32"}
+    job = make_job(sae=sizes | {"architecture": architecture}, train={"batch_size": 4096} | moments | train)
     assert of_plain_steps(workload(job, d_in), is_compiled=is_compiled) / 1e6 == pytest.approx(reserved, rel=0.1)
 
 

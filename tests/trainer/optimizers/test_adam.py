@@ -64,6 +64,25 @@ def test_a_step_in_tiles_is_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> No
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("to", ["fp32", "bf16"])
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+def test_a_checkpoint_resumes_with_moments_of_another_type(stored: str, to: str) -> None:
+    before, parameters = trained(stored, 20)
+    after, own_parameters = made(to)
+    for parameter, own in zip(parameters, own_parameters, strict=True):
+        own.data.copy_(parameter.data)
+        after.state[own] = after.adopted(own, dict(before.state[parameter]))
+        if own.dim() > 1:
+            expected, actual = CODECS[stored].read(before.state[parameter]), CODECS[to].read(after.state[own])
+            for moment, kept in zip(expected, actual, strict=True):
+                assert (kept - moment).abs().max() <= 0.02 * moment.abs().max()
+        own.grad = torch.ones_like(own)
+    steps = [after.state[own]["step"].item() for own in own_parameters]
+    after.step()
+    assert [after.state[own]["step"].item() for own in own_parameters] == [step + 1 for step in steps]
+    assert all(own.isfinite().all() for own in own_parameters)
+
+
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_the_size_of_a_tile_changes_nothing(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trained(state, 3)[1]

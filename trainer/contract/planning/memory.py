@@ -97,7 +97,9 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
         for one, own, whole in zip(saes, stepped, weights, strict=True)
     ]
     restored = sum(weights) - sum(held_weights)
-    optimizer = sum(round(state_bytes(one.train) * own / 4) for one, own in zip(saes, stepped, strict=True))
+    optimizer = sum(
+        round(state_bytes(one.train, work.device) * own / 4) for one, own in zip(saes, stepped, strict=True)
+    )
     # During an SAE's pass the gradients of all others exist; its own only from the second micro-batch on.
     held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
     copies = [activation_memory.kept_copies(work, one) for one in saes]
@@ -232,7 +234,9 @@ def last_bytes(work: Workload) -> int:
 
 def checkpoint_bytes(work: Workload) -> int:
     """Return the bytes of a checkpoint: weights and optimizer state of all SAEs."""
-    return round(sum((4 + state_bytes(one.train)) * n_parameters(work, one.sae) for one in work.members.values()))
+    return round(
+        sum((4 + state_bytes(one.train, work.device)) * n_parameters(work, one.sae) for one in work.members.values())
+    )
 
 
 def n_parameters(work: Workload, sae: Sae, parts: int = 1) -> float:
@@ -249,9 +253,9 @@ def n_skip(work: Workload, sae: Sae) -> int:
     return work.d_in * work.d_out if sae.skip else 0
 
 
-def state_bytes(train: Train) -> float:
-    """Return the bytes of optimizer state for each weight."""
-    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[train.knobs.state_dtype]
+def state_bytes(train: Train, device: str) -> float:
+    """Return the bytes of optimizer state for each weight on a kind of device, "cuda" or "cpu"."""
+    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[train.knobs.state_dtype(device)]
 
 
 def _update_bytes(train: Train, stepped: float, *, is_compiled: bool) -> int:

@@ -242,4 +242,4 @@ def _update_bytes(work: Workload, member: JobConfig) -> float:
     replicas = work.data_ranks if work.uses_zero(member.train) else 1
     own = memory.n_parameters(work, member.sae, work.latent_ranks)
     stepped = memory.n_parameters(work, member.sae, work.latent_ranks * replicas)
-    return own * _SUMMED_BYTES + stepped * (_STEPPED_BYTES + 2 * memory.state_bytes(member.train))
+    return own * _SUMMED_BYTES + stepped * (_STEPPED_BYTES + 2 * memory.state_bytes(member.train, work.device))

@@ -47,9 +47,19 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recipe_of(
-    layout: Layout, member: JobConfig, position: Position, d_in: int, *, is_transcoder: bool, n_rows: int | None
+    layout: Layout,
+    member: JobConfig,
+    position: Position,
+    d_in: int,
+    *,
+    is_transcoder: bool,
+    n_rows: int | None,
+    device: str,
 ) -> Recipe:
-    """Return the recipe of one SAE of a job, `member`, at a position; `n_rows` is the number of training rows."""
+    """Return the recipe of one SAE of a job, `member`, at a position.
+
+    `n_rows` is the number of training rows, `device` the kind of device that it was trained on, "cuda" or "cpu".
+    """
     one = msgspec.structs.replace(layout, job=member)
     train, knobs, d_sae = member.train, member.sae.knobs, member.sae.width(d_in)
     following = following_rates(member, is_transcoder=is_transcoder)
@@ -58,7 +68,7 @@ def recipe_of(
     return Recipe(
         optimizer=train.optimizer,
         optimizer_settings=msgspec.structs.asdict(
-            train.knobs.for_run(one.total_steps if one.chooses_latents else LONG_RUN)
+            train.knobs.for_run(one.total_steps if one.chooses_latents else LONG_RUN, device)
         ),
         lr=lr,
         encoder_follows=following is not None,

@@ -24,13 +24,12 @@ Beta2 = (
 class OptimizerKnobs(msgspec.Struct, frozen=True):
     """The settings of an optimizer, and what the estimate of memory asks of them."""
 
-    @property
-    def state_dtype(self) -> str:
-        """What its values of state are kept in: "fp32", "bf16" or "int8"."""
+    def state_dtype(self, device: str) -> str:
+        """Return the type of its state on a kind of device, "cuda" or "cpu": "fp32", "bf16" or "int8"."""
         return "fp32"
 
-    def for_run(self, n_steps: int) -> Self:
-        """Return the settings with nothing left open, for a run of so many steps."""
+    def for_run(self, n_steps: int, device: str) -> Self:
+        """Return the settings with each "auto" resolved, for a run of `n_steps` on a kind of device."""
         return self
 
     def auto_lr(self, d_sae: int) -> float:
@@ -44,15 +43,17 @@ class AdamKnobs(OptimizerKnobs, frozen=True):
     beta1: Beta1 = "auto"
     beta2: Beta2 = "auto"
     state: Annotated[
-        Literal["fp32", "bf16", "int8"], about("What the moments are kept in; 8, 4 or 2 bytes a weight.", advanced=True)
-    ] = "fp32"
+        Literal["auto", "fp32", "bf16", "int8"],
+        about("Type of the moments: 8, 4 or 2 bytes per weight; auto: bf16 on GPUs, fp32 on CPUs.", advanced=True),
+    ] = "auto"
 
-    @property
-    def state_dtype(self) -> str:
+    def state_dtype(self, device: str) -> str:
+        if self.state == "auto":
+            return "fp32" if device == "cpu" else "bf16"
         return self.state
 
-    def for_run(self, n_steps: int) -> Self:
-        return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
+    def for_run(self, n_steps: int, device: str) -> Self:
+        return msgspec.structs.replace(self, state=self.state_dtype(device), **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
         """Return the rate by the 1/√d_sae law of Gao et al., from a measured point.
@@ -93,7 +94,7 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
     beta1: Beta1 = "auto"
     beta2: Beta2 = "auto"
 
-    def for_run(self, n_steps: int) -> Self:
+    def for_run(self, n_steps: int, device: str) -> Self:
         return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
