@@ -1,1 +1,1 @@
-"""What can be asked for: the job file, its settings and the registries that they name."""
+"""The job file: its settings, and the registries of names that it may use."""

@@ -1,4 +1,4 @@
-"""Hooks named without a layer, like "mlp" or "resid_post": those of all layers that the model or the folders have."""
+"""Expands hooks named without a layer, such as "mlp" or "resid_post", to all layers of the model or the folders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.contract.settings.hooks import all_named, both_ends, ends_of, is_of
 from trainer.contract.settings.model_size import model_size
 
 Table = Mapping[str, Any]
-# Returns the layers that a site has.
+# Returns the layers of a site.
 _LayersOf = Callable[[str], Sequence[int]]
 
 
 def of_training(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return a training's table with each layer's hook where one is named without; as it is where none is known.
+    """Return a training's table with each hook without a layer expanded to its layers; unchanged if none are known.
 
-    `bases` are folders that a relative path may start from, the first that has it.
+    A relative path is resolved against the first of `bases` that contains it.
     """
     data = raw.get("data")
     if not isinstance(data, Mapping) or not _asks(hooks := all_named(data.get("hook"))):
@@ -35,7 +35,7 @@ def of_training(raw: Table, bases: Sequence[Path]) -> Table:
 
 
 def of_extraction(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return an extraction's table with each hook that its list stands for: of ranges, whole MLPs and all layers."""
+    """Return an extraction's table with all hooks in its list expanded: ranges, MLPs (both ends) and all layers."""
     model = raw.get("model")
     given = model.get("hooks") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(given, list) or not given:
@@ -68,7 +68,7 @@ def _layers_of_model(path: Any, revision: Any, bases: Sequence[Path]) -> range:
 
 
 def _layers_in(folders: Sequence[str], site: str) -> list[int]:
-    """Return the layers of which each of the folders of extractions has the rows at a site, or of both ends of one."""
+    """Return the layers for which every extraction folder has the rows of a site; for "mlp", the rows of both ends."""
     sites = {parse_hook(end).site for end in ends_of(f"{site}.0")}
     of_each = [_stored(folder, one) for folder in folders for one in sites]
     return sorted(set.intersection(*of_each)) if of_each else []
@@ -85,6 +85,6 @@ def _stored(folder: str, site: str) -> set[int]:
 
 
 def _place(path: Any, bases: Sequence[Path]) -> str:
-    """Return where a path leads from the first base that has it."""
+    """Return the absolute path, relative to the first base that contains it."""
     candidates = [os.path.abspath(base / os.path.expanduser(str(path))) for base in bases]
     return next(filter(os.path.exists, candidates), candidates[0])

@@ -1,4 +1,4 @@
-"""The settings of each SAE architecture; the registry in `catalog` says which belong to which."""
+"""The settings of each SAE architecture; the registry in `catalog` assigns them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from trainer.contract.settings.knobs import about
 
 
 class ArchitectureKnobs(msgspec.Struct, frozen=True):
-    """The settings of an architecture, and what the estimates of memory and time ask of them."""
+    """The settings of an architecture, and the numbers that memory and time estimates derive from them."""
 
     @property
     def n_active(self) -> int:
-        """Latents active per token, on average."""
+        """The mean number of latents active per token."""
         raise NotImplementedError
 
     @property
     def target_l0(self) -> int | None:
-        """The L0 asked for; None with a fixed penalty."""
+        """The requested L0; None with a fixed penalty."""
         return self.n_active if getattr(self, "sparsity_coefficient", "auto") == "auto" else None
 
     def most_active(self, d_in: int) -> int:
-        """Return the most latents active per token, on average, at any time of a run."""
+        """Return the highest mean number of latents active per token at any time of a run."""
         return self.n_active
 
     def n_aux(self, d_in: int) -> int:
-        """Return how many dead latents per token try to explain the error; 0 where none do."""
+        """Return how many dead latents per token reconstruct the error; 0 without an auxiliary loss."""
         return 0
 
     @property
     def n_prefixes(self) -> int:
-        """Prefixes of the latents that reconstruct on their own; 0 where only all of them do."""
+        """The number of prefixes of the latents that reconstruct on their own; 0 if only all latents together do."""
         return 0
 
 
-# Settings that TopK and the architectures derived from it share.
+# Settings of TopK and the architectures derived from it.
 KAux = Annotated[int, about("Dead latents that try to explain the residual; else d_in / 2.", advanced=True, ge=1)]
 AuxKAlpha = Annotated[
     float, about("Weight of the AuxK loss (1/32 in Gao et al.); 0 turns it off.", advanced=True, ge=0)
@@ -63,7 +63,7 @@ ThresholdRate = Annotated[
 
 
 class _Chooses:
-    """What follows from the settings of an architecture that chooses k latents and revives dead ones by AuxK."""
+    """The numbers derived from the settings of an architecture that selects k latents and revives dead ones by AuxK."""
 
     __slots__ = ()
     k: int
@@ -77,7 +77,7 @@ class _Chooses:
         return self.k
 
     def most_active(self, d_in: int) -> int:
-        """Return k, or what it starts from where it falls."""
+        """Return k, or its initial value if k is annealed."""
         return max(self.k, self.k_anneal_start or d_in) if self.k_anneal_fraction else self.k
 
     def n_aux(self, d_in: int) -> int:
@@ -128,7 +128,7 @@ class MatryoshkaKnobs(_Chooses, ArchitectureKnobs, frozen=True):
         return self.n_levels
 
 
-# Settings that the architectures with a sparsity penalty share.
+# Settings of the architectures with a sparsity penalty.
 TargetL0 = Annotated[int, about("Latents active per token that the penalty is steered towards.", unit="latents", ge=1)]
 SparsityCoefficient = (
     Annotated[float, about("Weight of the sparsity penalty; auto steers it so that k latents are active.", gt=0)]

@@ -1,4 +1,4 @@
-"""What the registry of launch backends says of a job."""
+"""Checks a job against the registry of launch backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.settings.job_file import AnyJob
 
 
 def check_backend(job: AnyJob) -> list[Problem]:
-    """Report what is wrong with a job for its launch backend, and that several nodes are of no use on this machine."""
+    """Report the backend's problems with a job, and warn about several nodes if the job runs on this machine."""
     check = LAUNCH_BACKENDS[job.launch.backend].check
     problems: list[Problem] = pkgutil.resolve_name(check)(job) if check else []
     if job.launch.nodes > 1 and not job.cluster:
@@ -24,5 +24,5 @@ def check_backend(job: AnyJob) -> list[Problem]:
 
 
 def cluster_of(backend: object) -> str:
-    """Return what gives out the nodes for a backend, like "SLURM"; "" for this machine, and for a name of none."""
+    """Return the cluster scheduler of a backend, such as "SLURM"; "" for this machine or an unknown backend."""
     return LAUNCH_BACKENDS[backend].cluster if isinstance(backend, str) and backend in LAUNCH_BACKENDS else ""

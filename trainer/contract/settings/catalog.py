@@ -1,6 +1,7 @@
-"""THE REGISTRY: what can be named in a job file, as strings, so that listing imports nothing.
+"""THE REGISTRY: everything that a job file can name, as strings, so that listing it imports nothing.
 
-A new architecture, optimizer or the like is one new file and one entry here; form, command line and checks pick it up.
+To add an architecture, optimizer or similar, write one new file and one entry here; form, command line and checks pick
+it up.
 """
 
 from __future__ import annotations
@@ -19,45 +20,45 @@ EntryKind = TypeVar("EntryKind", bound="Entry")
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A registered class, as `module:name`, and a sentence that says what it is."""
+    """A registered class, as `module:name`, and a sentence that describes it."""
 
     target: str
     summary: str
 
     def load(self) -> Any:
-        """Import the class; the only place where a name becomes code."""
+        """Import the class; no other code turns a name into code."""
         return pkgutil.resolve_name(self.target)
 
 
 class KnobsEntry(Entry, frozen=True):
-    """A registered class that has settings: its keyword arguments."""
+    """A registered class and its settings, which become keyword arguments."""
 
     knobs: type[msgspec.Struct]
 
 
 class ArchitectureEntry(KnobsEntry, frozen=True):
-    """An SAE architecture, and what the checks and estimates must know of it."""
+    """An SAE architecture, and the facts that checks and estimates need."""
 
     knobs: type[architectures.ArchitectureKnobs]
-    # Whether a format for its transcoders exists, or one for those whose target is as wide as their input.
+    # Whether a file format for its transcoders exists: always, only with equal input and output dimensions, or never.
     transcodes: Literal["yes", "one width", "no"] = "yes"
-    # Whether it chooses among the tokens of all ranks, not for each token.
+    # Whether it selects latents over the tokens of all ranks instead of per token.
     per_batch: bool = False
-    # Whether the encoder of a latent may move with its decoder, where the optimizer has rates for that.
+    # Whether a latent's encoder can move with its decoder (tied updates) if the optimizer has rates for that.
     encoder_follows: bool = False
-    # Of one that keeps all pre-activations on a GPU: how many fp32 matrices [n_tokens, d_sae] a step holds at its peak,
-    # and how many as large as W_dec beside its gradient; 0 where it chooses some latents.
+    # For an architecture that keeps all pre-activations on a GPU: the number of fp32 matrices [n_tokens, d_sae] at the
+    # peak of a step, and the number of matrices the size of W_dec besides its gradient. 0 if it selects latents.
     dense_matrices: float = 0
     dense_weights: float = 0
-    # Curves without information: a loss that equals the FVU, an L0 that is fixed.
+    # Curves without information: a loss that equals the FVU, or a fixed L0.
     redundant_curves: tuple[str, ...] = ()
 
 
 class FollowingRates(msgspec.Struct, frozen=True):
-    """How an optimizer's rates change where the encoder of a latent moves with its decoder.
+    """Changes of an optimizer's rates if encoders move with their decoders.
 
-    `lr` is a factor on the rate that it takes by itself, the encoder's own is `encoder` times the decoder's, and both
-    fall over the last `decay` of a run.
+    `lr` is a factor on the optimizer's automatic rate, `encoder` is the encoder's own rate relative to the decoder's,
+    and both rates fall over the last `decay` of a run.
     """
 
     lr: float
@@ -66,20 +67,20 @@ class FollowingRates(msgspec.Struct, frozen=True):
 
 
 class OptimizerEntry(KnobsEntry, frozen=True):
-    """An optimizer, and what the checks and estimates must know of it."""
+    """An optimizer, and the facts that checks and estimates need."""
 
     knobs: type[optimizers.OptimizerKnobs]
-    # How many values of state it keeps for each weight.
+    # The number of state values per weight.
     state_values: int = 2
-    # Memory of a step beside its state, as a multiple of the larger weight matrix.
+    # Memory of a step besides its state, as a multiple of the larger weight matrix.
     scratch: float = 0
-    # Whether it saves averaged weights instead of those it steps.
+    # Whether it saves averaged weights instead of the weights that it steps.
     averages: bool = False
     # Whether the step of a weight needs only that weight's gradient.
     elementwise: bool = True
-    # Whether its steps on a GPU also write the 16-bit copies of weights that products read.
+    # Whether its steps on a GPU also update the 16-bit copies of the weights for the matrix products.
     writes_copies: bool = False
-    # None where encoders are stepped by their own gradients alone.
+    # None if encoders are updated by their own gradients alone.
     following: FollowingRates | None = None
 
 
@@ -90,11 +91,11 @@ class SourceEntry(KnobsEntry, frozen=True):
 
 
 class ModeEntry(Entry, frozen=True):
-    """A way to share a training over ranks."""
+    """A way to distribute training over ranks."""
 
 
 class FormatEntry(Entry, frozen=True):
-    """A tool's format of an SAE; `use` says how the tool loads it, `is_read` and `is_written` what works here."""
+    """A tool's SAE format; `use` shows how the tool loads it, `is_read` and `is_written` what this program supports."""
 
     use: str
     is_read: bool = False
@@ -102,61 +103,61 @@ class FormatEntry(Entry, frozen=True):
 
 
 class MirrorEntry(Entry, frozen=True):
-    """Another tool that shows a run's metrics; `package` is what it is imported and installed as."""
+    """Another tool that shows a run's metrics; `package` is its name for import and installation."""
 
     package: str
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """The vertical axis of a curve: whether it begins at 0, and a value up to which it goes at least."""
+    """The vertical axis of a curve: whether it starts at 0, and the smallest value at its top."""
 
     from_zero: bool = True
     least_top: float = -math.inf
 
 
 class Series(msgspec.Struct, frozen=True):
-    """How values that a run has over its steps are called, written and judged, and where they are shown."""
+    """How a series of a run's values is named, formatted, judged and displayed."""
 
     title: str
-    # Its name in a line of the log, where that is not the one by which it is stored.
+    # Its name in the log, if that differs from its name in the store.
     short: str = ""
-    # What stands behind a value: "nats".
+    # The unit after a value, such as "nats".
     unit: str = ""
-    # Which values are the better ones; None where neither are.
+    # Which values are better; None if neither.
     better: Literal["lower", "higher"] | None = None
-    # Of a value in the log. Screens write four digits, and a share of 1 in percent where the log does.
+    # The format in the log. Screens show four digits, or a percentage if this format is one.
     format: str = ".4f"
-    # None where a job's screen has no curve of it; the curves are in the order of the registry.
+    # None if the job screen does not draw a curve. Curves appear in the order of the registry.
     curve: Axis | None = Axis()
-    # "minor" is only stored, and compared where it is asked for; a "result" is in the log, the results and the exported
-    # SAE; what is "key" is also in the progress bar, the list of jobs and its orders.
+    # "minor" series are stored, and compared only on request. A "result" is also in the log, the results and the
+    # exported SAE. A "key" series is also in the progress bar and the list of jobs, which can be sorted by it.
     prominence: Literal["key", "result", "minor"] = "key"
 
     @property
     def is_share(self) -> bool:
-        """Whether a value is a share of 1, written in percent."""
+        """Whether values are fractions shown as percentages."""
         return self.format.endswith("%")
 
 
 class MetricEntry(Entry, frozen=True):
-    """A measure of an SAE, and whether it is measured on held-out data too."""
+    """A metric of an SAE, and whether it is also measured on held-out data."""
 
     series: Series
     held_out: bool = False
 
 
 class NoKnobs(msgspec.Struct, frozen=True):
-    """No settings beside those that all entries of a section have."""
+    """No settings besides those that all entries of a section have."""
 
 
 class BackendEntry(KnobsEntry, frozen=True):
-    """A way to start the ranks of a job: a class that only the app loads, and what everybody else must know of it."""
+    """A way to start the ranks of a job: a class that only the app loads, and the facts that other code needs."""
 
-    # What gives out the nodes and their GPUs, by its name; "" where they are this machine's, by its queue.
+    # The scheduler that assigns nodes and GPUs; "" if this machine's own queue does.
     cluster: str = ""
-    # `module:function` that returns what is wrong with a job for it.
+    # `module:function` that returns a job's problems with this backend.
     check: str = ""
-    # `module:function` that ends what the cluster still has of an attempt, by the attempt's folder; the app loads it.
+    # `module:function` that cancels an attempt's remaining cluster jobs, given its folder; only the app loads it.
     cancel: str = ""
 
 
@@ -165,7 +166,7 @@ ARCHITECTURES = {
         "trainer.saes.topk:TopK",
         "Exactly k latents per token; dead ones revived by AuxK.",
         architectures.TopKKnobs,
-        # sparsify's; SAELens knows none with k latents per token.
+        # The format is sparsify's; SAELens has no transcoders with k latents per token.
         transcodes="one width",
         encoder_follows=True,
         redundant_curves=("loss", "l0"),
@@ -212,9 +213,10 @@ OPTIMIZERS = {
         "Adam in one fused kernel.",
         optimizers.AdamKnobs,
         writes_copies=True,
-        # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer, k = 48, 6,144 latents: 0.193; 0.206
-        # with a fall over the last fifth only; 0.225 where encoders also move alone, at half the rate. SmolLM2's 12th
-        # block, k = 32, 4,608 latents: 0.172, not 0.182. Latents that never fire: 0.0 %, not 3.0 %; 0.1 %, not 2.7 %.
+        # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer (k = 48, 6,144 latents): 0.193; 0.206
+        # if the rate falls only over the last fifth; 0.225 if encoders also move on their own, at half the rate.
+        # SmolLM2's 12th block (k = 32, 4,608 latents): 0.172 instead of 0.182. Latents that never fire: 0.0 % instead
+        # of 3.0 %, and 0.1 % instead of 2.7 %.
         following=FollowingRates(lr=2.0, encoder=0.2, decay=0.6),
     ),
     "signum": OptimizerEntry(
@@ -222,7 +224,7 @@ OPTIMIZERS = {
         "Signs of gradients, weights averaged.",
         optimizers.SignumKnobs,
         state_values=1,
-        # The gradient's signs, where the update cannot be compiled.
+        # The signs of the gradient, if the update cannot be compiled.
         scratch=1,
         averages=True,
     ),
@@ -287,7 +289,7 @@ METRICS = {
     "l0": MetricEntry(
         "trainer.metrics.sparsity:L0",
         "Mean active latents per token.",
-        # The settings ask for it: neither less nor more of it is better.
+        # The settings determine L0, so neither direction is better.
         Series("L0", format=".1f"),
         held_out=True,
     ),
@@ -299,7 +301,7 @@ METRICS = {
     "dead_fraction": MetricEntry(
         "trainer.metrics.dead:DeadFraction",
         "Share of latents that have not fired within the tokens after which they count as dead.",
-        # The axis goes up to 1 % at least: one dead latent of thousands must not look like a cliff.
+        # The axis reaches at least 1 %: one dead latent among thousands must not look like a cliff.
         Series("dead", "dead", better="lower", format=".1%", curve=Axis(least_top=0.01), prominence="result"),
     ),
     "dense_fraction": MetricEntry(
@@ -323,7 +325,7 @@ LAUNCH_BACKENDS = {
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
     ),
 }
-# Where a run's metrics can be seen too.
+# Tools that can also show a run's metrics.
 MIRRORS = {
     "tensorboard": MirrorEntry(
         "trainer.reporting.mirrors.tensorboard:TensorBoard", "Event files in the run's folder.", "tensorboard"
@@ -333,7 +335,7 @@ MIRRORS = {
     ),
     "trackio": MirrorEntry("trainer.reporting.mirrors.trackio:Trackio", "Trackio, on this machine.", "trackio"),
 }
-# Formats in which an SAE is shared: what each holds, and how it is read.
+# File formats for sharing SAEs: what each can hold, and how it is loaded.
 FORMATS = {
     "saelens": FormatEntry(
         "trainer.sharing.saelens:SaeLens",
@@ -380,14 +382,14 @@ FORMATS = {
 
 READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
-# The help of both import commands.
+# Help texts of both import commands.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
 SAES_CONFIG = "a setting that the SAE's own files lack or have wrong, like trainer.k=32; can be repeated"
 IS_TRANSCODER = "the SAE is a transcoder, for files that do not say so"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:
-    """Return the entry of this name; raise `UserError` naming the setting `path` where it is unknown."""
+    """Return the entry with this name; raise `UserError` naming the setting `path` if it is unknown."""
     if name not in registry:
         raise UserError(f'{path} must be {_list_names(registry)}, not "{name}"')
     return registry[name]

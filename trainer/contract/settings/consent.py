@@ -1,6 +1,7 @@
 """Finds the code that a job file would run, which needs consent from outside the file.
 
-A job file may come from another person. Its owner proves nothing: unpacked files belong to the user who unpacks them.
+A job file may come from another person. File ownership proves nothing: unpacked files belong to the user who unpacks
+them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Code(NamedTuple):
 
 
 class Consent(NamedTuple):
-    """What is allowed from outside the file: all code, code by name, or settings given by `--set`."""
+    """The permissions given outside the file: for all code, for code by name, or for settings given by `--set`."""
 
     to_all: bool = False
     names: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ def sets(overrides: Iterable[str], *paths: str) -> bool:
 
 
 def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
-    """Yield the code that a job file would run at its writer's choice."""
+    """Yield the code that the author of a job file makes it run."""
     if python := _at(table, PYTHON):
         whole = os.path.expanduser(str(python))
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
@@ -73,7 +74,7 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return the code that a job file runs without consent; if others may write the file, only `--set` allows code."""
+    """Return the code that a job file runs without consent; if others may write the file, only `--set` consents."""
     if distrust:
         consent = Consent(overrides=consent.overrides)
     trusted = {os.path.expanduser(name) for name in consent.names if name}
@@ -85,7 +86,7 @@ def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> l
 
 
 def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: bool = True) -> list[Problem]:
-    """Describe refused code as problems of the job file, with the ways to allow it."""
+    """Describe refused code as problems of the job file, with ways to allow it."""
     if distrust:
         paths = dict.fromkeys(code.path for code in refusals)
         return [Problem(path, f"is not taken from a file, but by --set, for {distrust}") for path in paths]
@@ -101,7 +102,7 @@ def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: b
 def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[str] = ()) -> None:
     """Raise `JobFileError` if a job file runs a model's own code and neither the flag nor `--set` allows it.
 
-    Only for the trainer, which runs no other code of a job file.
+    Only for the trainer, which runs no other code from a job file.
     """
     refusals = [code for code in refused(table, Consent(allows, (), tuple(overrides))) if code.path in _MODELS]
     if refusals:
@@ -118,7 +119,7 @@ def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any
 
 
 def _quoted(name: str) -> str:
-    # Not shortened, since a part of a path does not show what runs.
+    # Not shortened, since a truncated path does not show what runs.
     return json.dumps(name, ensure_ascii=False)
 
 

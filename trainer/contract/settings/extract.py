@@ -1,6 +1,6 @@
-"""A job that reads text with a language model and stores its activations: every setting, its default, help and bounds.
+"""A job that reads text with a language model and stores its activations: all settings with defaults, help and bounds.
 
-`kind = "extract"` in a job file; any other is a training.
+The job file contains `kind = "extract"`; without it a job is a training.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from trainer.contract.settings.knobs import about
 from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, Text
 
 KIND = "extract"
-# In the output folder: how far the extraction is.
+# In the output folder: the progress of the extraction.
 STATE = "extraction.json"
-# While several processes extract: a folder for each of them, with a state of its own.
+# With several extracting processes: a folder for each process, with its own state.
 PARTS = ".parts"
 
 
 class Extract(msgspec.Struct, frozen=True):
-    """What is kept, and where."""
+    """The rows to keep, and the folder to write them to."""
 
     n_tokens: Annotated[int, about("Rows to keep for every hook.", unit="tokens", ge=1)] = 1_000_000
     output: Annotated[str, about("Folder to write, with a folder for every hook.", min_length=1)] = "activations"
@@ -47,7 +47,7 @@ class Extract(msgspec.Struct, frozen=True):
 
 
 class ExtractJob(msgspec.Struct, frozen=True):
-    """An extraction, complete: every default filled in."""
+    """A complete extraction job, with all defaults filled in."""
 
     kind: ClassVar[str] = KIND
     model: Model
@@ -58,27 +58,27 @@ class ExtractJob(msgspec.Struct, frozen=True):
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The places in the model, in the order of the job file."""
+        """The hooks in the model, in the order of the job file."""
         return tuple(map(parse_hook, self.model.hooks))
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it asks for the CPU; on "auto" it may come to that without asking."""
+        """Whether the job asks for the CPU; with "auto" it may run there without asking."""
         return str(self.launch.gpus).startswith("cpu")
 
     @property
     def cluster(self) -> str:
-        """What gives out the nodes and their GPUs, like "SLURM"; "" where it runs on this machine."""
+        """The cluster scheduler, such as "SLURM"; "" if the job runs on this machine."""
         return LAUNCH_BACKENDS[self.launch.backend].cluster
 
     def folder(self, hook: str) -> Path:
-        """Return the folder of a hook's rows; `hook` as the job file writes it."""
+        """Return the folder of a hook's rows; `hook` is its name in the job file."""
         return Path(self.extract.output) / hook
 
     def with_paths(self, bases: Sequence[Path]) -> ExtractJob:
-        """Return the job with absolute paths, each in the first of `bases` that has it; the output is in the first.
+        """Return the job with absolute paths, each in the first of `bases` that contains it.
 
-        A model that is in none of them is a name on the hub.
+        The output is in the first of `bases`. A model path that exists in none of them is a name on the hub.
         """
         model = _existing(self.model.path, bases) or self.model.path
         text = self.text.path and (_existing(self.text.path, bases) or _absolute(self.text.path, bases[0]))
@@ -91,7 +91,7 @@ class ExtractJob(msgspec.Struct, frozen=True):
 
 
 def identity(job: ExtractJob) -> dict[str, Any]:
-    """Return the settings that decide what is stored, by their paths."""
+    """Return the settings that determine what is stored, by path."""
     sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
     table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}
@@ -101,7 +101,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": Text, "extr
 
 
 def check_extract(job: ExtractJob) -> list[Problem]:
-    """Return what is wrong with settings that are each valid by themselves."""
+    """Return problems between settings that are valid individually."""
     problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
         which = "is missing; give this or text.dataset" if job.text.path is None else "is given, and so is text.dataset"
@@ -116,7 +116,7 @@ def check_extract(job: ExtractJob) -> list[Problem]:
 
 
 def lack_of_output(job: ExtractJob) -> str:
-    """Say why no rows can be written to extract.output; "" where they can, as far as it shows beforehand."""
+    """Explain why no rows can be written to extract.output; "" if no problem shows in advance."""
     output = Path(job.extract.output)
     if output.exists() and not output.is_dir():
         return f"{output} is not a folder; choose another"

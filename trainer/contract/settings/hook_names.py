@@ -1,4 +1,4 @@
-"""The names of a place in a model beside the one that a job file has for it."""
+"""Other names of the hook that a job file names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.contract.settings.tokens_of_data import META
 
 
 def other_names(hook: str, folder: Path) -> list[str]:
-    """Return ours, TransformerLens's and the module's path, without `hook` itself.
+    """Return our name of a hook, TransformerLens's name and the module path, without `hook` itself.
 
-    Of the module only the model knows the path, and what TransformerLens calls a place in a BERT: these are in the
-    folder once its rows are stored.
+    Only the model knows the module path, and TransformerLens's name for a hook of BERT. Both are in the folder once its
+    rows are stored.
     """
     meta = read_json(folder / META, dict[str, Any]) or {}
     ours, stored = meta.get("hook"), meta.get("hook_name")
@@ -30,9 +30,9 @@ def _module(meta: dict[str, Any]) -> str:
 
 
 def other_place(of_sae: dict[str, Any], of_data: dict[str, Any]) -> str:
-    """Say in a sentence that an SAE is of another place in a model than rows; "" where it is not, or nobody knows.
+    """Return a sentence if an SAE belongs to another hook than the rows; "" if it does not or that is unknown.
 
-    Both are facts as a meta.json or an SAE's metadata have them: the same place may have a name in each dialect.
+    Both arguments are facts from a meta.json or an SAE's metadata, which may use different names for the same hook.
     """
     theirs, ours = _places(of_sae), _places(of_data)
     if not theirs or not ours or {*theirs} & {*ours}:

@@ -1,4 +1,4 @@
-"""The places in a language model where activations are read, by three kinds of names for the same place."""
+"""Names of hooks, where activations are read in a language model; there are three kinds of names for the same hook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.settings.knobs import show
 
-# By our name of a site: what TransformerLens calls it inside a block.
+# TransformerLens's name inside a block, by our name of the site.
 SITES = {
     "resid_pre": "hook_resid_pre",
     "resid_post": "hook_resid_post",
@@ -20,18 +20,18 @@ SITES = {
     "attn_out": "hook_attn_out",
 }
 WANTED = f'"SITE.LAYER" with SITE one of {", ".join(SITES)}, or the path of a module'
-# What it calls the same place of BERT's blocks, which normalise what they give to the next.
+# TransformerLens's name for this site in BERT's blocks, which normalise their output.
 POST_NORM = "hook_normalized_resid_post"
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# A transcoder's place: the layer's MLP, from what goes into it to what comes out.
+# A transcoder's hook: the MLP of a layer, from its input to its output.
 _MLP = re.compile(r"mlp\.([0-9]{1,4})")
 _RANGE = re.compile(r"(.*\.)([0-9]{1,4})-([0-9]{1,4})(\..*)?")
 
 
 class Hook(msgspec.Struct, frozen=True):
-    """One place: a site of a layer, or else the output of the module at `path`."""
+    """A hook: a site of a layer, or the output of the module at `path`."""
 
     site: str = ""
     layer: int = 0
@@ -39,19 +39,19 @@ class Hook(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Our name of it: "resid_post.12", or the path of the module."""
+        """Our name: "resid_post.12", or the path of the module."""
         return self.path or f"{self.site}.{self.layer}"
 
     @property
     def transformer_lens(self) -> str:
-        """Its name in TransformerLens, like "blocks.12.hook_resid_post"; "" for a module that has none there."""
+        """The name in TransformerLens, such as "blocks.12.hook_resid_post"; "" for a module path."""
         return "" if self.path else f"blocks.{self.layer}.{SITES[self.site]}"
 
 
 def parse_hook(text: str) -> Hook:
-    """Return the place of this name, ours, TransformerLens's or a module's path; raise `ValueError` where it is none.
+    """Return the hook for our name, TransformerLens's name or a module path; raise `ValueError` for any other text.
 
-    Whether a model has the layer or the module is not known here.
+    Whether a model has the layer or module is not checked.
     """
     if match := _OURS.fullmatch(text):
         return Hook(match[1], int(match[2]))
@@ -59,7 +59,7 @@ def parse_hook(text: str) -> Hook:
         sites = {theirs: ours for ours, theirs in SITES.items()} | {POST_NORM: "resid_post"}
         if match[2] in sites:
             return Hook(sites[match[2]], int(match[1]))
-        # Some models call their blocks that, too: "blocks.3.attn" is a module of theirs.
+        # Some models also call their blocks that: "blocks.3.attn" is one of their modules.
         if "hook_" in match[2]:
             listed = ", ".join(f"blocks.{match[1]}.{theirs}" for theirs in SITES.values())
             raise ValueError(f"has no site {match[2]}; known are {listed}")
@@ -69,44 +69,44 @@ def parse_hook(text: str) -> Hook:
 
 
 def ends_of(text: str) -> tuple[str, str]:
-    """Return where the inputs and the targets of an SAE are read: of "mlp.12", at "mlp_in.12" and "mlp_out.12".
+    """Return the hooks of an SAE's inputs and targets: "mlp_in.12" and "mlp_out.12" for "mlp.12".
 
-    Of any other name both are that name.
+    For any other name, both are that name.
     """
     match = _MLP.fullmatch(text)
     return (f"mlp_in.{match[1]}", f"mlp_out.{match[1]}") if match else (text, text)
 
 
 def is_of_transcoder(text: str) -> bool:
-    """Tell whether a name is that of an MLP as a whole, whose outputs are to be made of its inputs."""
+    """Return whether a name denotes an MLP, as for a transcoder that predicts the MLP's output from its input."""
     return _MLP.fullmatch(text) is not None
 
 
 def both_ends(text: Any) -> list[Any]:
-    """Return the places where the rows of a name are: two of an MLP as a whole, else that one."""
+    """Return the hooks at which the rows of a name are read: both ends of an MLP, otherwise the name itself."""
     return list(dict.fromkeys(ends_of(text))) if isinstance(text, str) else [text]
 
 
 def is_of_all_layers(text: Any) -> bool:
-    """Tell whether a name is a site without a layer, which stands for that of all layers: "mlp" or "resid_post"."""
+    """Return whether a name is a site without a layer, such as "mlp" or "resid_post", which means all layers."""
     return text == "mlp" or (isinstance(text, str) and text in SITES)
 
 
 def names_of_hook(text: str) -> list[str]:
-    """Return all names of the place that a text names, that text first."""
+    """Return all names of the hook that a text names, starting with that text."""
     hook = Hook(path=text) if _objection(text) else parse_hook(text)
     return [name for name in dict.fromkeys((text, hook.name, hook.transformer_lens)) if name]
 
 
 def each_named(text: Any) -> list[Any]:
-    """Return the names that a text stands for: "resid_post.4-6, mlp_out.8" for four; what is no text alone."""
+    """Return the names in a text: four for "resid_post.4-6, mlp_out.8"; return a value that is not text as it is."""
     if not isinstance(text, str):
         return [text]
     return [name for word in text.split(",") for name in _each_layer(word.strip())]
 
 
 def all_named(value: Any) -> list[Any]:
-    """Return the names that a text, or all texts of a list, stand for."""
+    """Return the names in a text or in all texts of a list."""
     return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
 
 
@@ -118,7 +118,7 @@ def _each_layer(word: str) -> list[str]:
 
 
 def short_names(texts: Iterable[str]) -> dict[str, str]:
-    """Return for each name of a place a short one that no other of them has: "L12" where all are of one site."""
+    """Return a short unique name for each hook: "L12" if all hooks have the same site."""
     hooks = {text: parse_hook(ends_of(text)[0]) for text in texts if not _objection(text)}
     sites = {hook.site for hook in hooks.values()}
     short = {text: f"L{hook.layer}" if len(sites) == 1 and hook.site else hook.name for text, hook in hooks.items()}
@@ -126,7 +126,7 @@ def short_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
-    """Report names that are of no place, and those of one that another name is of."""
+    """Report invalid hook names, and hooks that are named twice."""
     problems, hooks = [], set()
     for text in texts:
         objection = _objection(text) or ("is given twice" if parse_hook(text) in hooks else "")
@@ -138,7 +138,7 @@ def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
 
 
 def _objection(text: Any) -> str:
-    """Say why a value is no name of a place; return "" for one that is."""
+    """Explain why a value is not the name of a hook, or return ""."""
     if not isinstance(text, str):
         return f"must be {WANTED}"
     if is_of_all_layers(text):

@@ -1,4 +1,4 @@
-"""The job as typed, frozen structs: one declaration of every setting, its default, help, unit and bounds."""
+"""The job as typed, frozen structs: each setting is declared once, with its default, help, unit and bounds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 PYTHONS = 'the whole path of a Python, like "/home/me/env/bin/python"'
-# Tokens of a rank in a step where batch_size is "auto" and the run is long, or its steps are counted.
+# Tokens per rank and step if batch_size is "auto" and the run is long or its length is given in steps.
 USUAL_BATCH = 4096
-# Rows of more than so many times the median norm are left out: ordinary ones stay within three times of it, the first
-# tokens of a text have a hundred times.
+# Rows with a norm above this multiple of the median are left out: ordinary rows stay within three times the median, the
+# first tokens of a text reach a hundred times.
 MAX_NORM = 10.0
-Choice = str  # a name of a registry; checked against it, so that a new entry needs no change here
+Choice = str  # a name in a registry, checked against it, so that a new entry needs no change here
 
 
 class Data(msgspec.Struct, frozen=True):
-    """Where the activations come from."""
+    """The data section: the source of the activations and how rows are held out, left out or scaled."""
 
     knobs: SourceKnobs
     source: Annotated[Choice, about("Where activations come from.")] = "shards"
@@ -83,23 +83,23 @@ class Data(msgspec.Struct, frozen=True):
 
     @property
     def scales_dimensions(self) -> bool:
-        """Whether dimensions may have their own scale; it is 0 for dimensions that are left out."""
+        """Whether dimensions may have individual scales; the scale is 0 for dimensions that are left out."""
         return bool(self.drop_dimensions) or self.scale_dimensions == "auto"
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
-        """Return how many of `n_tokens` rows, or of a stream, are kept back: at least one for every rank, or none."""
+        """Return how many of `n_tokens` rows, or of a stream, are held out: at least one per rank, or none."""
         most = 32_768 if n_tokens is None else min(n_tokens // 20, 32_768)
         wanted = most if self.held_out_tokens == "auto" else self.held_out_tokens
         return wanted if wanted >= world_size else 0
 
 
 def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
-    """Return the number of silent tokens after which a latent is dead; auto: 10 million, or a tenth of a short run."""
+    """Return how many tokens a latent may be silent before it is dead; auto: 10 million, or 10 % of a short run."""
     return min(10_000_000, total_tokens // 10) if asked == "auto" else asked
 
 
 class Sae(msgspec.Struct, frozen=True):
-    """The dictionary to learn."""
+    """The SAE section: architecture, size and initialisation of the dictionary."""
 
     knobs: ArchitectureKnobs
     architecture: Annotated[Choice, about("How latents are made sparse.")] = "topk"
@@ -148,12 +148,12 @@ class Sae(msgspec.Struct, frozen=True):
     ] = 0
 
     def width(self, d_in: int) -> int:
-        """Return the number of latents for inputs of this width."""
+        """Return the number of latents for inputs of this dimension."""
         return self.d_sae or round(self.expansion_factor * d_in)
 
 
 class Train(msgspec.Struct, frozen=True):
-    """How long, how fast and with which arithmetic."""
+    """The training section: length, learning rate, precision and reporting."""
 
     knobs: OptimizerKnobs
     batch_size: (
@@ -245,12 +245,12 @@ class Train(msgspec.Struct, frozen=True):
 
     @property
     def mirrors(self) -> list[str]:
-        """The names of the tools that the metrics are mirrored to."""
+        """The names of the tools that also receive the metrics."""
         return [self.mirror] if isinstance(self.mirror, str) else self.mirror or []
 
 
 class Parallel(msgspec.Struct, frozen=True):
-    """How the ranks share the work."""
+    """The parallel section: how the ranks share the work."""
 
     mode: Annotated[Choice, about('"auto": the fastest of those that fit, by a model of this box.')] = "auto"
     latent_ranks: Annotated[
@@ -275,7 +275,7 @@ class Parallel(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """Where it runs."""
+    """The launch section: where and how the job runs."""
 
     knobs: msgspec.Struct = NoKnobs()
     gpus: (
@@ -333,19 +333,19 @@ class Launch(msgspec.Struct, frozen=True):
     ) = None
 
 
-# The setting that names the hooks of the rows: an SAE of a sweep has those of one.
+# The setting that names the hooks of the rows; each SAE of a sweep reads one hook.
 HOOK = "data.hook"
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A setting with several values; a sweep trains an SAE for each."""
+    """A setting with several values; a sweep trains an SAE for each value."""
 
     path: str
     values: tuple[Any, ...]
 
 
 class JobConfig(msgspec.Struct, frozen=True):
-    """A training job, complete: every default filled in."""
+    """A complete training job, with all defaults filled in."""
 
     kind: ClassVar[str] = "train"
     data: Data
@@ -354,13 +354,13 @@ class JobConfig(msgspec.Struct, frozen=True):
     parallel: Parallel = Parallel()
     launch: Launch = Launch()
     name: Annotated[str, about("What the job is called.", min_length=1, max_length=80)] = "sae"
-    # With a sweep the sections hold the first value of every axis.
+    # With a sweep, the sections hold the first value of each axis.
     sweep: tuple[Axis, ...] = ()
 
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
-        """Read widths and row count from the data's file headers; raise `JobFileError` where something is wrong.
+        """Return dimensions and row count from the headers of the data files; raise `JobFileError` for a problem.
 
-        They have to be the same at all hooks. Folders of `promises` count as they are to be.
+        They must be the same at all hooks. For folders in `promises`, the promised shapes are used.
         """
         shapes = {name: knobs.shape_once_written(promises) for name, knobs in self.hooks.items()}
         (first, shape), *others = shapes.items()
@@ -372,7 +372,7 @@ class JobConfig(msgspec.Struct, frozen=True):
         return shape
 
     def _check_dropped(self, shape: DataShape) -> None:
-        """Raise `JobFileError` where a dimension to leave out does not exist, or none is left."""
+        """Raise `JobFileError` if a dropped dimension does not exist, or if none would be left."""
         dropped, d = self.data.drop_dimensions or [], min(shape.d_in, shape.d_out or shape.d_in)
         beyond = next((number for number in dropped if number >= d), None)
         if beyond is not None:
@@ -383,31 +383,31 @@ class JobConfig(msgspec.Struct, frozen=True):
 
     @property
     def hooks(self) -> dict[str, SourceKnobs]:
-        """The settings of the data for each hook by its name in the job file; those of one hook alone under ""."""
+        """The data settings for each hook, by its name in the job file; under "" if there is only one hook."""
         names = next((axis.values for axis in self.sweep if axis.path == HOOK), ())
         knobs: Any = self.data.knobs
         return {name: msgspec.structs.replace(knobs, hook=name) for name in names} or {"": knobs}
 
     @property
     def hold_out(self) -> HoldOut:
-        """How rows are held out; with "auto" the headers of the shards decide. May raise `JobFileError`."""
+        """How rows are held out; with "auto", the shard headers decide. May raise `JobFileError`."""
         if self.data.hold_out != "auto":
             return self.data.hold_out
         usual = {knobs.usual_hold_out() for knobs in self.hooks.values()}
         return usual.pop() if len(usual) == 1 else "blocks"
 
     def hook_number(self, member: JobConfig) -> int:
-        """Return which of the hooks has the rows of an SAE of the sweep."""
+        """Return the index of the hook whose rows an SAE of the sweep reads."""
         return list(self.hooks.values()).index(member.data.knobs)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it asks for processes on the CPU; on "auto" it may come to that without asking."""
+        """Whether the job asks for CPU processes; with "auto" it may run on the CPU without asking."""
         return str(self.launch.gpus).startswith("cpu")
 
     @property
     def cluster(self) -> str:
-        """What gives out the nodes and their GPUs, like "SLURM"; "" where it runs on this machine."""
+        """The cluster scheduler, such as "SLURM"; "" if the job runs on this machine."""
         return LAUNCH_BACKENDS[self.launch.backend].cluster
 
     def replace(self, section: str, **changes: Any) -> JobConfig:

@@ -1,7 +1,7 @@
-"""The job file: `parse_job` reads TOML and reports every problem at once, `dump_job` writes it back complete.
+"""The job file: `parse_job` reads TOML and reports all problems at once, `dump_job` writes a complete job back.
 
-`load_job` and `job_of` are for trainings, `load_extraction` for what `kind = "extract"` describes, `load_any` for
-both. A list where a setting takes a single value is a sweep: several SAEs trained from one pass over the data.
+`load_job` and `job_of` are for trainings, `load_extraction` for jobs with `kind = "extract"`, `load_any` for both. A
+list for a setting that takes one value is a sweep: several SAEs trained in one pass over the data.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.settings.typed import parse_value
 
 AnyJob = JobConfig | ExtractJob
-# As the path of data, the activations that are shipped with the app, where nothing else is called so.
+# As a data path, this means the sample activations shipped with the app, unless a file has this name.
 SAMPLE = "sample"
 J = TypeVar("J", JobConfig, ExtractJob)
 
 
 def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobConfig | None, list[Problem]]:
-    """Parse a TOML table into a job; return it, or None where there are problems, and every problem found.
+    """Parse a TOML table into a job; return the job, or None if there are problems, and all problems.
 
-    A hook without a layer is looked for at relative paths from `bases`, or else from the working directory.
+    Hooks without a layer are looked up in relative paths from `bases`, or from the working directory.
     """
     if kind := _kind_problem(raw, "train", "run it with `sae-train extract`"):
         return None, [kind]
@@ -55,10 +55,10 @@ def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobCo
 
 
 def members(job: JobConfig) -> dict[str, JobConfig]:
-    """Return the jobs of a sweep by a label like "k=16,seed=1"; without a sweep the job itself, under "".
+    """Return the jobs of a sweep by a label such as "k=16,seed=1"; without a sweep the job itself, under "".
 
-    Settings that a member's architecture or optimizer does not have are left out of it and of its label. A setting that
-    several of them have has one value for all: what the file says, or else the default of the first.
+    Settings that a member's architecture or optimizer does not have are omitted from the job and the label. A setting
+    shared by several members has one value: the value in the file, or the default of the first member.
     """
     if not job.sweep:
         return {"": job}
@@ -74,7 +74,7 @@ def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]
 
 
 def parse_extraction(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[ExtractJob | None, list[Problem]]:
-    """Parse a TOML table into an extraction, as `parse_job` does with a training."""
+    """Parse a TOML table into an extraction, like `parse_job` for a training."""
     if kind := _kind_problem(raw, extract.KIND, "a file without it is a training: run it with `sae-train run`"):
         return None, [kind]
     raw = all_layers.of_extraction(raw, bases or [working_folder()])
@@ -88,7 +88,7 @@ def parse_extraction(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tupl
 
 
 def _kind_problem(raw: Mapping[str, Any], wanted: str, remedy: str) -> Problem | None:
-    """Return what is wrong with the kind of a job file that is to be of the kind `wanted`; None where nothing is."""
+    """Return a problem if the kind of a job file is not `wanted`, or None."""
     kind = raw.get("kind", "train")
     if kind == wanted:
         return None
@@ -101,7 +101,7 @@ def _kind_problem(raw: Mapping[str, Any], wanted: str, remedy: str) -> Problem |
 def _parse_sections(
     raw: Mapping[str, Any], job: type[msgspec.Struct], sections: Mapping[str, type[msgspec.Struct]]
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Parse the name and sections of a kind of job; return them by their names, None where wrong, and every problem."""
+    """Parse the name and the sections of a job; return the values by name, None for invalid ones, and all problems."""
     problems: list[Problem] = []
     (name_knob,) = knobs_of(job)
     parsed = {name: _parse_section(name, raw.get(name, {}), problems) for name in sections}
@@ -109,9 +109,9 @@ def _parse_sections(
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
-    """Read a job file and apply `--set` overrides; raise `JobFileError` with every problem.
+    """Read a job file and apply `--set` overrides; raise `JobFileError` with all problems.
 
-    A relative path of the data is taken from the working directory, or else from the job file's folder.
+    A relative data path is resolved against the working directory or, failing that, the job file's folder.
     """
     bases = bases_of(path)
     return with_data_path(job_of(read_toml(Path(path), read), overrides, bases), bases)
@@ -120,53 +120,53 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[
 def load_extraction(
     path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text
 ) -> ExtractJob:
-    """Read the job file of an extraction and apply `--set` overrides; raise `JobFileError` with every problem.
+    """Read the job file of an extraction and apply `--set` overrides; raise `JobFileError` with all problems.
 
-    Relative paths are taken from the working directory, or else from the job file's folder.
+    Relative paths are resolved against the working directory or, failing that, the job file's folder.
     """
     bases = bases_of(path)
     return extraction_of(read_toml(Path(path), read), overrides, bases).with_paths(bases)
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> AnyJob:
-    """Read a job file of whatever kind and apply `--set` overrides; raise `JobFileError` with every problem."""
+    """Read a job file of any kind and apply `--set` overrides; raise `JobFileError` with all problems."""
     bases = bases_of(path)
     return with_paths(any_job_of(read_toml(Path(path), read), overrides, bases), bases)
 
 
 def bases_of(path: str | Path) -> list[Path]:
-    """Return where a relative path in a job file may start: the working directory, or the file's folder."""
+    """Return the base folders for relative paths in a job file: the working directory and the file's folder."""
     here = working_folder()
     return [here, (here / path).parent]
 
 
 def with_paths(job: AnyJob, bases: Sequence[Path]) -> AnyJob:
-    """Return the job with its paths made absolute, each against the first of `bases` in which it exists."""
+    """Return the job with absolute paths, each resolved against the first of `bases` where it exists."""
     return job.with_paths(bases) if isinstance(job, ExtractJob) else with_data_path(job, bases)
 
 
 def is_extraction(raw: Mapping[str, Any]) -> bool:
-    """Tell whether a TOML table says that it describes an extraction."""
+    """Return whether a TOML table describes an extraction."""
     return raw.get("kind") == extract.KIND
 
 
 def parse_any(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[AnyJob | None, list[Problem]]:
-    """Parse a TOML table into what its kind says; return it, or None where there are problems, and every problem."""
+    """Parse a TOML table into a job of its kind; return the job, or None if there are problems, and all problems."""
     return parse_extraction(raw, bases) if is_extraction(raw) else parse_job(raw, bases)
 
 
 def any_job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> AnyJob:
-    """Return what a TOML table describes, with overrides; raise `JobFileError` with every problem."""
+    """Return the job that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
     return extraction_of(raw, overrides, bases) if is_extraction(raw) else job_of(raw, overrides, bases)
 
 
 def job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> JobConfig:
-    """Return the training that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
+    """Return the training that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
     return _whole(*parse_job(_overridden(raw, overrides), bases))
 
 
 def extraction_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> ExtractJob:
-    """Return the extraction that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
+    """Return the extraction that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
     return _whole(*parse_extraction(_overridden(raw, overrides), bases))
 
 
@@ -183,7 +183,7 @@ def _whole(job: J | None, problems: list[Problem]) -> J:
 
 
 def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
-    """Return the job with its data paths made absolute, each against the first of `bases` in which it exists."""
+    """Return the job with absolute data paths, each resolved against the first of `bases` where it exists."""
     knobs = job.data.knobs
     written = {name: getattr(knobs, name) for name in knobs.paths}
     absolute = {name: _resolve_each(path, bases) for name, path in written.items() if path is not None}
@@ -208,7 +208,7 @@ def _resolve(path: str, bases: Sequence[Path]) -> str:
 
 
 def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any]:
-    """Read the table of a TOML file; raise `JobFileError` where it cannot be read or parsed."""
+    """Read the table of a TOML file; raise `JobFileError` if it cannot be read or parsed."""
     try:
         return parse_toml(read(path))
     except OSError as error:
@@ -218,7 +218,7 @@ def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, 
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Put an override like `train.lr=3e-4` into the table; raise `JobFileError` where it has another form."""
+    """Apply an override such as `train.lr=3e-4` to the table; raise `JobFileError` if it has another form."""
     if not is_utf8(override):
         raise JobFileError(
             [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to it")]
@@ -244,7 +244,7 @@ def _read_value(path: str, text: str) -> Any:
 
 
 def to_table(job: AnyJob) -> dict[str, Any]:
-    """Return the complete job as a plain TOML table; settings that are None are left out."""
+    """Return the complete job as a plain TOML table, without settings that are None."""
     table: dict[str, Any] = {"kind": job.kind} if isinstance(job, ExtractJob) else {}
     table["name"] = job.name
     for name in KINDS[job.kind]:
@@ -260,7 +260,7 @@ def to_table(job: AnyJob) -> dict[str, Any]:
 
 
 def dump_job(job: AnyJob) -> str:
-    """Write the job as the text of a TOML file that can be run again."""
+    """Return the job as the text of a TOML file that can be run again."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))
@@ -293,7 +293,7 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
 
 
 def _require_length(data: msgspec.Struct | None, train: Any, problems: list[Problem]) -> None:
-    """Report where the data is a stream and the job file does not say how long to train on it."""
+    """Report if the data is a stream and the job file does not set the length of the training."""
     if isinstance(data, Data) and isinstance(data.knobs, StreamKnobs) and not {"n_tokens", "n_steps"} & {*train}:
         message = "is missing: the data is a stream, which does not say how long to train; give this or train.n_steps"
         problems.append(Problem("train.n_tokens", message))
@@ -328,7 +328,7 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
 
 
 def _is_gpu_choice(value: str | list[int]) -> bool:
-    # A `pattern` in the annotation would say this, but msgspec 0.19 to 0.22 crashes on one inside a union.
+    # A `pattern` in the annotation would express this, but msgspec 0.19 to 0.22 crashes on one inside a union.
     if isinstance(value, str):
         return re.fullmatch(r"(auto|cpu)(:[1-9][0-9]{0,3})?", value) is not None
     return bool(value) and len(set(value)) == len(value)
@@ -340,7 +340,7 @@ def _are_mirrors(value: str | list[str] | None) -> bool:
 
 
 def _unknown_keys(raw: Mapping[str, Any], sections: Mapping[str, type[msgspec.Struct]]) -> list[Problem]:
-    """Report keys that no section has; a section whose architecture, optimizer or source is unknown is skipped."""
+    """Report unknown keys; skip sections whose architecture, optimizer or source is unknown."""
     problems = _unknown(raw, ("kind", "name", *sections), "")
     for section in sections:
         keys = raw.get(section)
@@ -366,7 +366,7 @@ def _unknown(raw: Mapping[str, Any], names: Sequence[str], prefix: str) -> list[
 
 
 def _suggestion(key: str, names: Sequence[str]) -> str:
-    # Only here: a supervisor that waits is kept small.
+    # Imported late, to keep waiting supervisors small.
     import difflib
 
     close = difflib.get_close_matches(key, names, n=1)

@@ -1,7 +1,6 @@
-"""A field, its default, help, unit and bounds: one declaration, read by TOML, flags, forms and checks.
+"""Declares settings: one declaration holds name, default, help, unit and bounds for TOML, flags, forms and checks.
 
-A section is a frozen struct whose fields are annotated with `about`; `knobs_of` turns it into the `Knob`s that all
-else is built from.
+A section is a frozen struct whose fields are annotated with `about`; `knobs_of` returns its settings as `Knob`s.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ def about(
 ) -> Meta:
     """Describe a field in `Annotated`: help, unit and bounds; `wanted` replaces the bounds in messages.
 
-    With `commas` a list of words can be typed as `one, two`. A form without sections shows it under its `group`.
+    With `commas`, a list of words can be typed as `one, two`. Forms without sections show the field under its `group`.
     """
     extra = {"unit": unit, "advanced": advanced, "wanted": wanted, "commas": commas, "group": group}
     return Meta(description=text, extra=extra, **bounds)
 
 
 class Knob(msgspec.Struct, frozen=True):
-    """A setting of a job, as its declaration describes it."""
+    """A setting of a job."""
 
     name: str
     annotation: Any
@@ -55,7 +54,7 @@ class Knob(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words allowed, where the field takes only these; else empty."""
+        """The allowed words if the field accepts only words, otherwise empty."""
         options = _members(self.annotation)
         literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
         closed = all(get_origin(option) is Literal or option is type(None) for option in options)
@@ -71,7 +70,7 @@ class Knob(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether it takes any text, also one that looks like a number, alone or in a list."""
+        """Whether any text is accepted, even one that looks like a number, alone or in a list."""
         options = _members(self.annotation)
         has_text = any(_plain(option) is str for option in options)
         return not self.choices and has_text and all(_plain(_entry(option)) is str for option in options)
@@ -81,7 +80,7 @@ class Knob(msgspec.Struct, frozen=True):
         return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
 
     def convert(self, value: Value) -> Value:
-        """Convert a value to the field's type; raise `ValueError` saying what would be valid."""
+        """Convert a value to the field's type; raise `ValueError` with the valid values."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
                 return convert_as(value, self.annotation)
@@ -102,10 +101,10 @@ class Knob(msgspec.Struct, frozen=True):
         return "of at most" not in self.wanted and " below " not in self.wanted
 
     def read(self, text: str, *, several: bool = False) -> Value:
-        """Read what was typed in a form or after `--set` as TOML or as a number as people write it; do not check it.
+        """Read text from a form or `--set`, as TOML or as people write numbers, without checking it.
 
-        A text setting keeps `5` as text. With `several`, a list or comma-separated values are those of a sweep.
-        Raises `ValueError` where commas could separate either thousands or values.
+        A text setting keeps `5` as text. With `several`, a list or comma-separated values form a sweep. Raise
+        `ValueError` if commas could separate either thousands or values.
         """
         if self.is_number:
             whole = float not in map(_plain, _members(self.annotation))
@@ -117,12 +116,12 @@ class Knob(msgspec.Struct, frozen=True):
         return text.strip() if self.is_text and not is_final else value
 
     def parse(self, text: str) -> Value:
-        """Read and check what was typed in a form; raise `ValueError` saying what would be valid."""
+        """Read and check text from a form; raise `ValueError` with the valid values."""
         return self.convert(self.read(text))
 
     @property
     def wanted(self) -> str:
-        """What the field takes, in words: `an integer of at least 1 (tokens)`."""
+        """The accepted values in words: `an integer of at least 1 (tokens)`."""
         meta = _meta(self.annotation)
         if meta and meta.extra and meta.extra["wanted"]:
             return str(meta.extra["wanted"])
@@ -131,7 +130,7 @@ class Knob(msgspec.Struct, frozen=True):
 
 
 def show(value: Value) -> str:
-    """Format a value as a job file would hold it, on one line and cut to 60 characters."""
+    """Format a value as in a job file, on one line and cut to 60 characters."""
     text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
     return cut(text)
 
@@ -143,7 +142,7 @@ def cut(text: str) -> str:
 
 @functools.cache
 def knobs_of(struct: type[msgspec.Struct]) -> tuple[Knob, ...]:
-    """Return the knobs that a section declares, in order; fields without help are not settings."""
+    """Return the settings that a section declares, in order; fields without help are not settings."""
     return tuple(_knob(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
 
 
@@ -165,12 +164,12 @@ def _knob(field: msgspec.structs.FieldInfo) -> Knob:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Value:
-    """Return the default of a field; of a list it is made by a function, so that no two share it."""
+    """Return the default of a field; defaults that are lists are made by a factory, so that they are not shared."""
     return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def _meta(annotation: Any) -> Meta | None:
-    """Find the `Meta` with a description on the field or on a member of its union."""
+    """Return the `Meta` with a description on the field or on a member of its union."""
     if get_origin(annotation) is Annotated:
         described = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
         return described[0] if described else _meta(annotation.__origin__)
@@ -178,7 +177,7 @@ def _meta(annotation: Any) -> Meta | None:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Return the alternatives of a possibly annotated union: `Annotated[int, ...] | None` -> [..., NoneType]."""
+    """Return the alternatives of an optionally annotated union: `Annotated[int, ...] | None` -> [..., NoneType]."""
     if get_origin(annotation) is Annotated:
         inner = _members(annotation.__origin__)
         return [annotation] if len(inner) == 1 and not get_args(annotation.__origin__) else inner
@@ -204,7 +203,7 @@ def _plain(option: Any) -> Any:
 
 
 def _entry(option: Any) -> Any:
-    """Return what a list beside a text has in it, else the alternative itself."""
+    """Return the element type if the alternative is a list, otherwise the alternative itself."""
     bare = option.__origin__ if get_origin(option) is Annotated else option
     return get_args(bare)[0] if get_origin(bare) is list else option
 
@@ -237,5 +236,5 @@ _LARGEST = 2**63 - 1
 
 
 def _is_storable(value: Value) -> bool:
-    """Tell whether torch and SQLite can hold a value: TOML allows nan, infinities and integers beyond 64 bits."""
+    """Return whether torch and SQLite can hold a value: TOML allows nan, infinities and integers beyond 64 bits."""
     return not isinstance(value, int | float) or abs(value) <= _LARGEST

@@ -1,4 +1,4 @@
-"""Which settings this version knows: what another version of the app asks its trainer, before a job is launched."""
+"""The settings that this version knows; another version of the app asks its trainer for them before launching a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.settings.sections import CHOSEN, SECTIONS, choices_of, sec
 
 
 def known_settings() -> dict[str, list[str]]:
-    """Return the words that each setting of a job file is limited to, by its path; none where it is not."""
+    """Return the allowed words of each job file setting, by path; an empty list if the setting allows any value."""
     known: dict[str, list[Knob]] = {}
     for section in SECTIONS:
         for entry in CHOSEN[section][1] if section in CHOSEN else (None,):
@@ -20,7 +20,7 @@ def known_settings() -> dict[str, list[str]]:
 
 
 def unknown_settings(table: Mapping[str, Any], known: Mapping[str, list[str]]) -> list[str]:
-    """Return what is in a job's table but not known, like `sae.k` or `sae.architecture = "topk"`."""
+    """Return the settings in a job's table that are not in `known`, such as `sae.k` or `sae.architecture = "topk"`."""
     unknown = []
     for section, keys in table.items():
         for key, value in keys.items() if isinstance(keys, Mapping) else ():

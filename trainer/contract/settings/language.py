@@ -1,4 +1,4 @@
-"""A language model and the text that it reads: settings that an extraction and a stream of activations share."""
+"""Settings for a language model and its text, shared by extractions and streams of activations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import msgspec
 from trainer.contract.files import lfs_pointer_in
 from trainer.contract.settings.knobs import about
 
-# How the files of a text end.
+# Suffixes of text files.
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"]'
 
-# The suffixes of the files from which a model is loaded.
+# Suffixes of the files of a model.
 _OF_MODELS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py")
 ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
 Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
@@ -46,7 +46,7 @@ KeepSpecial = Annotated[bool, about("Keeps the rows of special tokens such as BO
 
 
 class Model(msgspec.Struct, frozen=True):
-    """The language model, and where in it activations are read."""
+    """The language model, and the hooks where its activations are read."""
 
     path: ModelPath
     hooks: Annotated[
@@ -63,7 +63,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """What the model reads."""
+    """The text that the model reads."""
 
     path: TextPath | None = None
     dataset: Dataset | None = None
@@ -74,7 +74,7 @@ class Text(msgspec.Struct, frozen=True):
 
 
 def lack_of_model(path: str) -> str:
-    """Say why no model can be at a place of this disk; "" where there may be one, or `path` is a name on the hub."""
+    """Explain why there is no model at a local path; "" if there may be one, or if `path` is a name on the hub."""
     if not os.path.exists(path):
         return f"there is nothing at {path}" if os.path.isabs(path) or path.endswith(".gguf") else ""
     if pointer := lfs_pointer_in(Path(path)):
@@ -88,7 +88,7 @@ def lack_of_model(path: str) -> str:
 
 
 def _missing_file(folder: Path) -> Path | None:
-    """Return a file of a model that is a dangling link, as an interrupted download leaves it; None without one."""
+    """Return a dangling link among a model's files, as an interrupted download leaves; None if there is none."""
     with contextlib.suppress(OSError):
         links = sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink())
         return next((link for link in links if not link.exists()), None)
@@ -96,7 +96,7 @@ def _missing_file(folder: Path) -> Path | None:
 
 
 def lack_of_text(path: str) -> str:
-    """Say why a path leads to no text; "" where it may. What a folder holds shows when it is read."""
+    """Explain why there is no text at a path, or return ""; a folder's content is checked only when it is read."""
     if not os.path.exists(path):
         return f"there is nothing at {path}"
     if os.path.isfile(path) and Path(path).suffix not in TEXT_SUFFIXES:

@@ -1,6 +1,6 @@
-"""The size of a language model by its files, without loading it, and what it takes to read with it.
+"""Reads the size of a language model from its files, without loading it, and estimates the cost of running it.
 
-The files are a folder of Hugging Face's, which may lie in the cache of what came from the hub, or a GGUF file.
+The files are a Hugging Face folder, possibly in the hub's cache, or a GGUF file.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from trainer.contract.json_file import read_json
 from trainer.contract.settings.hooks import Hook
 from trainer.contract.settings.shards import read_header
 
-# By the number of a GGUF value's type: how struct reads it. 8 is a text, 9 a list.
+# The struct format of each GGUF value type; type 8 is a text, 9 a list.
 _GGUF_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BYTES_AS_ASKED = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Values that a block holds for each token at its peak, as multiples of the width: its input, queries, keys and values,
-# and the hidden layer of its MLP with its gate.
+# Values per token at the peak of a block, as a multiple of the model's width: input, queries, keys and values, and the
+# hidden layer of the MLP with its gate.
 _WIDTHS_PER_TOKEN = 20
-# The share of the speed of large products that a forward pass reaches.
+# The throughput of a forward pass, as a share of that of large matrix products.
 READING_SPEED = 0.5
 _CONTEXTS = ("max_position_embeddings", "n_positions")
 _WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
 
 
 class ModelSize(msgspec.Struct, frozen=True):
-    """How large a language model is: `width` is that of its residual stream, `stored` the type of its weights.
+    """The size of a language model: `width` is the dimension of its residual stream, `stored` the dtype of its weights.
 
-    `longest` is how many tokens it sees at once; 0 where its files do not tell.
+    `longest` is the largest context in tokens; 0 if its files do not record it.
     """
 
     n_parameters: int
@@ -48,31 +48,31 @@ class ModelSize(msgspec.Struct, frozen=True):
     longest: int = 0
 
     def lack_of_context(self, context: int) -> str:
-        """Say what a context of so many tokens must be for the model to see it; "" where it does."""
+        """Explain that a context is longer than the model supports; "" if it fits."""
         if not 0 < self.longest < context:
             return ""
         return f"must be at most {self.longest}, which is what the model sees at once, not {context}"
 
     def value_bytes(self, dtype: str, *, on_cuda: bool) -> int:
-        """Return the bytes of a number of its weights and activations, where its type is to be `dtype` or "auto"."""
+        """Return the bytes per weight and activation if the dtype setting is `dtype`, which may be "auto"."""
         if dtype != "auto":
             return _BYTES_AS_ASKED[dtype]
         return _BYTES.get(self.stored.removeprefix("torch."), 4) if on_cuda else 4
 
     def pass_bytes(self, n_tokens: int, context: int, value_bytes: int) -> int:
-        """Return the bytes of activations at the peak of a forward pass over contexts of that many tokens."""
+        """Return the bytes of activations at the peak of a forward pass over contexts of `context` tokens."""
         tokens = max(n_tokens, context)
         mask = tokens * context
         return (tokens * self.width * _WIDTHS_PER_TOKEN + mask) * value_bytes
 
     def flops_per_token(self, hooks: Iterable[Hook]) -> float:
-        """Return the operations of its products for a token: two for each parameter below the last hook."""
+        """Return the matrix product operations per token: two per parameter up to the last hook."""
         last = max(self.n_layers - 1 if hook.path else hook.layer for hook in hooks)
         return 2.0 * self.n_parameters * min(1.0, (last + 1) / self.n_layers)
 
 
 def model_size(path: str, revision: str | None = None) -> ModelSize | None:
-    """Return the size of a model on this disk; None for one that is not, or whose files do not tell."""
+    """Return the size of a local model; None if it is not on this disk or its files do not record its size."""
     try:
         head = Path(path) if path.endswith(".gguf") else _folder(path, revision or "main") / "config.json"
         return _size_by(head, head.stat().st_mtime_ns)
@@ -82,12 +82,12 @@ def model_size(path: str, revision: str | None = None) -> ModelSize | None:
 
 @functools.lru_cache(maxsize=16)
 def _size_by(head: Path, _changed: int) -> ModelSize:
-    # A plan asks hundreds of times, and the vocabulary in a GGUF file takes 50 ms to get past.
+    # Cached, since a plan asks hundreds of times and skipping the vocabulary of a GGUF file takes 50 ms.
     return _of_gguf(head) if head.suffix == ".gguf" else _of_folder(head.parent)
 
 
 def _folder(path: str, revision: str) -> Path:
-    """Return the folder of a model: its path, or where the hub's library keeps what it has brought."""
+    """Return the folder of a model: its path, or its snapshot in the hub's cache."""
     if os.path.isdir(path):
         return Path(path)
     home = Path(os.environ.get("HF_HOME") or Path(os.path.expanduser("~"), ".cache", "huggingface"))
@@ -121,7 +121,7 @@ def _of_gguf(file: Path) -> ModelSize:
 
 
 def _checked(size: ModelSize) -> ModelSize:
-    """Raise `ValueError` where a number is none that a model has."""
+    """Raise `ValueError` if a number is impossible for a model."""
     numbers = (size.n_parameters, size.width, size.n_layers)
     if not all(isinstance(number, int) and 0 < number < 2**50 for number in numbers):
         raise ValueError("not the size of a model")
@@ -133,7 +133,7 @@ def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
 
 
 class _Gguf:
-    """The head of a GGUF file. The reader of the `gguf` package takes seconds, since it looks at each tensor."""
+    """The header of a GGUF file; the reader in the `gguf` package takes seconds, since it processes every tensor."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at = content, 4
@@ -145,7 +145,7 @@ class _Gguf:
         self.n_parameters = sum(self._n_values() for _ in range(n_tensors))
 
     def _n_values(self) -> int:
-        """Read the description of a tensor and return how many values it has."""
+        """Read the description of a tensor and return its number of values."""
         self._text()
         sizes = [self._number("Q") for _ in range(self._number("I"))]
         self._at += struct.calcsize("<IQ")

@@ -1,4 +1,4 @@
-"""The settings of a stream of activations from a language model as it reads, with nothing stored on the way."""
+"""Settings of a stream of activations that a language model computes during training, without storing them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.contract.wording import plural
 
 
 class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
-    """A language model that reads a text as the training goes on, on the same devices or on GPUs of its own."""
+    """A language model that reads text during the training, on the training devices or on dedicated GPUs."""
 
     model: ModelPath
     hook: Annotated[
@@ -88,9 +88,9 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
         return DataShape(width, width if is_of_transcoder(self.hook) else None, None)
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the model's weights, a forward pass, and on the CPU the rows that are held to mix them.
+        """Return the model's weights, a forward pass and, on the CPU, the shuffle buffer.
 
-        Of GPUs of its own, the model holds nothing where it is trained.
+        A model on dedicated GPUs takes no memory on the training devices.
         """
         mixed = super().held(width, on_cuda=on_cuda)
         if self.model_gpus not in (0, "auto"):
@@ -99,17 +99,17 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
         return Held(reads.weights, reads.activations + mixed.activations)
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the model's weights and a forward pass; nothing where its files do not tell."""
+        """Return the model's weights and a forward pass; nothing if its files do not record its size."""
         if (size := self._size) is None:
             return Held()
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
-        # The rows of all hooks stand beside each other before they are one, and those of the first are in the pass.
+        # Before concatenation, the rows of all hooks exist separately. The first hook's rows are part of the pass.
         taken = 2 * self.batch_tokens * (width - (self.d_in or size.width)) * each
         return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
-        """Return the operations of a forward pass, as if it reached the speed of a training's products."""
+        """Return the operations of a forward pass, scaled as if it ran at the throughput of the training's products."""
         return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
 
     @property

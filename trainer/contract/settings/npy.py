@@ -1,4 +1,4 @@
-"""The header of a .npy file, read without numpy (its format 1.0 to 3.0)."""
+"""Reads the header of a .npy file (format 1.0 to 3.0) without numpy."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trainer.contract.files import open_plain
 from trainer.contract.settings.rows import NotRowsError, Rows, rows_and_width
 
 _MAGIC = b"\x93NUMPY"
-# As much as numpy itself reads.
+# The limit that numpy itself uses.
 _LARGEST_HEADER = 10_000
-# numpy's names of the types that are read, and those of safetensors for the same.
+# safetensors' names of the supported types, by numpy's name.
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16", "<f8": "F64"}
 
 
 def read_npy(file: Path) -> Rows:
-    """Find the rows of an array, those of its last dimension: [n_contexts, n_tokens, d_in] are n_contexts * n_tokens.
+    """Return the rows of an array along its last dimension: n_contexts * n_tokens for [n_contexts, n_tokens, d_in].
 
-    Raise `OSError`, or `NotRowsError`.
+    Raise `OSError` or `NotRowsError`.
     """
     with open_plain(file) as stream:
         magic, major, _ = stream.read(6), *stream.read(2).ljust(2, b"\0")

@@ -1,4 +1,4 @@
-"""The settings of each optimizer; the registry in `catalog` says which belong to which."""
+"""The settings of each optimizer; the registry in `catalog` assigns them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Beta2 = (
 
 
 class OptimizerKnobs(msgspec.Struct, frozen=True):
-    """The settings of an optimizer, and what the estimate of memory asks of them."""
+    """The settings of an optimizer, and the numbers that the memory estimate derives from them."""
 
     def state_dtype(self, device: str) -> str:
         """Return the type of its state on a kind of device, "cuda" or "cpu": "fp32", "bf16" or "int8"."""
@@ -33,7 +33,7 @@ class OptimizerKnobs(msgspec.Struct, frozen=True):
         return self
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the full learning rate that suits a dictionary of this width."""
+        """Return the full learning rate for a dictionary of `d_sae` latents."""
         raise NotImplementedError
 
 
@@ -56,12 +56,12 @@ class AdamKnobs(OptimizerKnobs, frozen=True):
         return msgspec.structs.replace(self, state=self.state_dtype(device), **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the rate by the 1/√d_sae law of Gao et al., from a measured point.
+        """Return the rate by the 1/√d_sae law of Gao et al., through a measured point.
 
         With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
-        0.109 at 9e-3, where 4 % of latents had died instead of 1 %. Short runs need no lower rate: with 1,536 latents
-        and 50 steps of 1,024 tokens FVU was 0.205 at this rule's 8.5e-3, 0.221 at 4e-3, 0.264 at 2e-3 and 0.212 at
-        1.6e-2.
+        0.109 at 9e-3, but at 9e-3 4 % of the latents had died instead of 1 %. Short runs need no lower rate: with 1,536
+        latents and 50 steps of 1,024 tokens, FVU was 0.205 at this rule's 8.5e-3, 0.221 at 4e-3, 0.264 at 2e-3 and
+        0.212 at 1.6e-2.
         """
         return 6e-3 * math.sqrt(3072 / d_sae)
 
@@ -77,10 +77,11 @@ class SignumKnobs(OptimizerKnobs, frozen=True):
     ] = 0.95
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the rate by the rule of EleutherAI's sparsify, at which FVU has its minimum here too.
+        """Return the rate by the rule of EleutherAI's sparsify, which also gives the lowest FVU here.
 
         With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.145 at 4e-3, 0.121 at this
-        rule's 1.15e-2, and 0.131 at 2.5e-2, where 5 % of latents died. After 500 steps it was 0.104; Adam's was 0.092.
+        rule's 1.15e-2, and 0.131 at 2.5e-2, with 5 % of the latents dead. After 500 steps it was 0.104; Adam's was
+        0.092.
         """
         return 5e-3 * math.sqrt(2**14 / d_sae)
 
@@ -98,7 +99,7 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
         return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the same rate for all widths, as EleutherAI's sparsify does, where it is 2e-3.
+        """Return one rate for all widths, like EleutherAI's sparsify, which uses 2e-3.
 
         With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.126 at 6e-3, 0.114 at 2e-2
         and 0.173 at 6e-2. After 500 steps at 2e-2 it was 0.096; Adam's was 0.092, in less time.
@@ -106,28 +107,28 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
         return 2e-2
 
 
-# Steps from which Adam remembers no more.
+# From this number of steps on, Adam's averaging windows no longer grow.
 LONG_RUN = 10_000
 
 
 def _decays_left_open(knobs: AdamKnobs | MuonKnobs, n_steps: int) -> dict[str, float]:
-    """Return Adam's decays, of those that are "auto", for a run of so many steps."""
+    """Return the decays of Adam that are set to "auto", for a run of `n_steps` steps."""
     fitting = {"beta1": gradients_decay(n_steps), "beta2": squares_decay(n_steps)}
     return {name: decay for name, decay in fitting.items() if getattr(knobs, name) == "auto"}
 
 
 def gradients_decay(n_steps: int) -> float:
-    """Return Adam's β1 for a run of so many steps: it averages a 125th of them, at least 4 and at most 10.
+    """Return Adam's β1 for a run of `n_steps` steps: it averages over 1/125 of them, at least 4 and at most 10.
 
-    In 391 steps of 512 tokens held-out FVU was 0.154 so and 0.156 with 0.9: see docs/quality.md. With 0.5 it was 0.152,
-    but in wide SAEs several times as many latents never fired.
+    In 391 steps of 512 tokens, held-out FVU was 0.154 with this rule and 0.156 with 0.9: see docs/quality.md. With 0.5
+    it was 0.152, but in SAEs with many latents several times more of them never fired.
     """
     return 1 - 1 / min(max(n_steps / 125, 4), 10)
 
 
 def squares_decay(n_steps: int) -> float:
-    """Return Adam's β2 for a run of so many steps: it remembers a tenth of them, at least 20 and at most 1,000.
+    """Return Adam's β2 for a run of `n_steps` steps: it averages over a tenth of them, at least 20 and at most 1,000.
 
-    In 391 steps of 512 tokens held-out FVU was 0.156 so and 0.158 with 0.999: see docs/quality.md.
+    In 391 steps of 512 tokens, held-out FVU was 0.156 with this rule and 0.158 with 0.999: see docs/quality.md.
     """
     return 1 - 1 / min(max(n_steps / 10, 20), 1000)

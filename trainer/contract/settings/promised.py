@@ -1,4 +1,4 @@
-"""Rows that another job is still to write: what a job that comes after it is checked against."""
+"""Rows that another job will write, against which dependent jobs are checked in advance."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.contract.wording import join_words
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """The rows that a folder is to hold, and who writes them, like "job 3"; `d_in` is None where only they will tell.
+    """The rows that a folder will hold, and their writer, such as "job 3"; `d_in` is None if it is not known yet.
 
-    A stored set of shards has a width and a number of rows by the same names.
+    `ShardSet` has a dimension and a number of rows under the same names.
     """
 
     d_in: int | None
@@ -22,27 +22,27 @@ class Promise(msgspec.Struct, frozen=True):
     by: str
 
 
-# By the real path of the folder.
+# Promises by the real path of their folder.
 Promises = Mapping[str, Promise]
 NO_PROMISES: Promises = {}
 
 
 class Width(msgspec.Struct, frozen=True):
-    """A promise whose width is known, as it stands for a folder of shards."""
+    """The shape of promised rows with known dimension; it stands in for a folder of shards."""
 
     d_in: int
     n_tokens: int
 
 
 def is_promised(path: str, promises: Promises) -> bool:
-    """Return whether somebody is to write a folder."""
+    """Return whether a job will write a folder."""
     return _place(path) in promises
 
 
 def promised(path: str, promises: Promises, field: str) -> Width | None:
-    """Return what a folder is to hold; None where nobody is to write it.
+    """Return the shape of the rows that a folder will hold; None if no job will write it.
 
-    Raise `JobFileError` naming `field` where the width of its rows is not known, or where it is to hold only folders.
+    Raise `JobFileError` naming `field` if the dimension of its rows is unknown, or if it will hold only folders.
     """
     place = _place(path)
     if promise := promises.get(place):

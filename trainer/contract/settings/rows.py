@@ -1,4 +1,4 @@
-"""What the header of any file with activations tells."""
+"""The description of the rows in a file of activations, as its header gives it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import msgspec
 
 from trainer.contract.wording import join_words
 
-# Prefixes of the names of integer types, in safetensors and of torch's storages.
+# Prefixes of the names of integer types, in safetensors and in torch's storages.
 _WHOLE = ("I", "U", "BOOL", "Bool", "Long", "Short", "Char", "Byte")
 _MOST_NAMES = 8
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """Rows that lie in a file one after the other: the byte at which they begin, their number, width and type.
+    """The consecutive rows in a file: the byte offset of the first, their number, dimension and type.
 
-    A type that is read has the name that safetensors has for it, any other that of its format.
+    Supported types have the names used by safetensors; others keep the name used by their format.
     """
 
     offset: int
     n_tokens: int
     d_in: int
     dtype: str
-    # Where rows are lists that might differ in length: the byte at which the places of their ends are, of the first
-    # row's begin first, and how many bytes each has.
+    # If rows are stored as lists of variable length: the byte offset of the list offsets, starting with the begin of
+    # the first row, and the bytes per list offset.
     lists: tuple[int, int] | None = None
-    # Where the file is packed (Parquet): the column to decode, of which no byte is a row.
+    # In a compressed file (Parquet), the column to decode; its bytes are not plain rows.
     column: str | None = None
 
 
 class NotRowsError(ValueError):
-    """A file has no rows that can be read; the text says why, after "it is not an array of rows [n_tokens, d_in]:"."""
+    """A file has no readable rows; the text gives the reason, after "it is not an array of rows [n_tokens, d_in]:"."""
 
 
 def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
@@ -43,9 +43,9 @@ def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
-    """Return the name of the tensor to read: `name`, or the only one that is not of integers.
+    """Return the name of the tensor to read: `name`, or the only tensor that is not of an integer type.
 
-    `tensors` has type and shape by name. Raise `NotRowsError` where the choice is not clear.
+    `tensors` maps names to type and shape. Raise `NotRowsError` if the choice is not clear.
     """
     if name in tensors:
         return name
@@ -60,9 +60,9 @@ def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -
 
 
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:
-    """Choose among the columns that are lists of numbers the one by this name, or the only one.
+    """Choose among the columns that are lists of numbers: the column called `name`, or the only one.
 
-    Raise `NotRowsError` where there is neither.
+    Raise `NotRowsError` if there is neither.
     """
     if name in fitting:
         return name

@@ -1,4 +1,4 @@
-"""Schedules over the length of a run: the learning rate, and the progress that the schedules of an SAE follow."""
+"""Schedules over a run: the learning rate, and the progress that an SAE's own schedules use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 import msgspec
 
-# The steps of the cool-down of a run that finishes early, as a share of the steps done, and their minimum.
+# The cool-down of a run that finishes early: its share of the steps done, and its minimum number of steps.
 COOL_DOWN_SHARE = 0.15
 FEWEST_COOL_DOWN_STEPS = 10
 _Steps = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -26,12 +26,12 @@ class CoolDown(msgspec.Struct, frozen=True):
 
     @classmethod
     def after(cls, step: int, planned: int) -> Self | None:
-        """Return the cool-down that begins at `step`; None where the planned end is not later."""
+        """Return the cool-down that begins at `step`; None if the run would end at least as early as planned anyway."""
         end = step + max(FEWEST_COOL_DOWN_STEPS, math.ceil(COOL_DOWN_SHARE * step))
         return cls(step, end, planned) if end < planned else None
 
     def left(self, step: int) -> float:
-        """Return the remaining share of the cool-down before a step: 1 at its begin, 0 at its end."""
+        """Return the share of the cool-down that remains before a step: 1 at its beginning, 0 at its end."""
         return (self.end - step) / (self.end - self.begin)
 
 
@@ -45,7 +45,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     @property
     def total_steps(self) -> int:
-        """The steps after which the run ends."""
+        """The number of steps after which the run ends."""
         return self.cool_down.end if self.cool_down else self.planned
 
     def progress(self, step: int) -> float:
@@ -58,7 +58,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return 1 - (1 - self.cool_down.begin / self.planned) * self.cool_down.left(step)
 
     def lr_factor(self, step: int) -> float:
-        """Return the share of the full learning rate for a step; in a cool-down it falls linearly to 0."""
+        """Return the learning rate at a step as a share of the full rate; in a cool-down it falls linearly to 0."""
         cools, shape = self.cool_down, (self.planned, self.warmup_fraction, self.decay_fraction)
         if cools is None or step < cools.begin:
             return lr_factor(step, *shape)
@@ -66,15 +66,15 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fraction: float) -> float:
-    """Return the share of the full learning rate for a step in 0 .. total_steps - 1: linear rise, plateau, linear fall.
+    """Return the share of the full learning rate at a step in 0 .. total_steps - 1: linear rise, plateau, linear fall.
 
-    No step has a factor of 0, which would waste it.
+    The factor is never 0, which would waste a step.
 
-    With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.112 without a rise, 0.115 with
-    one over 2 % of the steps, 0.116 over 5 % and 0.118 over 10 %. Beside a rise over 5 %, it was 0.116 with a fall over
-    the last 20 %, 0.121 over half, 0.137 over all, and 0.139 with a cosine. In 500 steps it was 0.0912 without a rise
-    and 0.0921 with 5 %; without one, but a fall over half, 0.0923. Where encoders follow their decoders the rate is
-    twice as high, and a longer fall is better: 0.193 over the last 60 % and 0.206 over 20 % (see `catalog`).
+    With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.112 without a rise, 0.115 with a
+    rise over 2 % of the steps, 0.116 over 5 % and 0.118 over 10 %. With a rise over 5 %, it was 0.116 with a fall over
+    the last 20 %, 0.121 over half, 0.137 over all steps, and 0.139 with a cosine. In 500 steps it was 0.0912 without a
+    rise and 0.0921 with 5 %; without a rise but with a fall over half, 0.0923. If encoders move with their decoders,
+    the rate is twice as high and a longer fall is better: 0.193 over the last 60 % and 0.206 over 20 % (see `catalog`).
     """
     warmup, decay = warmup_fraction * total_steps, decay_fraction * total_steps
     rising = (step + 1) / warmup if warmup else 1.0

@@ -1,4 +1,4 @@
-"""Which settings each section of a job file has: its own and those of the registry entries it names."""
+"""The settings of each section of a job file, including the settings of the registry entries that it names."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trainer.contract.settings.catalog import Entry, KnobsEntry
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.knobs import Knob, knobs_of
 
-# The sections of each kind of job, and those of all.
+# The sections of each kind of job, and all sections.
 KINDS: dict[str, dict[str, type[msgspec.Struct]]] = {"train": job.SECTIONS, extract.KIND: extract.SECTIONS}
 SECTIONS = {name: section for sections in KINDS.values() for name, section in sections.items()}
 
-# By section: the field that names a registry entry, and that registry; the entry's knobs become part of the section.
+# By section: the field that names a registry entry, and its registry. The entry's settings become part of the section.
 CHOSEN: dict[str, tuple[str, Mapping[str, KnobsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
     "launch": ("backend", catalog.LAUNCH_BACKENDS),
 }
-# The setting that names an entry, by its path, and the registry of what it may name.
+# The registry of each setting that names a registry entry, by the path of the setting.
 REGISTRIES: dict[str, Mapping[str, Entry]] = {
     **{f"{section}.{field}": registry for section, (field, registry) in CHOSEN.items()},
     "parallel.mode": catalog.PARALLEL,
@@ -31,7 +31,7 @@ REGISTRIES: dict[str, Mapping[str, Entry]] = {
 
 
 def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Knob, ...]:
-    """Return the settings of a section, with those of the registry entry, or entries, `chosen` (else the default)."""
+    """Return the settings of a section, including the registry entries `chosen` (by default the usual entry)."""
     common = knobs_of(SECTIONS[section])
     if section not in CHOSEN:
         return common
@@ -40,13 +40,13 @@ def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tu
     words = [chosen] if isinstance(chosen, str) else chosen or [common[place - 1].default]
     own: dict[str, Knob] = {}
     for word in words:
-        # Where two entries have a setting of the same name, the first describes it.
+        # If two entries have a setting with the same name, the first one describes it.
         own = {knob.name: knob for knob in knobs_of(registry[word].knobs)} | own if word in registry else own
     return (*common[:place], *own.values(), *common[place:])
 
 
 def find_knob(path: str) -> Knob | None:
-    """Return the setting at a path like `train.lr`, of whichever registry entry; None where there is none."""
+    """Return the setting at a path such as `train.lr`, in any registry entry; None if there is none."""
     section, _, name = path.rpartition(".")
     if section not in SECTIONS:
         return next((knob for knob in knobs_of(JobConfig) if knob.name == path), None)
@@ -55,17 +55,17 @@ def find_knob(path: str) -> Knob | None:
 
 
 def choices_of(path: str, knob: Knob) -> tuple[str, ...]:
-    """Return the words that a setting is limited to, a closed list or the names of a registry; else empty."""
+    """Return the words that a setting allows, from a closed list or a registry; otherwise empty."""
     return open_choices(path) or knob.choices
 
 
 def open_choices(path: str) -> tuple[str, ...]:
-    """Return what a setting that names a registry entry may be; empty for any other."""
+    """Return the allowed values of a setting that names a registry entry; empty for any other setting."""
     names = tuple(REGISTRIES.get(path, ()))
     return ("auto", *names) if path == "parallel.mode" else names
 
 
 def words_of(section: str, raw: Mapping[str, Any]) -> list[str]:
-    """Return the names of registry entries in a section's table, one or several; empty where the default applies."""
+    """Return the names of registry entries in a section's table, one or several; empty if the default applies."""
     word = raw.get(CHOSEN[section][0]) if section in CHOSEN else None
     return [one for one in (word if isinstance(word, list) else [word]) if isinstance(one, str)]

@@ -1,4 +1,4 @@
-"""Which series of a run are shown where: the metrics of the registry, and the few others that are shown like them."""
+"""The series of a run and where they are shown: the metrics of the registry, and a few others like them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from trainer.contract import wording
 from trainer.contract.settings.catalog import ARCHITECTURES, METRICS, Axis, MetricEntry, Series
 
-# The metric by which runs, checkpoints and the SAEs of a sweep are judged.
+# The metric used to compare runs, checkpoints and the SAEs of a sweep.
 CRITERION = "fvu"
 LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
 LR = Series("learning rate", format=".1e", prominence="result")
 TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
 _OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}
-# The titles of other series of a run: parts of its loss, and measurements of the run itself.
+# Titles of other series of a run: terms of its loss, and measurements of the run itself.
 _TITLES = {
     "mse": "squared error",
     "inner_mse": "squared error of the inner SAEs",
@@ -34,42 +34,42 @@ _TITLES = {
     "rank_memory_bytes": "memory of the rank, bytes",
 }
 HELD_OUT = "heldout_"
-# Marks a value of the last batches where a held-out one is expected: the run has not been evaluated yet.
+# Marks a value of the last batches in place of a held-out value: the run has not been evaluated yet.
 OF_BATCH = "~"
-# Series with a value for every rank.
+# Series with a value for each rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
-# Shares of the rows so far that were left out, and their reasons.
+# Shares of the rows so far that were left out, by reason.
 SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
 def held_out(name: str) -> str:
-    """Return the name by which the values of a metric on held-out data are stored."""
+    """Return the stored name of a metric's values on held-out data."""
     return f"{HELD_OUT}{name}"
 
 
 def error_of(name: str) -> str:
-    """Return the name by which the standard error of a series is stored, where it is known."""
+    """Return the stored name of a series' standard error."""
     return f"{name}{ERROR}"
 
 
 def held_out_metrics() -> dict[str, MetricEntry]:
-    """Return the metrics that are measured on held-out data too."""
+    """Return the metrics that are also measured on held-out data."""
     return {name: entry for name, entry in METRICS.items() if entry.held_out}
 
 
 def result_metrics() -> dict[str, Series]:
-    """Return the metrics that are among the results of a run."""
+    """Return the metrics that are part of the results of a run."""
     return {name: entry.series for name, entry in METRICS.items() if entry.series.prominence != "minor"}
 
 
 def key_metrics() -> dict[str, Series]:
-    """Return the metrics that are shown also where there is little room."""
+    """Return the metrics that are shown even if space is scarce."""
     return {name: series for name, series in result_metrics().items() if series.prominence == "key"}
 
 
 def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
-    """Return the series that a job's screen draws as curves, the most informative first.
+    """Return the series that the job screen draws as curves, the most informative first.
 
     Curves that are redundant for all of these architectures are left out.
     """
@@ -81,7 +81,7 @@ def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
 
 
 def measured_names() -> list[str]:
-    """Return the names of all results of an SAE: its metrics, each after its held-out version if it has one."""
+    """Return the names of all results of an SAE: each metric, after its held-out version if it has one."""
     return [each for name in result_metrics() for each in with_held_out(name)]
 
 
@@ -91,7 +91,7 @@ def with_held_out(name: str) -> list[str]:
 
 
 def series_named(name: str) -> Series:
-    """Return the series that is stored by this name; a plain one where no metric is called so."""
+    """Return the series stored under this name; a plain one if no metric has this name."""
     entry = METRICS.get(name.removeprefix(HELD_OUT))
     if entry:
         return entry.series
@@ -99,7 +99,7 @@ def series_named(name: str) -> Series:
 
 
 def title_of(name: str) -> str:
-    """Return the title of a series in the store: `fvu` is `batch FVU`, `heldout_fvu` is `held-out FVU`."""
+    """Return the title of a stored series: `fvu` is `batch FVU`, `heldout_fvu` is `held-out FVU`."""
     base, _, label = name.partition("@")
     is_error = base.endswith(ERROR)
     base = base.removesuffix(ERROR) if is_error else base
@@ -109,11 +109,11 @@ def title_of(name: str) -> str:
 
 
 def log_words(value: float, series: Series) -> str:
-    """Write a value as a line of the log has it."""
+    """Format a value for the log."""
     return f"{value:{series.format}} {series.unit}".rstrip()
 
 
 def measure(value: float, series: Series) -> str:
-    """Write a value of a series, with its unit."""
+    """Format a value of a series, with its unit."""
     text = wording.share(value) if series.is_share else wording.number(value)
     return f"{text} {series.unit}".rstrip()

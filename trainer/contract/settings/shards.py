@@ -1,4 +1,4 @@
-"""The contents of an activation folder, read from the headers of its files alone (no torch, no numpy)."""
+"""Reads the contents of an activation folder from its file headers alone (no torch, no numpy)."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from trainer.contract.settings.rows import NotRowsError, Rows, choose_tensor, ro
 from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
-# Of each row the number of the text that it is of.
+# A tensor with the number of each row's text.
 DOCUMENT = "document"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-_LARGEST_HEADER = 100_000_000  # the format's own limit
-# What shards can be: the first kind that a folder has is read.
+_LARGEST_HEADER = 100_000_000  # the limit of the format
+# File types of shards; the first type present in a folder is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
 _KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
-# What `datasets` writes beside the rows, such as their order after a shuffle.
+# Files that `datasets` writes next to the rows, such as their order after a shuffle.
 _CACHE = "cache-"
-# Folders that a message lists.
+# The largest number of names in a message.
 _MOST_NAMES = 8
 
 
 class Shard(Rows, frozen=True, kw_only=True):
-    """The rows of a file, or a stretch of them, of which the first is its row `first_row`."""
+    """The rows of a file, or consecutive rows of it that begin with row `first_row`."""
 
     file: Path
     first_row: int = 0
@@ -48,7 +48,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Tensor(msgspec.Struct):
-    """A tensor's entry in a header; the offsets count from the end of the header."""
+    """A tensor's entry in a header; offsets are relative to the end of the header."""
 
     dtype: str
     shape: tuple[_Count, ...]
@@ -56,7 +56,7 @@ class _Tensor(msgspec.Struct):
 
 
 class _Column(msgspec.Struct):
-    """The entry of a tensor of one number for each row."""
+    """The header entry of a tensor with one number per row."""
 
     dtype: str
     shape: tuple[_Count]
@@ -67,7 +67,7 @@ class ShardSet(msgspec.Struct, frozen=True):
     """All shards of a data path, in the order of their names."""
 
     shards: tuple[Shard, ...]
-    # What a user should know about how they are read: skipped files, numbers that are converted.
+    # Notes for the user on how the shards are read: skipped files, converted numbers.
     notes: tuple[str, ...] = ()
 
     @property
@@ -79,21 +79,21 @@ class ShardSet(msgspec.Struct, frozen=True):
         return sum(shard.n_tokens for shard in self.shards)
 
     def beginning_with(self, names: Sequence[str]) -> ShardSet:
-        """Return the same shards, the named ones first and in the order of `names`."""
+        """Return the same shards, starting with the named ones in the order of `names`."""
         places = {name: place for place, name in enumerate(names)}
         shards = sorted(self.shards, key=lambda shard: places.get(shard.file.name, len(places)))
         return ShardSet(tuple(shards), self.notes)
 
 
 class Documents(msgspec.Struct, frozen=True):
-    """Where in a shard the numbers of its rows' texts are, and their type as numpy calls it."""
+    """The byte offset of the text numbers of a shard's rows, and their numpy type."""
 
     offset: int
     dtype: str
 
 
 def documents_in(shard: Shard) -> Documents | None:
-    """Return where a shard has the number of each row's text; None where it does not know them."""
+    """Return the location of the text numbers of a shard's rows; None if it does not store them."""
     if shard.file.suffix != ".safetensors":
         return None
     try:
@@ -109,9 +109,9 @@ def documents_in(shard: Shard) -> Documents | None:
 
 
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
-    """Return two shards that are the same file, or have the same SHA-256 in meta.json; None without such a pair.
+    """Return two shards that are the same file, or have the same SHA-256 in meta.json; None if there is no such pair.
 
-    A folder that is given twice, also by a link to it, has the same files.
+    A folder that is given twice, even through a link, has the same files.
     """
     first: dict[object, Path] = {}
     for one in sets:
@@ -127,19 +127,19 @@ def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
 
 
 def recorded_sums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each shard by name, as the extraction recorded it in meta.json; empty without a record."""
+    """Return the SHA-256 of each shard by name, as recorded in meta.json by the extraction; empty without a record."""
     shards = (read_json(folder / "meta.json", dict[str, object]) or {}).get("shards")
     return {name: one for name, one in shards.items() if isinstance(one, str)} if isinstance(shards, dict) else {}
 
 
 def is_shuffled(shards: ShardSet) -> bool:
-    """Return whether meta.json says that the rows were shuffled before they were stored."""
+    """Return whether meta.json records that the rows were shuffled before they were stored."""
     meta = read_json(shards.shards[0].file.parent / "meta.json", dict[str, object]) or {}
     return meta.get("shuffled") is True
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
-    """Read every shard's header; raise `JobFileError` naming `field` where something is wrong."""
+    """Read the headers of all shards; raise `JobFileError` naming `field` if something is wrong."""
     root = Path(os.path.expanduser(path))
     try:
         files = [root] if root.is_file() else shard_files(root)
@@ -162,7 +162,7 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return the shards in a folder, by name: all of the first kind that it has any of, but no hidden files."""
+    """Return the shards in a folder by name: all files of the first type present, without hidden files."""
     of_kinds = (
         [file for suffix in kind for file in folder.glob(f"*{suffix}") if not _is_hidden(file)] for kind in _KINDS
     )
@@ -171,7 +171,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def _is_hidden(file: Path) -> bool:
-    """Return whether a file is hidden; macOS writes such files next to others on foreign file systems."""
+    """Return whether a file is hidden; macOS writes hidden files next to others on foreign file systems."""
     return file.name.startswith(".")
 
 
@@ -188,7 +188,7 @@ def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
 
 
 def _instead(root: Path) -> str:
-    """Return the remedy for a folder without shards: save each array of an .npz, or give a folder inside this one."""
+    """Return advice for a folder without shards: save the arrays of an .npz, or give a folder inside this one."""
     with contextlib.suppress(OSError):
         if any(root.glob("*.npz")):
             return "; a .npz holds arrays in an archive: save its rows as .npy, one array for each file"
@@ -196,7 +196,7 @@ def _instead(root: Path) -> str:
 
 
 def _folders_with(root: Path) -> str:
-    """Say which folders in this one have shards, such as those of the hooks of an extraction."""
+    """Name the folders inside this one that have shards, such as the hooks of an extraction."""
     with contextlib.suppress(OSError):
         folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and shard_files(folder))
         names = [*folders[:_MOST_NAMES], *([f"{len(folders) - _MOST_NAMES} more"] if folders[_MOST_NAMES:] else [])]
@@ -234,7 +234,7 @@ def _read(file: Path, field: str) -> list[Rows]:
     if file.suffix == ".npy":
         return [read_npy(file)]
     if file.suffix in (".pt", ".pth"):
-        # Loaded with such a file only: pickletools and zipfile take a waiting supervisor 1 MiB, which reads none.
+        # Imported late: pickletools and zipfile take 1 MiB in a waiting supervisor, which reads no such file.
         from trainer.contract.settings.torch_file import read_torch_file
 
         return [read_torch_file(file, TENSOR)]
@@ -259,7 +259,7 @@ def _read_safetensors(file: Path, field: str) -> Rows:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file and where its data begins; raise `OSError` or `ValueError`."""
+    """Return the header of a safetensors file and the offset of its data; raise `OSError` or `ValueError`."""
     with open_plain(file) as stream:
         (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
         if length > _LARGEST_HEADER:

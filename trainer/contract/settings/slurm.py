@@ -1,4 +1,4 @@
-"""Checks of `launch.*` for jobs that SLURM starts."""
+"""Checks the `launch.*` settings of jobs that SLURM starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.settings.job import TIME_LIMITS, JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.knobs import show
 
-# Options of sbatch that the job file or the launcher sets: another value would contradict it.
+# Options of sbatch that the job file or the launcher sets; another value would conflict.
 _OWN = {
     "--array": "a sweep, a list in [sae] or [train]",
     "--nodes": "launch.nodes",
@@ -33,7 +33,7 @@ _OWN = {
     "--wrap": "the launcher",
     "--wait": "`sae-tui launch --wait`",
 }
-# Complete options that are also the beginning of one above; any other beginning is taken by sbatch as short for it.
+# Complete options that are prefixes of an option above; sbatch takes any other prefix as an abbreviation.
 _WHOLE = {"--gpus"}
 _TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
 _WORD = re.compile(r"[\w.][\w.,:@+-]*")
@@ -41,7 +41,7 @@ _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
 
 def check_slurm(job: AnyJob) -> list[Problem]:
-    """Report everything that is wrong before SLURM is asked."""
+    """Report all problems that can be found without asking SLURM."""
     return [*_check_place(job), *_check_words(job), *_check_options(job)]
 
 
@@ -77,7 +77,7 @@ def _check_options(job: AnyJob) -> Iterator[Problem]:
 
 
 def _conflict_of(name: str) -> str | None:
-    """Say what already sets this sbatch option, or the one that it is short for; return None where nothing does."""
+    """Explain what already sets this sbatch option, or the option that it abbreviates; return None if nothing does."""
     if owner := _OWN.get(name):
         return f"{name} is set by {owner}; leave it out here"
     whole = next((own for own in _OWN if own.startswith(name) and name not in _WHOLE), None)

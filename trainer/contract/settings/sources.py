@@ -1,4 +1,4 @@
-"""The settings of each source of activations, and the shape of its data; the registry in `catalog` names them."""
+"""The settings of each source of activations, and the shape of its data; the registry in `catalog` assigns them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainer.contract.wording import join_words, plural
 
 
 class DataShape(NamedTuple):
-    """The number and widths of rows: `d_in`, and for a transcoder `d_out` of each row's target.
+    """The number and dimensions of rows: `d_in`, and for a transcoder the target's `d_out`.
 
-    `n_tokens` is None where the data is a stream.
+    `n_tokens` is None if the data is a stream.
     """
 
     d_in: int
@@ -28,12 +28,12 @@ class DataShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The numbers of a row and of its target."""
+        """The dimension of a row plus that of its target."""
         return self.d_in + (self.d_out or 0)
 
     @property
     def words(self) -> str:
-        """Say `3,000 rows of 16 dimensions`."""
+        """The shape in words: `3,000 rows of 16 dimensions`."""
         n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
         targets = "" if self.d_out is None else f" with targets of {self.d_out}"
         return f"{n_rows}rows of {plural(self.d_in, 'dimension')}{targets}"
@@ -43,16 +43,16 @@ HoldOut = Literal["texts", "rows", "blocks"]
 
 
 class Held(NamedTuple):
-    """Bytes of a device that a source of activations takes: the weights of a model, and what it makes of them."""
+    """Bytes of a device that a source of activations takes: a model's weights, and activations."""
 
     weights: int = 0
     activations: int = 0
 
 
 class SourceKnobs(msgspec.Struct, frozen=True):
-    """Settings of a source, which can tell the shape of its data without loading it."""
+    """Settings of a source, which gives the shape of its data without loading it."""
 
-    # The settings that name a file or folder, and those that may name something on the hub instead.
+    # Settings that name a file or folder, and settings that may instead name a repository on the hub.
     paths: ClassVar[tuple[str, ...]] = ()
     hub_paths: ClassVar[tuple[str, ...]] = ()
 
@@ -62,11 +62,11 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
     def shape(self) -> DataShape:
-        """Return the shape of the data from file headers alone; raise `JobFileError` where something is wrong."""
+        """Return the shape of the data from file headers alone; raise `JobFileError` if something is wrong."""
         raise NotImplementedError
 
     def shape_once_written(self, promises: Promises) -> DataShape:
-        """Return the shape of the data where other jobs have yet to write some of it."""
+        """Return the shape of the data, including rows that other jobs have yet to write."""
         return self.shape()
 
     def repeated(self) -> list[Problem]:
@@ -74,7 +74,7 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         return []
 
     def usual_hold_out(self) -> HoldOut:
-        """Return how rows are held out by default: as single rows where they do not depend on each other."""
+        """Return how rows are held out by default: as single rows, if they are independent."""
         return "rows"
 
     def stored_at(self) -> list[tuple[str, str]]:
@@ -82,23 +82,23 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return what the source itself holds of a rank's device; stored rows are in the page cache.
+        """Return the memory that the source takes on a rank's device; stored rows are in the page cache.
 
-        `width` counts the numbers of one token: of its rows at all hooks, and of their targets.
+        `width` is the number of values per token: of its rows at all hooks, and of their targets.
         """
         return Held()
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return what the source holds of a device that only makes rows, where it has such."""
+        """Return the memory that the source takes on a device dedicated to computing rows, if there are any."""
         return Held()
 
     def flops_per_token(self) -> float:
-        """Return the operations that make a row, on the device of the rank that trains on it or on one for that."""
+        """Return the operations to compute a row, whether on the rank that trains on it or on a dedicated device."""
         return 0.0
 
 
 class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
-    """Settings of a source whose rows come once, in an order of its own; the base of those of each stream."""
+    """Settings of a source that produces each row once, in its own order; the base of all stream settings."""
 
     shuffle_tokens: Annotated[
         int,
@@ -106,7 +106,7 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
     ] = 262_144
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the rows that are held to mix them, in fp32: they are in the memory of the host."""
+        """Return the size of the shuffle buffer, in fp32, which is in host memory."""
         return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * width)
 
 
@@ -117,7 +117,7 @@ _LARGEST_WEIGHT = 1e6
 
 
 class ShardKnobs(SourceKnobs, frozen=True):
-    """Activations on disk."""
+    """Settings of activations stored on disk."""
 
     path: Annotated[
         _Path | list[_Path],
@@ -167,12 +167,12 @@ class ShardKnobs(SourceKnobs, frozen=True):
 
     @property
     def folders(self) -> Paths:
-        """Where the rows are: at `path`, or in the folder there of the hook, whichever of its names that has."""
+        """The folders of the rows: `path`, or the hook's folder inside it under the first of its names that exists."""
         return self._folders_of(0, NO_PROMISES)
 
     @property
     def targets(self) -> Paths | None:
-        """Where the targets of a transcoder's rows are, likewise; None of an SAE."""
+        """The folders of a transcoder's targets, found in the same way; None for an SAE."""
         return self._targets(NO_PROMISES)
 
     def stored_at(self) -> list[tuple[str, str]]:
@@ -195,9 +195,9 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return DataShape(sets[0].d_in, self._d_out(targets, sets, promises), n_tokens)
 
     def usual_hold_out(self) -> HoldOut:
-        """Return "texts" where all shards store them, "rows" where the shards are shuffled, else "blocks".
+        """Return "texts" if all shards store text numbers, "rows" if the shards are shuffled, otherwise "blocks".
 
-        Unshuffled neighbours mostly belong to one text.
+        Neighbouring rows that are not shuffled mostly belong to one text.
         """
         sets = inspect_sets(self.folders, "data.path")
         if all(documents_in(shard) for one in sets for shard in one.shards):
@@ -205,7 +205,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return "rows" if all(is_shuffled(one) for one in sets) else "blocks"
 
     def repeated(self) -> list[Problem]:
-        """Report rows that are given twice: they would be trained on and held out at once."""
+        """Report rows that are given twice: they would be both trained on and held out."""
         try:
             twice = same_shards(inspect_sets(self.folders, "data.path"))
         except (JobFileError, OSError):
@@ -219,11 +219,11 @@ class ShardKnobs(SourceKnobs, frozen=True):
 
     @property
     def target_field(self) -> str:
-        """The setting that says where the targets are."""
+        """The setting that names the folders of the targets."""
         return "data.path" if self.target_path is None else "data.target_path"
 
     def _folders_of(self, end: int, promises: Promises) -> Paths:
-        """Return the folders of what goes into the hook, 0, or of what comes out, 1."""
+        """Return the folders of the hook's input (`end` 0) or output (`end` 1)."""
         if self.hook is None:
             return self.path
         folders = [_folder_of_hook(path, ends_of(self.hook)[end], promises) for path in each(self.path)]
@@ -242,7 +242,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return problems_of_hooks([self.hook], "data.hook")
 
     def _d_out(self, target_path: Paths, sets: list[ShardSet | Width], promises: Promises) -> int:
-        """Return the width of the targets; raise `JobFileError` where they are not of the same rows."""
+        """Return the dimension of the targets; raise `JobFileError` if they do not match the rows."""
         field = self.target_field
         targets = _sets_once_written(target_path, field, promises)
         if len(targets) != len(sets):
@@ -257,18 +257,18 @@ class ShardKnobs(SourceKnobs, frozen=True):
 
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
-    """Return the folder of a hook's rows by one of its names: the first that is there or to come, or the given."""
+    """Return the folder of a hook's rows: the first of its names that exists or is promised, or the first name."""
     folders = [os.path.join(path, name) for name in names_of_hook(hook)]
     return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
 
 
 def each(paths: Paths) -> list[str]:
-    """Return the paths of a list, or the only one."""
+    """Return the paths of a list, or a list with the only path."""
     return [paths] if isinstance(paths, str) else paths
 
 
 def inspect_sets(paths: Paths, field: str) -> list[ShardSet]:
-    """Read the headers of one folder of shards or several; raise `JobFileError` naming `field`."""
+    """Read the headers of one or several folders of shards; raise `JobFileError` naming `field`."""
     return _alike(paths, field, lambda path: inspect_shards(path, field))
 
 
@@ -277,7 +277,7 @@ def _sets_once_written(paths: Paths, field: str, promises: Promises) -> list[Sha
 
 
 def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
-    """Inspect each path; raise `JobFileError` where there is none, or where their rows differ in width."""
+    """Inspect each path; raise `JobFileError` if there is none, or if the dimensions of their rows differ."""
     if not paths:
         raise JobFileError([Problem(field, "is an empty list; name a folder of shards")])
     sets = [inspect(path) for path in each(paths)]
@@ -288,7 +288,7 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
     return sets
 
 
-# Numbers in the directions of all synthetic features: 4 GB in fp32.
+# Values in the directions of all synthetic features: 4 GB in fp32.
 MOST_SYNTHETIC = 10**9
 
 

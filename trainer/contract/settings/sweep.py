@@ -1,6 +1,6 @@
-"""Sweeps: a list where a setting takes one value means several SAEs, trained from one pass over the data.
+"""Sweeps: a list for a setting that takes one value means several SAEs, trained in one pass over the data.
 
-`split` separates a job's table into the first SAE and the axes, `member_tables` makes a table for every SAE.
+`split` separates a job's table into the first SAE and the axes; `member_tables` makes a table for each SAE.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from trainer.contract.settings.job import HOOK, Axis, Train
 from trainer.contract.settings.knobs import Knob, show
 from trainer.contract.settings.sections import CHOSEN, section_knobs, words_of
 
-# The SAEs learn from a batch one after the other: more of them are no faster than two runs, and their memory adds up.
+# The SAEs learn from each batch in turn: a larger sweep is no faster than two runs, and its memory adds up.
 MOST_MEMBERS = 64
-# The settings of [train] in which SAEs may differ; in [sae] and in an optimizer's settings they may differ in all.
+# The settings of [train] in which SAEs may differ; they may differ in all settings of [sae] and of optimizers.
 _OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
 _CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
 
@@ -26,9 +26,9 @@ Table = dict[str, Any]
 
 
 def may_differ(path: str) -> bool:
-    """Tell whether the SAEs of a sweep may differ in this setting: what they are, how they learn, and their hook.
+    """Return whether the SAEs of a sweep may differ in this setting: SAE and learning settings, and the hook.
 
-    Of all other data they share every row.
+    They share every row of all other data.
     """
     section, _, key = path.partition(".")
     of_learning = section == "train" and (key in _OWN or key not in Train.__struct_fields__)
@@ -38,7 +38,7 @@ def may_differ(path: str) -> bool:
 def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
     """Return the table of the first SAE, and the axes of the sweep in the order of their settings.
 
-    A setting that only a later architecture or optimizer of a list has becomes an axis too, mostly of one value.
+    A setting that only a later architecture or optimizer in a list has also becomes an axis, usually with one value.
     """
     base: Table = copy.deepcopy(dict(raw))
     axes: list[Axis] = []
@@ -51,7 +51,7 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
 
 
 def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
-    """Report what is wrong with the axes as such; an invalid value is reported when the members' tables are parsed."""
+    """Report problems of the axes themselves; invalid values are reported when the members' tables are parsed."""
     problems = [problem for axis in axes for problem in _problems_of_axis(axis)]
     paths = [axis.path for axis in axes]
     if "sae.expansion_factor" in paths and ("sae.d_sae" in paths or base["sae"].get("d_sae")):
@@ -71,7 +71,7 @@ def _problems_of_axis(axis: Axis) -> list[Problem]:
 
 
 def member_tables(base: Table, axes: Sequence[Axis]) -> Iterator[tuple[str, Table]]:
-    """List label and table of every SAE: each architecture and optimizer with all values of the settings it has."""
+    """Yield the label and table of each SAE: each architecture and optimizer with all values of its settings."""
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
     several = {axis.path for axis in axes if len(axis.values) > 1}
@@ -96,7 +96,7 @@ def _axes_of(section: str, keys: Table) -> Iterator[Axis]:
 
 
 def _first_of(section: str, keys: Table) -> Table:
-    """Return the first value of every list, without settings that the first architecture or optimizer does not have."""
+    """Return the first value of each list, without settings that the first architecture or optimizer does not have."""
     words = words_of(section, keys)
     first = _names(section, words[:1])
     knobs = {knob.name: knob for knob in section_knobs(section, words)}
@@ -108,7 +108,7 @@ def _first_of(section: str, keys: Table) -> Table:
 
 
 def _values(path: str, knob: Knob, value: Any) -> list[Any]:
-    """Return the values of a list that is a sweep, else the value alone in a list."""
+    """Return the values of a list that is a sweep, otherwise a list with the value alone."""
     if path == HOOK:
         return all_named(value)
     several = isinstance(value, list) and bool(value) and may_differ(path)
@@ -116,13 +116,13 @@ def _values(path: str, knob: Knob, value: Any) -> list[Any]:
 
 
 def _combinations(axes: Sequence[Axis]) -> Iterator[Table]:
-    """List every choice of one value from each axis, by path."""
+    """Yield each choice of one value per axis, by path."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield {axis.path: value for axis, value in zip(axes, values, strict=True)}
 
 
 def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
-    """Return a copy of a job's table with these values by path."""
+    """Return a copy of a job's table with these values, given by path."""
     changed = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     for path, value in values.items():
         section, key = path.split(".")
@@ -131,7 +131,7 @@ def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: Axis) -> None:
-    """Drop settings that only other entries of the axis have; a key that none has stays, to be reported."""
+    """Drop settings that only other entries of the axis have; keep unknown keys, so that they are reported."""
     section = axis.path.partition(".")[0]
     own = _names(section, words_of(section, table[section]))
     foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - own
@@ -158,5 +158,5 @@ def _in_label(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Return something hashable that is equal for equal values, so that a list of 100,000 is checked in a moment."""
+    """Return something hashable that is equal for equal values, so that a list of 100,000 values is checked quickly."""
     return repr(value) if isinstance(value, list | dict) else value

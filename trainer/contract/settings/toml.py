@@ -1,4 +1,4 @@
-"""TOML of bounded size, depth and word length, so that reading any file takes only a moment."""
+"""Reads TOML of limited size, depth and word length, so that any file is read quickly."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainer.contract.trust import distrust_of_open, open_own
 
 LARGEST = 2**20
 DEEPEST = 20
-# Characters of a key or number outside quotes. tomllib takes seconds, or the whole memory, for absurdly long ones.
+# Characters of a key or number outside quotes. tomllib takes seconds, or all memory, for absurdly long ones.
 LONGEST_WORD = 100
 
-# An unclosed string ends with its line or the file, or else the rest would be searched again for each.
+# An unclosed string ends with its line or the file; otherwise the rest would be searched again for each one.
 _STRING = r'"""(?:[^\\]|\\.?)*?(?:"""|\Z)|' + r"'''.*?(?:'''|\Z)|" + r'"(?:[^"\\\n]|\\[^\n]?)*"?|' + r"'[^'\n]*'?"
 _TOKEN = re.compile(rf"(?P<text>{_STRING})|#[^\n]*|(?P<word>[\w+-]+)|(?P<sign>[\[\]{{}}.,=\n])", re.DOTALL)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; raise `ValueError` with one sentence where it is not valid or beyond the limits of this module."""
+    """Parse TOML; raise `ValueError` with one sentence if it is not valid or exceeds the limits of this module."""
     if len(text) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
     if reason := next(_beyond(text), ""):
@@ -35,28 +35,27 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Read the text of a file that should be TOML; raise `ValueError` where it is too large or not UTF-8."""
+    """Read the text of a file that should be TOML; raise `ValueError` if it is too large or not UTF-8."""
     with path.open("rb") as stream:
         return _text_of(stream)
 
 
 def read_plain_text(path: Path) -> str:
-    """Read like `read_text` a file in one of our folders; raise `OSError` for a pipe, which could block."""
+    """Read a file in one of our folders like `read_text`; raise `OSError` for a pipe, which could block."""
     with open_plain(path) as stream:
         return _text_of(stream)
 
 
 def read_own_text(path: Path) -> str:
-    """Read like `read_text`; raise `UserError` where somebody else may have written the file."""
+    """Read a file like `read_text`; raise `UserError` if another user may have written it."""
     with open_own(path) as stream:
         return _text_of(stream)
 
 
 class Judged:
-    """Reads like `read_plain_text`, and keeps why not to act on what the file says; "" where only its reader wrote it.
+    """Reads like `read_plain_text`, and stores in `distrust` why the file must not be acted on, or "" if it may be.
 
-    Both are of one open file: by the time it is judged by its name, there may be another one. With `pipes` it reads
-    from these as well.
+    Both use the same open file, since its name may refer to another file later. With `pipes` it also reads pipes.
     """
 
     def __init__(self, *, pipes: bool = False) -> None:
@@ -73,12 +72,12 @@ def _text_of(stream: BinaryIO) -> str:
     content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
-    # Editors on Windows write a byte order mark first.
+    # Windows editors write a byte order mark first.
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def table_of(config: str) -> dict[str, Any]:
-    """Return the table of a stored job file's text; empty where it cannot be parsed."""
+    """Return the table of a stored job file's text; empty if it cannot be parsed."""
     try:
         return parse_toml(config)
     except ValueError:
@@ -86,7 +85,7 @@ def table_of(config: str) -> dict[str, Any]:
 
 
 def _beyond(text: str) -> Iterator[str]:
-    """Report what is nested too deeply or too long in a TOML text."""
+    """Report text that is nested too deeply, or words that are too long."""
     depth = dots = 0
     for token in _TOKEN.finditer(text):
         if token["word"] and len(token["word"]) > LONGEST_WORD:

@@ -1,4 +1,4 @@
-"""What a job's SAE and data must have for each other where a transcoder is trained, or is not."""
+"""Checks that a job's SAE and data match, whether or not it trains a transcoder."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from trainer.contract.settings.job import Sae
 
 
 def transcoder_problems(sae: Sae, d_in: int, d_out: int | None) -> list[Problem]:
-    """Return what is wrong with an SAE for inputs of `d_in` dimensions; `d_out` are its target's, None without one."""
+    """Return problems of an SAE for inputs of `d_in` dimensions; `d_out` is its target's, None without a target."""
     entry, name = ARCHITECTURES[sae.architecture], sae.architecture
     if d_out is None:
-        # It would copy its input, and leave nothing to the latents.
+        # A skip connection would copy the input and leave nothing for the latents to learn.
         message = "only a transcoder has a skip connection; give data.target_path, or set it to false"
         return [Problem("sae.skip", message)] if sae.skip else []
     if entry.transcodes == "no":
