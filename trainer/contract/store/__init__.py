@@ -1,1 +1,1 @@
-"""The SQLite files that hold jobs and the metrics of runs."""
+"""The SQLite stores of jobs and of the metrics of runs."""

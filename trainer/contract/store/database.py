@@ -1,4 +1,4 @@
-"""Opening the SQLite files: one writer each, readers read-only, every failure one clear sentence."""
+"""Opens the SQLite stores: each has one writer, readers are read-only, and every error is one clear sentence."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
-# Suffixes of the files that SQLite keeps beside a store.
+# Suffixes of the files that SQLite keeps next to a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# Codes if a killed writer left a rollback journal, or a write-ahead log to be recovered.
+# Error codes for a rollback journal left by a killed writer, or a write-ahead log that must be recovered.
 _TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
 class StoreError(UserError):
-    """A store that cannot be used: locked, read-only, corrupt, missing or of a newer version."""
+    """A store that cannot be used: locked, read-only, corrupt, missing or written by a newer version."""
 
 
 class StoreCorrupt(StoreError):
-    """A damaged store: it holds something else than SQLite wrote."""
+    """A damaged store, whose content SQLite cannot have written."""
 
 
 class StoreMissing(StoreError):
-    """A store that does not exist yet, or is only an empty file still being made."""
+    """A store that does not exist yet, or an empty file whose tables are still to be created."""
 
 
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
-    """Open a read-write connection in autocommit mode; create the file (0600, or shared 0660) and migrate it if due."""
+    """Open a read-write connection in autocommit mode; create the file (0600, or 0660 if shared) or migrate it."""
     with explain_errors(path):
         _refuse_links(path)
         if not os.path.lexists(path):
@@ -55,18 +55,18 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def _make(path: Path, schema: Schema) -> None:
-    """Make a store with its tables under another name, then rename it.
+    """Create a store with its tables under a temporary name, then rename it.
 
-    On a full disk, an empty store would stay otherwise, which is taken for a damaged one.
+    Otherwise a full disk could leave an empty store, which would be taken for a damaged one.
     """
     part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         _make_file(part, path.parent)
         with contextlib.closing(_open_for_writing(part, schema)) as connection:
-            # Closing does this too, but ignores a full disk. The WAL is not renamed.
+            # Closing does this too, but ignores a full disk. The WAL is not renamed, so all of it must be in the store.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if not rename_if_new(part, path):
-            # The file system cannot: make an empty file, and its tables later.
+            # The file system cannot rename that way: create an empty file, and its tables later.
             with contextlib.suppress(FileExistsError):
                 _make_file(path, path.parent)
     finally:
@@ -75,9 +75,9 @@ def _make(path: Path, schema: Schema) -> None:
 
 
 def _make_file(path: Path, folder: Path) -> None:
-    # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any descriptor of
+    # Readers and WAL files take the mode of the main file. It is created without opening it: closing any descriptor of
     # it would drop the locks that other connections of this process hold (POSIX), and the next process to close the
-    # store would delete the WAL under them.
+    # store would delete the WAL that they use.
     os.mknod(path, 0o600)
     if is_shared(folder):
         path.chmod(file_mode(folder))
@@ -85,7 +85,7 @@ def _make_file(path: Path, folder: Path) -> None:
 
 def _open_for_writing(path: Path, schema: Schema) -> sqlite3.Connection:
     with _connect(f"file:{_quote(path)}?mode=rw") as connection:
-        if schema == "gpu":  # the one store whose rows are deleted all the time
+        if schema == "gpu":  # the only store that constantly deletes rows
             _let_shrink(connection)
         _keep_journal(connection, "delete" if network_file_system(path) else "wal")
         connection.execute("PRAGMA synchronous=NORMAL")
@@ -94,7 +94,7 @@ def _open_for_writing(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
-    """Open a read-only connection; raise `StoreMissing`, or `StoreError` where a newer version made the store."""
+    """Open a read-only connection; raise `StoreMissing`, or `StoreError` if a newer version made the store."""
     with explain_errors(path):
         if not os.path.lexists(path):
             raise StoreMissing(f"there is no store at {path}")
@@ -114,7 +114,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
 def _open_readonly(path: Path, schema: Schema) -> sqlite3.Connection:
     with _connect(f"file:{_quote(path)}?mode=ro") as connection:
         connection.execute("PRAGMA query_only=ON")
-        # Version 0: the writer has created the file, but not yet the tables.
+        # Version 0: the writer has created the file but not yet its tables.
         if _refuse_newer(connection, path, schema) == 0:
             raise StoreMissing(f"there is no store at {path} yet")
         return connection
@@ -128,7 +128,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def _refuse_odd(path: Path) -> None:
-    """Raise `StoreError` if one of the files that SQLite writes is a link, a pipe or a folder."""
+    """Raise `StoreError` if a file that SQLite writes is a link, a pipe or a folder."""
     _refuse_links(path)
     for suffix in ("", *BESIDE):
         file = path.with_name(path.name + suffix)
@@ -138,37 +138,37 @@ def _refuse_odd(path: Path) -> None:
             continue
         if stat.S_ISLNK(status.st_mode):
             raise StoreError(f"the store {file} is a link, which is not followed; remove it")
-        # A hard link is refused as well where other people can write to the folder.
+        # Hard links are also refused if other users can write to the folder.
         if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
             raise StoreError(f"the store {file} is not a plain file of its own; remove it")
 
 
 def as_text(content: bytes) -> str:
-    """Decode a text column leniently: SQLite's own decoding fails the whole query where one text is not UTF-8."""
+    """Decode a text column leniently: SQLite's own decoding fails the whole query if one text is not UTF-8."""
     return content.decode(errors="replace")
 
 
 def data_version(connection: sqlite3.Connection) -> int:
-    """Return a number that changes when another connection has committed; costs about 6 µs."""
+    """Return a number that changes when another connection commits; costs about 6 µs."""
     return int(connection.execute("PRAGMA data_version").fetchone()[0])
 
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Make the body one all-or-nothing write. IMMEDIATE, since a read that upgrades to a write fails when overtaken."""
+    """Make the body one atomic write; IMMEDIATE, since a read cannot become a write after another commit."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
         connection.execute("COMMIT")
     except BaseException:
-        if connection.in_transaction:  # a full disk has rolled it back already
+        if connection.in_transaction:  # SQLite has already rolled it back if the disk is full
             connection.execute("ROLLBACK")
         raise
 
 
 @contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Turn SQLite's and the file system's errors into sentences that say what to do."""
+    """Turn errors of SQLite and the file system into sentences that say what to do."""
     try:
         yield
     except sqlite3.Error as error:
@@ -182,7 +182,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's extended error code; 0 for an error that Python's module raised itself."""
+    """Return SQLite's extended error code; 0 for an error raised by Python's module itself."""
     return getattr(error, "sqlite_errorcode", 0)
 
 
@@ -195,7 +195,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if "locked" in text or "busy" in text:
         if problem := no_locks(path.parent):
             return f"the store {path} cannot be locked: {problem}"
-        # Only here: a waiting supervisor does without them.
+        # Imported late: a waiting supervisor does not need it.
         from trainer.contract.store.holder import describe_holder, holder_of
 
         pid = holder_of(path)
@@ -209,7 +209,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
         return f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
     if _says_corrupt(text):
         return f"the store {path} is corrupt; `sae-tui repair` puts it aside and makes it again from the runs beside it"
-    if "full" in text or "disk I/O" in text:  # a used-up quota is an I/O error to SQLite
+    if "full" in text or "disk I/O" in text:  # SQLite reports an exceeded quota as an I/O error
         return f"the disk that holds {path} is full or fails ({text}); free some space"
     return f"the store {path} cannot be used: {text}"
 
@@ -219,7 +219,7 @@ def _says_corrupt(text: str) -> bool:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the file at a path now; None where there is none."""
+    """Return the device and inode of the file at a path; None if there is none."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_whole(path: Path, schema: Schema) -> None:
-    """Raise `StoreCorrupt` where a store is damaged; reads all of it (0.3 s for 3 million rows)."""
+    """Raise `StoreCorrupt` if a store is damaged; reads the complete file (0.3 s for 3 million rows)."""
     try:
         with contextlib.closing(open_reader(path, schema)) as connection, explain_errors(path):
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -239,10 +239,10 @@ def check_whole(path: Path, schema: Schema) -> None:
 
 
 def set_aside(path: Path, word: str) -> Path | None:
-    """Rename a store and what SQLite keeps beside it to `<name>.<word>-1`, or the next number.
+    """Rename a store and its WAL files to `<name>.<word>-1`, or the next free number.
 
-    Returns the new path; None where the store itself is gone. A write-ahead log left behind is moved or deleted too:
-    it would be replayed into the next store.
+    Return the new path; None if the store itself is gone. A leftover write-ahead log is also moved or deleted: it would
+    be replayed into the next store.
     """
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
     with explain_errors(path):
@@ -259,17 +259,17 @@ def set_aside(path: Path, word: str) -> Path | None:
 
 
 def no_locks(folder: Path) -> str:
-    """Return why files in a folder cannot be locked, "" if they can, by locking an unnamed file.
+    """Return why files in a folder cannot be locked, or ""; tested by locking an unnamed file.
 
-    On a file system without locks (an NFS mount whose lock service does not answer), SQLite only reports a busy store.
+    On a file system without locks (such as NFS if the lock service does not answer), SQLite only reports a busy store.
     """
-    # Only here: it takes 1 MiB of a waiting supervisor.
+    # Imported late: it takes 1 MiB in a waiting supervisor.
     import tempfile
 
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as SQLite locks its files
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as runs and GPUs are locked
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock that SQLite uses
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock that runs and GPUs use
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             return (
@@ -280,7 +280,7 @@ def no_locks(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _connect(uri: str) -> Iterator[sqlite3.Connection]:
-    """Yield a new connection, which is closed again only if setting it up in the body fails."""
+    """Yield a new connection; close it only if the body, which sets it up, fails."""
     connection = sqlite3.connect(
         uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
     )
@@ -293,10 +293,10 @@ def _connect(uri: str) -> Iterator[sqlite3.Connection]:
 
 
 def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
-    """Set the journal mode of the file, trying again for `BUSY_TIMEOUT_S`.
+    """Set the journal mode of the file, retrying for `BUSY_TIMEOUT_S`.
 
-    The change upgrades a read lock, which SQLite refuses at once, without its busy timeout, while another process does
-    the same (two upgrades could wait for each other for ever).
+    The change upgrades a read lock. If another process does the same, SQLite refuses at once, ignoring its busy
+    timeout, since two upgrades could wait for each other for ever.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -310,9 +310,9 @@ def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]
 
 
 def _let_shrink(connection: sqlite3.Connection) -> None:
-    """Let a new file give free pages back to the disk, and truncate its write-ahead log once that is checkpointed.
+    """Let a new file return free pages to the disk, and truncate its write-ahead log after each checkpoint.
 
-    A file that has a page keeps the vacuum mode it was made with; so this comes before anything that writes.
+    A file keeps the vacuum mode that it has when its first page is written, so call this before anything that writes.
     """
     connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
     connection.execute(f"PRAGMA journal_size_limit={LARGEST_IDLE_LOG}")
@@ -323,8 +323,8 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         _make_tables(connection, schema)
     if _version(connection) == len(MIGRATIONS[schema]):
         return
-    # sqlite-utils costs 17 MiB, which the app and a waiting supervisor shall not carry, and where pandas is installed
-    # 1.5 s. By file and with -P, since a `trainer.py` of the user's in the working directory would hide ours.
+    # sqlite-utils takes 17 MiB, too much for the app and waiting supervisors, and 1.5 s if pandas is installed. It is
+    # run from its file with -P, since a user's `trainer.py` in the working directory would hide our package.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
@@ -334,7 +334,7 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
 
 def _make_tables(connection: sqlite3.Connection, schema: Schema) -> None:
     with transaction(connection):
-        # Another process may have been first.
+        # Another process may have created them first.
         if _version(connection) == 0:
             for statement in statements_of_new(schema):
                 connection.execute(statement)
@@ -346,7 +346,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> int:
-    """Return the schema version of a store; raise `StoreError` where a newer version of the program made it."""
+    """Return the schema version of a store; raise `StoreError` if a newer version of the program made it."""
     version = _version(connection)
     newest = len(MIGRATIONS[schema])
     if version > newest:

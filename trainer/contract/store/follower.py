@@ -1,4 +1,4 @@
-"""Stores that stay in use for long while their files may vanish, be replaced, be locked or be damaged."""
+"""Keeps stores open for a long time, although their files may vanish, be replaced, be locked or be damaged."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.contract.store.database import StoreMissing, data_version, explain_
 
 
 class StoreFile:
-    """The connection to the store at a path: opened when it is first used, and anew once another file is there.
+    """A connection to the store at a path: opened on first use, and reopened when the file is replaced.
 
-    SQLite itself would go on with the file that was deleted, and what is written there is lost.
+    SQLite itself would continue with the deleted file, and everything written to it would be lost.
     """
 
     def __init__(self, path: Path, open_store: Callable[[], sqlite3.Connection]) -> None:
@@ -22,15 +22,15 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # Counted here, since a new file may get the inode of the one that was deleted.
+        # Counted here, since a new file may get the inode of the deleted one.
         self._times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
-        """Return a connection to the file that is at the path now; raise `StoreError` where that cannot be opened."""
+        """Return a connection to the file currently at the path; raise `StoreError` if it cannot be opened."""
         with explain_errors(self.path):
             if self._connection is None or file_identity(self.path) != self._identity:
                 self.close()
-                # Taken first: should the file be replaced meanwhile, the next call sees that it is another one.
+                # Read before opening: if the file is replaced in between, the next call notices.
                 identity = file_identity(self.path)
                 self._connection = self._open_store()
                 self._identity = identity or file_identity(self.path)
@@ -50,7 +50,7 @@ class StoreFile:
 
 
 class Versioned(Protocol):
-    """What can be followed: a reader of a store whose `version` changes with what it reads."""
+    """A reader of a store; its `version` changes when the store's content may have changed."""
 
     def version(self) -> tuple[int, int]: ...
 
@@ -61,7 +61,7 @@ Store = TypeVar("Store", bound=Versioned)
 
 
 class Follower(Generic[Store]):
-    """Reads a store again each time it has changed; `store` is its reader while it is open."""
+    """Reads a store again whenever it has changed; `store` is its reader while it is open."""
 
     def __init__(self, path: Path, open_store: Callable[[Path], Store]) -> None:
         self.store: Store | None = None
@@ -71,10 +71,10 @@ class Follower(Generic[Store]):
         self._was_there = False
 
     def poll(self, read: Callable[[Store | None], None]) -> bool:
-        """Call `read` if the store has changed, with None once its file has gone; tell whether it was called.
+        """Call `read` if the store has changed, with None if its file has gone; return whether it was called.
 
-        Raise `UserError` where the store cannot be read now, or `read` does; the next call opens it anew.
-        A call without news takes a stat and 6 µs.
+        Raise `UserError` if the store cannot be read now, or if `read` raises it; the next call reopens the store. A
+        call without changes takes one stat and 6 µs.
         """
         try:
             self.store = self.store or self._open_store(self._path)
@@ -92,7 +92,7 @@ class Follower(Generic[Store]):
         return True
 
     def close(self) -> None:
-        """Close the store; the next `poll` opens and reads it anew."""
+        """Close the store; the next `poll` reopens and reads it."""
         if self.store:
             self.store.close()
         self.store = self._version = None

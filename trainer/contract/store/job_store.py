@@ -1,7 +1,7 @@
-"""`control.db`: jobs, ranks, leases, requests and events of one data folder.
+"""`control.db`: the jobs, ranks, leases, requests and events of one data folder.
 
-Every change of a job's state is one `BEGIN IMMEDIATE` transaction that checks the move is legal, so
-that two processes cannot both make it.
+A job's state is changed in one `BEGIN IMMEDIATE` transaction that checks that the transition is legal, so that two
+processes cannot both make it.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from trainer.contract.store.rows import (
 )
 from trainer.contract.store.states import ACTIVE, DONE, TRANSITIONS, JobState
 
-# "stop-evaluation" is for the process that evaluates the job's SAEs, the others are for the supervisor.
+# "stop-evaluation" is for the process that evaluates the job's SAEs; the other kinds are for the supervisor.
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
 # Requests that end the current run of a job.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
-# How many ids of unreadable rows one message names.
+# The largest number of ids of unreadable rows in one message.
 MOST_NAMED = 5
 _REQUESTS = get_args(RequestKind)
 _STATES = frozenset(map(str, JobState))
 
 
 class LeaseConflict(UserError):
-    """A GPU that another job holds."""
+    """A GPU is already held by another job."""
 
 
 class Unreadable(UserError):
-    """A damaged row: it holds something else than was written."""
+    """A damaged row, whose values we cannot have written."""
 
     def __init__(self, job_ids: Iterable[int]) -> None:
         ids = sorted(job_ids, reverse=True)
@@ -63,10 +63,10 @@ class Unreadable(UserError):
 
 
 class Control:
-    """The job store of a data folder; opened read-only it creates and changes nothing.
+    """The job store of a data folder; opened read-only, it creates and changes nothing.
 
-    Rows that cannot be read are skipped, so that the others can still be used: `unreadable` holds the ids of the jobs
-    that the last `jobs` call skipped, and `mend` replaces such a row.
+    Unreadable rows are skipped so that the others stay usable: `unreadable` holds the ids of the jobs that the last
+    `jobs` call skipped, and `mend` replaces such a row.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -90,22 +90,22 @@ class Control:
     # jobs
 
     def create_job(self, job: Job, *, above: int = 0, prepare: Callable[[Job], Job] | None = None) -> int:
-        """Record a job and return its new id, which is larger than `above` and not in use.
+        """Record a job and return its new id, which is unused and larger than `above`.
 
-        `prepare` makes the job's files and returns its row. If it raises, there is no job.
+        `prepare` creates the job's files and returns its row. If it raises, no job is recorded.
         """
         created = job.created or time.time()
         with self._write() as db:
             number = _free_number(db, above)
             row = msgspec.structs.replace(job, id=number, created=created, queued=job.queued or created)
-            # Inserted first: a full disk is seen before there are files.
+            # Insert first: a full disk then shows before any files exist.
             _insert(db, to_row(row))
             if prepare:
                 _update(db, number, msgspec.structs.asdict(prepare(row)))
             return number
 
     def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
-        """Insert a lost job again with its leases, events and ranks; return False if its id exists already."""
+        """Insert a lost job again with its leases, events and ranks; return False if its id already exists."""
         with self._write() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
                 return False
@@ -117,9 +117,9 @@ class Control:
         return True
 
     def mend(self, job_id: int, fallback: Job, *, above: int = 0) -> Job:
-        """Rewrite a row that cannot be read, from its readable columns and for the others from `known`; return the job.
+        """Rewrite an unreadable row from its readable columns, and the rest from `fallback`; return the job.
 
-        Where its id is not one that a job can have, it gets the next free id above `above`.
+        A job with an invalid id gets the next free id above `above`.
         """
         with self._write() as db:
             rows = _dicts(db, f"SELECT * FROM jobs WHERE id = {int(job_id)}")
@@ -132,9 +132,9 @@ class Control:
         return job
 
     def forget(self, job_id: int) -> bool:
-        """Delete an ended job and all that belongs to it from the store; return False where it is still active.
+        """Delete an ended job and everything that belongs to it from the store; return False if it is still active.
 
-        If the job had finished, jobs that come after it no longer wait for it. Otherwise they keep waiting.
+        If the job had finished, jobs that depend on it no longer wait for it. Otherwise they keep waiting.
         """
         with self._write() as db:
             state = _state(db, job_id)
@@ -148,7 +148,7 @@ class Control:
             return True
 
     def job(self, job_id: int) -> Job:
-        """Return the job of this id; raise `UserError` where there is none, `Unreadable` where its row is damaged."""
+        """Return the job with this id; raise `UserError` if there is none, `Unreadable` if its row is damaged."""
         rows = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
         if not rows:
             raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
@@ -158,7 +158,7 @@ class Control:
             raise Unreadable([job_id]) from None
 
     def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
-        """Return all jobs, or those in the given states, newest first; put ids of unreadable rows into `unreadable`."""
+        """Return all jobs, or the jobs in these states, newest first; put the ids of bad rows into `unreadable`."""
         wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
         where = "" if states is None else f"WHERE state IN ({wanted})"
         jobs: list[Job] = []
@@ -173,11 +173,11 @@ class Control:
 
     @property
     def problem(self) -> str:
-        """A sentence on the jobs that were skipped; "" where all rows could be read."""
+        """A sentence on the skipped jobs; "" if all rows were readable."""
         return str(Unreadable(self.unreadable)) if self.unreadable else ""
 
     def state(self, job_id: int) -> JobState | None:
-        """Return a job's state, or None without such a job; raise `Unreadable` where its row holds no valid state."""
+        """Return a job's state, or None if there is no such job; raise `Unreadable` if its row holds no valid state."""
         with explain_errors(self.path):
             return _state(self._db, job_id)
 
@@ -185,7 +185,7 @@ class Control:
         return self.jobs(ACTIVE)
 
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
-        """Set state and fields in one step; return False if that is not legal now or one of `unless` is requested."""
+        """Set state and fields atomically; return False if that is not legal now or one of `unless` is requested."""
         with self._write() as db:
             return not _pending_requests(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
 
@@ -200,14 +200,14 @@ class Control:
             fields.setdefault("waits_for", None)
             db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
         if to == JobState.QUEUED:
-            # It starts afresh: earlier requests count as handled.
+            # The job starts fresh, so earlier requests count as handled.
             db.execute("UPDATE requests SET handled = ? WHERE job_id = ? AND handled IS NULL", (time.time(), job_id))
             fields = {"queued": time.time(), "ended": None, "error": None} | fields
         _update(db, job_id, fields)
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Set fields of a job other than its state, which only `transition` may change."""
+        """Set fields of a job; its state can be changed only by `transition`."""
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
@@ -223,10 +223,10 @@ class Control:
     def lease(
         self, job: Job, gpus: Sequence[tuple[int, str]], room: Mapping[str, int] | None = None, **fields: Any
     ) -> bool:
-        """Lease GPUs, given as (index, UUID), to a job and move it to `starting`, all in one step.
+        """Lease GPUs, given as (index, UUID), to a job and move it to `starting`, all in one transaction.
 
-        Raises `LeaseConflict` where another job holds one, unless both share it and it has `room`, bytes by UUID,
-        for all. Returns False where the job may no longer start.
+        Raise `LeaseConflict` if another job holds one of them, unless both jobs share it and its memory suffices;
+        `room` holds the bytes by UUID. Return False if the job may no longer start.
         """
         with self._write() as db:
             for index, uuid in gpus:
@@ -249,7 +249,7 @@ class Control:
     # ranks
 
     def record_rank(self, rank: Rank) -> None:
-        """Record how a rank was started or how it ended; replaces an earlier row of the same rank."""
+        """Record how a rank was started or how it ended, replacing an earlier row of the same rank."""
         row = msgspec.structs.asdict(rank)
         marks = ", ".join("?" * len(row))
         with self._write() as db:
@@ -262,17 +262,17 @@ class Control:
     # requests
 
     def request(self, job_id: int, kind: RequestKind) -> None:
-        """Ask a job to stop, pause, die or finish early; its supervisor and its rank 0 look every half second."""
+        """Ask a job to stop, pause, die or finish early; its supervisor and rank 0 poll for requests twice a second."""
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 
     def open_requests(self, job_id: int) -> set[RequestKind]:
-        """Return the kinds of requests to a job that are not handled yet; queueing it handles all."""
+        """Return the kinds of unhandled requests to a job; queueing the job handles all of them."""
         with explain_errors(self.path):
             return _pending_requests(self._db, job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
-        """Mark the requests of this kind to a job as handled."""
+        """Mark all requests of this kind to a job as handled."""
         with self._write() as db:
             answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
             db.execute(answered, (time.time(), job_id, kind))
@@ -291,11 +291,11 @@ class Control:
         return list(readable(rows, Event))
 
     def last_event(self) -> int:
-        """Return the number of the newest event of any job; 0 where there is none."""
+        """Return the number of the newest event of any job; 0 if there is none."""
         return int(self._select("SELECT coalesce(max(id), 0) AS last FROM events")[0]["last"])
 
     def news(self, kinds: Iterable[str], after: int) -> list[tuple[int, Event]]:
-        """Return the readable events of these kinds that are newer than number `after`, each with its job's id."""
+        """Return the readable events of these kinds after event number `after`, each with the id of its job."""
         rows = self._select(f"SELECT * FROM events WHERE id > {int(after)} ORDER BY id")
         wanted = [row for row in rows if row["kind"] in {*kinds}]
         return [(row["job_id"], event) for row in wanted for event in readable([row], Event)]
@@ -324,7 +324,7 @@ def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
-    # One text that is not UTF-8 would fail the whole query; read as bytes it makes only its own row unreadable.
+    # One text that is not UTF-8 fails the whole query; read as bytes, it makes only its own row unreadable.
     db.text_factory = _text_or_bytes
     return [dict(row) for row in db.execute(query)]
 
@@ -337,7 +337,7 @@ def _text_or_bytes(raw: bytes) -> str | bytes:
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:
-    """Return the next free id above `above` and all jobs' ids, ignoring absurdly large ones of damaged rows."""
+    """Return the next free id above `above` and all jobs' ids, ignoring absurdly large ids of damaged rows."""
     largest_id = "SELECT max(id) FROM jobs WHERE id < ?"
     number = 1 + max(db.execute(largest_id, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
     while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():
@@ -346,7 +346,7 @@ def _free_number(db: sqlite3.Connection, above: int) -> int:
 
 
 def _put(db: sqlite3.Connection, job: Job) -> None:
-    """Insert a job under its id, with leases on its GPUs if its state holds them."""
+    """Insert a job under its id, with leases on its GPUs if it holds GPUs in its state."""
     holds = not job.state.is_final and job.state != JobState.QUEUED
     _insert(db, to_row(job))
     _take(db, job, zip(job.gpu_ids, job.gpu_uuids, strict=False) if holds else ())
@@ -366,7 +366,7 @@ def _pending_requests(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
 
 def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:
     marks = ", ".join("?" * len(row))
-    # "after" is a word of SQL.
+    # Quoted, since "after" is an SQL keyword.
     names = ", ".join(f'"{name}"' for name in row)
     return int(db.execute(f"INSERT INTO jobs({names}) VALUES({marks})", tuple(row.values())).lastrowid or 0)
 

@@ -1,4 +1,4 @@
-"""`runs/<id>/metrics.db`: the metrics, heartbeat and events of one run; rank 0 is its only writer."""
+"""`runs/<id>/metrics.db`: the metrics, heartbeat and events of one run, written only by rank 0."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import Count, Event, Time, convert, readable
 
-# A roll-up bucket of level 1 covers 64 steps, of level 2 4096: a 10-million-row history draws in 3 ms.
+# A roll-up bucket covers 64 steps at level 1 and 4096 at level 2; a history of 10 million rows draws in 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
-# No value of a training comes near it; panels could not compute squares of larger ones, nor differences of two.
+# Training values are far smaller; panels could not compute squares or differences of larger ones.
 LARGEST = 1e100
-# The phases of steps; the second is for a run that was asked to finish early.
+# The phases of training; the second is for a run that was asked to finish early.
 TRAINING, COOLING = "training", "cooling down"
-# The phases at the end: measuring the exported SAEs, the end itself, and waiting for disk space to write.
+# The phases at the end: measuring the exported SAEs, finished, and waiting for disk space to write.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
-# The phases before the first step; the second one is for models of extractions, the third for kernels of GPUs.
+# The phases before the first step; `LOADING_MODEL` is for extraction models, `COMPILING` for GPU kernels.
 LOADING_MODEL, COMPILING = "loading the model", "compiling kernels"
 _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
@@ -35,7 +35,7 @@ def is_before_first_step(phase: str) -> bool:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One value of one metric; `rank` is 0 for what is reduced over all ranks."""
+    """One value of one metric; `rank` is 0 for values reduced over all ranks."""
 
     name: str
     step: int
@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A value of a series, or the mean, lowest and highest of a bucket of steps."""
+    """A value of a series, or the mean, lowest and highest value of a bucket of steps."""
 
     step: int
     value: float | None
@@ -53,7 +53,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """The sign of life of a run: its phase, where it is, and how many rows were dropped."""
+    """A run's latest report: its phase, its position, and the number of dropped rows."""
 
     phase: str
     step: Count
@@ -63,7 +63,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     dropped: Count = 0
 
     def is_complete(self, total_steps: int) -> bool:
-        """Tell whether a run of so many steps has written all that training makes."""
+        """Return whether a run of `total_steps` steps has written everything that training produces."""
         return self.phase in (JUDGING, FINISHED) and self.step >= total_steps
 
 
@@ -75,7 +75,7 @@ class SeriesWriter:
         self._db = open_writer(path, "metrics")
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()) -> None:
-        """Write one flush in one transaction; NaN, infinities and values beyond `LARGEST` are stored as null."""
+        """Write all arguments in one transaction; store NaN, infinities and values beyond `LARGEST` as null."""
         now = time.time()
         with explain_errors(self.path), transaction(self._db) as db:
             rows = list(rows)
@@ -95,12 +95,12 @@ class SeriesWriter:
             )
 
     def rewind(self, heartbeat: Heartbeat) -> None:
-        """Delete rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
+        """Delete rows after the heartbeat's step; otherwise the newest value of a curve could lie in the future."""
         with explain_errors(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
                 db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
-            # First step of the coarsest bucket that was cut in two; rewriting one of its rows recomputes its buckets.
+            # The first step of the coarsest bucket that was cut; rewriting one of its rows recomputes its buckets.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             newest = db.execute(_NEWEST, (first,))
             rewritten = [
@@ -111,7 +111,7 @@ class SeriesWriter:
         self.write(rewritten, heartbeat)
 
     def roll_up_missing(self) -> None:
-        """Rebuild missing roll-ups in batches of rows: lost ones, and ones that another writer did not make."""
+        """Rebuild roll-ups that are missing or that another writer did not make, in batches of rows."""
         with explain_errors(self.path):
             keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
             for key, rank in [(keys[row["name"]], row["rank"]) for row in self._db.execute(_SERIES)]:
@@ -121,19 +121,19 @@ class SeriesWriter:
                         _roll_up(db, {(key, rank, step) for step in range(begin, end, 1 << ROLLUP_SHIFTS[1])})
 
     def abandon(self) -> None:
-        """Close without waiting for a lock, and without touching a file that is gone or corrupt."""
+        """Close without waiting for a lock, and without touching a missing or corrupt file."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
     def close(self) -> None:
-        """Close, with everything moved from the write-ahead log into the one file, so that it can be copied alone."""
+        """Close after moving the write-ahead log into the store, so that its single file can be copied."""
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
 
 
 class SeriesReader:
-    """Reads the metrics of a run while they are being written; a reader of a WAL never waits for the writer.
+    """Reads the metrics of a run while they are being written; with a WAL, a reader never waits for the writer.
 
     Rows and values that `SeriesWriter` cannot have written are skipped.
     """
@@ -147,7 +147,7 @@ class SeriesReader:
         self._file.close()
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes when the run has written to the store, or its file was replaced."""
+        """Return a value that changes when the run has written to the store or its file was replaced."""
         return self._file.version()
 
     @property
@@ -175,7 +175,7 @@ class SeriesReader:
         return [(name, rank) for name, rank in pairs if isinstance(name, str) and isinstance(rank, int)]
 
     def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
-        """Return every value of a series at steps larger than `after`."""
+        """Return every value of a series at steps after `after`."""
         query = (
             "SELECT step, value FROM metrics WHERE key_id = (SELECT id FROM keys WHERE name = ?)"
             f" AND rank = ? AND step BETWEEN ? AND {_LAST_STEP} ORDER BY step"
@@ -185,7 +185,7 @@ class SeriesReader:
             return [Point(row["step"], _finite(row["value"])) for row in rows if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
-        """Return the whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
+        """Return a whole series in about `most` points or fewer, without nulls: raw, or as means of 2^n steps."""
         series = {"name": name, "rank": rank}
         with explain_errors(self.path):
             first, last = self._db.execute(_EXTENT, series).fetchone()
@@ -196,7 +196,7 @@ class SeriesReader:
             n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
             if not n:
                 return []
-            # A power of two, so that buckets nest: a growing curve redraws its past only when it doubles.
+            # A power of two, so that buckets nest: a growing curve redraws its past only when it doubles in length.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
             level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift and rolled_up), default=0)
@@ -219,14 +219,14 @@ class SeriesReader:
         return self._db.execute(_MISSING, {"key": key, "rank": series["rank"]}).fetchone() is None
 
     def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
-        """Return when the first row at or after each step was written, in seconds since the epoch; None without one."""
+        """Return when the first row at or after each step was written, as a Unix time; None if there is none."""
         with explain_errors(self.path):
             key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
             rows = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
         return [_finite(row[0]) if row else None for row in rows]
 
     def timed_values(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
-        """Yield every (step, timestamp, value) of a series, read row by row as it is consumed."""
+        """Yield every (step, timestamp, value) of a series, reading rows as they are consumed."""
         query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
         with explain_errors(self.path):
             for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
@@ -234,7 +234,7 @@ class SeriesReader:
                     yield step, _finite(timestamp) or 0.0, _finite(value)
 
     def latest(self, rank: int = 0) -> dict[str, float]:
-        """Return the newest value of every series of a rank, by name; series whose newest is null are left out."""
+        """Return the newest value of each series of a rank, by name; omit series whose newest value is null."""
         newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
         query = f"SELECT name, ({newest}) AS value FROM keys"
         with explain_errors(self.path):
@@ -247,7 +247,7 @@ class SeriesReader:
         return list(readable([dict(row) for row in rows], Event))
 
     def newest_event(self, kinds: Sequence[str]) -> Event | None:
-        """Return the newest event of these kinds; None without a readable one."""
+        """Return the newest event of these kinds; None if there is none or it is unreadable."""
         chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
         with explain_errors(self.path):
             rows = self._db.execute(chosen, kinds).fetchall()
@@ -255,35 +255,35 @@ class SeriesReader:
 
 
 def best_sae(latest: Mapping[str, float]) -> str:
-    """Return the label of a sweep's SAE with the lowest FVU; "" for a run of one SAE, and while nothing is measured.
+    """Return the label of the SAE with the lowest FVU in a sweep; "" for a run of one SAE or before any measurement.
 
-    The held-out FVU decides; the FVU of the last batches only while no SAE has a held-out one.
+    The held-out FVU is used if any SAE has one, otherwise the FVU of the last batches.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
     return min(fvu, key=fvu.__getitem__, default="")
 
 
 def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return the newest values of a metric by the label of the SAE."""
+    """Return the newest values of a metric, by the label of the SAE."""
     return {key.removeprefix(f"{name}@"): value for key, value in latest.items() if key.startswith(f"{name}@")}
 
 
 def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
-    """Return the newest value of a metric for one SAE of a sweep: its own, or the run's where the SAEs share it."""
+    """Return the newest value of a metric for one SAE of a sweep: its own, or the run's if the SAEs share it."""
     own = f"{name}@{label}"
     if label and any(other.startswith(f"{name}@") for other in latest):
         return latest.get(own)
     return latest.get(name)
 
 
-# Jumps from one rank of a key to the next; DISTINCT would read a row for every 64 steps.
+# Jumps from one rank of a key to the next; DISTINCT would read one row per 64 steps.
 _SERIES = (
     "WITH RECURSIVE found(id, rank) AS (SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = id) FROM keys"
     " UNION ALL SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = found.id AND rank > found.rank) FROM found"
     " WHERE rank IS NOT NULL)"
     " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
 )
-# SQLite sorts text and blobs after all numbers, and null before them, so these bounds exclude them.
+# SQLite sorts text and blobs after all numbers and null before them, so these bounds exclude them.
 _LAST_STEP = 2**62
 _STEPS = f"step BETWEEN 0 AND {_LAST_STEP}"
 _VALUES = f"value BETWEEN {-LARGEST} AND {LARGEST}"
@@ -294,8 +294,8 @@ _EXTENT = (
 )
 _N_ROLLED_UP = f"SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2"
 _N_OF_ROWS = f"SELECT count(*) FROM (SELECT 1 FROM metrics WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} LIMIT :most)"
-# The buckets of level 2 that have rows but no roll-up, or whose level 1 is incomplete. The query jumps from one bucket
-# to the next, which takes 5 ms for 10 million rows.
+# Level-2 buckets that have rows but no roll-up, or an incomplete level 1. The query jumps from one bucket to the next,
+# which takes 5 ms for 10 million rows.
 _MISSING = (
     "WITH RECURSIVE found(bucket) AS ("
     f"SELECT min(step) >> 12 FROM metrics WHERE key_id = :key AND rank = :rank AND {_STEPS}"
@@ -334,7 +334,7 @@ _NEWEST = (
 
 
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
-    """Add new names; return the id of every name. Never cached: a flush that fails rolls its new names back."""
+    """Add new names and return the id of every name; not cached, since a failed flush rolls its new names back."""
     db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
     return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
 
@@ -351,5 +351,5 @@ def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None
 
 
 def _finite(value: Any) -> float | None:
-    """Return a value as a float; None where it is no number or beyond `LARGEST`."""
+    """Return a value as a float; None if it is not a number or beyond `LARGEST`."""
     return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None

@@ -1,6 +1,6 @@
-"""The schemas of the stores as an append-only list of steps; `PRAGMA user_version` counts those taken.
+"""The store schemas as append-only lists of migrations; `PRAGMA user_version` counts the applied ones.
 
-A new store is made by the SQL that all steps together come to (`make schemas` writes it), which needs no sqlite-utils.
+A new store is created directly from the SQL of the newest schema (written by `make schemas`), without sqlite-utils.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def control_001(db: Database) -> None:
 
 
 def control_002(db: Database) -> None:
-    """Add a job's estimated and peak device memory, and the widths of its data."""
+    """Add a job's estimated and peak device memory, and the dimensions of its data."""
     for name in ("d_in", "d_out", "estimated_memory_bytes", "peak_memory_bytes"):
         db.table("jobs").add_column(name, int)
 
 
-# 0 for a row with a damaged list, which `repair` fixes later.
+# 0 for a row with a damaged list; `repair` fixes it later.
 _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
 
 
 def control_003(db: Database) -> None:
-    """Add the queue (order, hold, dependencies, any GPUs or given ones), several jobs on a GPU, tags and notes."""
+    """Add the queue (order, hold, dependencies, any or given GPUs), shared GPUs, tags and notes."""
     jobs = db.table("jobs")
     for name, kind, default in (
         ("priority", int, 0),
@@ -92,12 +92,12 @@ def control_003(db: Database) -> None:
 
 
 def control_004(db: Database) -> None:
-    """Add CUDA_VISIBLE_DEVICES as it was where a job was launched."""
+    """Add the value of CUDA_VISIBLE_DEVICES at launch."""
     db.table("jobs").add_column("visible_devices", str)
 
 
 def control_005(db: Database) -> None:
-    """Add the energy of a job's GPUs, and the seconds (times GPUs) that it had them, measured, and by a counter."""
+    """Add the energy of a job's GPUs, and the GPU-seconds held, measured, and read from an energy counter."""
     for name in ("energy_wh", "energy_s", "energy_known_s", "energy_counted_s"):
         db.table("jobs").add_column(name, float)
 
@@ -109,7 +109,7 @@ def control_006(db: Database) -> None:
 
 
 def control_007(db: Database) -> None:
-    """Give jobs of imported SAEs that were never trained the state "imported"."""
+    """Give imported SAEs that were never trained the state "imported"."""
     imported = "SELECT job_id FROM events WHERE kind = 'imported'"
     db.execute(
         f"UPDATE jobs SET state = 'imported' WHERE state = 'finished' AND started IS NULL AND id IN ({imported})"
@@ -117,9 +117,9 @@ def control_007(db: Database) -> None:
 
 
 def control_008(db: Database) -> None:
-    """Add the machine id of a job, and remove deleted jobs from the lists of jobs that others come after.
+    """Add the machine id of a job, and remove deleted jobs from the dependency lists of other jobs.
 
-    Before this version a deleted job counted as finished; now a job still waits for each job in its list.
+    Before this version a deleted job counted as finished; now a job waits for every job in its list.
     """
     db.table("jobs").add_column("machine_id", str)
     kept = 'SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value IN (SELECT id FROM jobs)'
@@ -127,14 +127,14 @@ def control_008(db: Database) -> None:
 
 
 def control_009(db: Database) -> None:
-    """Add the sentence on a job whose SAEs fit their training rows clearly better than others."""
+    """Add the warning about a job whose SAEs fit their training rows clearly better than other rows."""
     db.table("jobs").add_column("overfitting", str)
 
 
 def metrics_001(db: Database) -> None:
-    """Create metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
+    """Create metrics clustered by (key, rank, step), two roll-up levels, and the heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
-    # sqlite-utils has no WITHOUT ROWID, which halves the file (307 against 598 MB for 10 million rows).
+    # sqlite-utils has no WITHOUT ROWID, which halves the file (307 instead of 598 MB for 10 million rows).
     db.execute(
         "CREATE TABLE metrics(key_id INTEGER, rank INTEGER, step INTEGER, timestamp REAL, value REAL,"
         " PRIMARY KEY(key_id, rank, step)) WITHOUT ROWID"
@@ -165,7 +165,7 @@ def gpu_001(db: Database) -> None:
 
 
 def gpu_002(db: Database) -> None:
-    """Add the driver's counter of a card's energy, in J; only some samples have it."""
+    """Add the reading of the driver's energy counter of a GPU, in J; only some samples have it."""
     db.execute("ALTER TABLE gpu_metrics ADD COLUMN energy REAL")
 
 
@@ -179,20 +179,20 @@ MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
 }  # fmt: skip
 
 
-# What makes the tables of a new store of each kind, in its newest form.
+# The SQL files that create the tables of a new store, in the newest schema.
 NEW = Path(__file__).parent / "new"
 
 
 def statements_of_new(schema: Schema) -> list[str]:
-    """Return the statements, each without its last semicolon, that make the tables of an empty store."""
+    """Return the SQL statements that create the tables of an empty store, without their final semicolons."""
     return (NEW / f"{schema}.sql").read_text(encoding="utf-8").split(";\n\n")[:-1]
 
 
 def migrate(path: Path, schema: Schema) -> None:
-    """Take the missing migration steps, each all or nothing; two processes may call this at once."""
+    """Apply the missing migrations, each atomically; two processes may call this at once."""
     from sqlite_utils import Database
 
-    # Closing rolls back a step that failed halfway.
+    # Closing rolls back a migration that failed halfway.
     with contextlib.closing(sqlite3.connect(path, timeout=10, isolation_level=None)) as connection:
         db = Database(connection)
         while _take_next_step(connection, db, MIGRATIONS[schema]):
@@ -210,6 +210,6 @@ def _take_next_step(connection: sqlite3.Connection, db: Database, steps: Sequenc
 
 
 if __name__ == "__main__":
-    # sqlite-utils loads pandas where it is installed, which takes four times as long as all the rest.
+    # sqlite-utils loads pandas if it is installed, which takes four times as long as everything else.
     sys.modules |= dict.fromkeys(("numpy", "pandas"))  # type: ignore[arg-type]
     migrate(Path(sys.argv[2]), sys.argv[1])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One line of `progress.jsonl`: what rank 0 reports every half second where it cannot write to `metrics.db`."""
+"""The lines of `progress.jsonl`, which rank 0 writes every half second if it cannot write to `metrics.db`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.store.metrics_store import Heartbeat, Row
 from trainer.contract.store.rows import Count, Event
 
-# Below 2**63, so that numbers computed from a step fit into SQLite's integers as well.
+# Below 2**63, so that numbers computed from a step also fit into SQLite's integers.
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-# Name, step, value and rank; null for what is not finite, which JSON does not know.
+# Name, step, value and rank; the value is null if it is not finite, since JSON has no such numbers.
 _Row = tuple[str, _Step, float | None, Count]
 
 
 class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What rank 0 reports; `rewind` is where a resumed run begins: earlier rows of later steps are to be deleted."""
+    """A report of rank 0; `rewind` is the start of a resumed run: stored rows of later steps must be deleted."""
 
     rows: tuple[_Row, ...] = ()
     heartbeat: Heartbeat | None = None
@@ -40,7 +40,7 @@ def encode(line: ProgressLine) -> bytes:
 
 
 def decode(text: bytes) -> ProgressLine | None:
-    """Parse a line; return None for one that a full disk or a killed writer has truncated."""
+    """Parse a line; return None if a full disk or a killed writer has truncated it."""
     try:
         return decode_as(text, ProgressLine)
     except ValueError:

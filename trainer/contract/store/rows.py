@@ -1,4 +1,4 @@
-"""The rows of `control.db`: jobs, their ranks, their leases on GPUs and their events."""
+"""The rows of `control.db`: jobs, ranks, leases on GPUs and events."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a
 _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
-# The columns that hold newest values of a run; those of other series stay in the run's own store.
+# The columns with the newest values of a run; values of other metrics are only in the run's own store.
 VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu", "heldout_l0")
 R = TypeVar("R")
 
-# Bounds of what a row may hold: code that uses the values, like the calendar for times, would fail beyond them.
+# Bounds of the values in a row: code that uses larger ones, such as date functions for times, would fail.
 LARGEST_ID = 999_999_999
 JobId = Annotated[int, Meta(ge=0, le=LARGEST_ID)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 WorldSize = Annotated[int, Meta(ge=1, le=100_000)]
 Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 FewAtOnce = Annotated[int, Meta(ge=0, le=100_000)]
-Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # to the year 9892
+Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # up to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Device = Literal["cuda", "cpu"]
-# Names of registries are checked by their form alone: another version may know more, and unknown ones are only shown.
+# Only the form of registry names is checked: another version may have more entries, which are just displayed.
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
 GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
@@ -73,36 +73,36 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     output_path: str | None = None
     d_in: Count | None = None
     d_out: Count | None = None
-    # Per rank; the peak is what PyTorch reserved on the fullest GPU, or what the fullest process held on the CPU.
+    # Per rank. The peak is the memory reserved by PyTorch on the fullest GPU, or the memory of the largest CPU process.
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
-    # Its place in the queue: since when it waits (`queued`), the ids it comes after, and what it waits for.
+    # Queue fields: the ids of its dependencies (`after`), the time it was queued, and what it is waiting for.
     priority: Number = 0
     held: bool = False
     after: tuple[JobId, ...] = ()
     queued: Time | None = None
     waits_for: str | None = None
-    # With `any_gpus` it takes any `gpus_wanted` GPUs that have the memory, else those of `gpu_uuids`.
+    # With `any_gpus` it takes any `gpus_wanted` GPUs with enough memory, otherwise the GPUs in `gpu_uuids`.
     gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
-    # CUDA_VISIBLE_DEVICES where it was launched, to which `any_gpus` is limited.
+    # CUDA_VISIBLE_DEVICES at launch, which limits `any_gpus`.
     visible_devices: str | None = None
     shares_gpus: bool = False
     card_memory_bytes: Count | None = None
     expected_s: Duration | None = None
-    # Restarts after a crash: allowed, and made since a person last started it.
+    # Restarts after a crash: the number allowed, and the number made since a user last started the job.
     max_restarts: Count = 0
     restarts: Count = 0
     backend: Name = "local"
-    # What its GPUs took while it had them: of the seconds that it had each, those measured, and those by a counter.
+    # GPU energy; GPU-seconds held, measured, and read from an energy counter.
     energy_wh: Duration | None = None
     energy_s: Duration | None = None
     energy_known_s: Duration | None = None
     energy_counted_s: Duration | None = None
-    # Measured on held-out rows; `fvu` and `l0` are of the last batches.
+    # Measured on held-out rows; `fvu` and `l0` are from the last batches.
     heldout_fvu: float | None = None
     heldout_l0: float | None = None
-    # Set at the end of a run that fits its training rows clearly better than others, or was better before.
+    # Set at the end of a run that fits its training rows clearly better than other rows, or was clearly better earlier.
     overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
@@ -111,9 +111,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_slices(self) -> bool:
-        """Whether each of its GPUs may be a slice of a card.
+        """Whether each of its GPUs may be a MIG slice.
 
-        None of several that exchange tensors is one. Each process of an extraction is single.
+        Multi-GPU training cannot use slices, since its ranks exchange tensors; each process of an extraction can.
         """
         return self.gpus_wanted == 1 or self.mode == "single"
 
@@ -125,7 +125,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the last step at the current speed; None where that is not known yet."""
+        """Seconds to the last step at the current speed; None if unknown."""
         if not (self.total_steps and self.step and self.tokens_per_s):
             return None
         left_s = max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
@@ -155,7 +155,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: who holds which GPU since when, and of a shared one how many bytes of its memory."""
+    """A row of `leases`: the job and user that hold a GPU, since when, and the bytes leased on a shared GPU."""
 
     host: str
     gpu_uuid: str
@@ -169,7 +169,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a job; level is "info", "warning" or "error"."""
+    """An event of a job; the level is "info", "warning" or "error"."""
 
     timestamp: Time
     level: str
@@ -183,13 +183,13 @@ def to_row(job: Job) -> dict[str, Any]:
 
 
 def to_job(row: dict[str, Any]) -> Job:
-    """Return the job of a row of `jobs`; raise `ValueError` where a column holds something else than we write."""
+    """Return the job in a row of `jobs`; raise `ValueError` if a column holds a value that we never write."""
     # A store of an older version, opened read-only, lacks some columns.
     return convert(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
 
 
 def convert(value: Any, kind: type[R]) -> R:
-    """Convert a row or a column to this type; raise `ValueError` where it holds something else than we write."""
+    """Convert a row or a column to this type; raise `ValueError` if it holds a value that we never write."""
     try:
         return convert_as(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
@@ -197,14 +197,14 @@ def convert(value: Any, kind: type[R]) -> R:
 
 
 def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
-    """Convert rows to this type, skipping those that hold something else than we write."""
+    """Convert rows to this type, skipping rows with values that we never write."""
     for row in rows:
         with contextlib.suppress(ValueError):
             yield convert(row, kind)
 
 
 def salvage(row: dict[str, Any], fallback: Job) -> Job:
-    """Return a job from a row that cannot be read as a whole: its readable columns, and the others from `known`."""
+    """Return a job from a damaged row: its readable columns, and the rest from `fallback`."""
     fields = {}
     for name, kind in _TYPES.items():
         with contextlib.suppress(ValueError, KeyError):
@@ -213,7 +213,7 @@ def salvage(row: dict[str, Any], fallback: Job) -> Job:
 
 
 def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a job's fields whose values its row may hold."""
+    """Return the fields of a job whose values are valid in its row."""
     valid = {}
     for name, value in fields.items():
         with contextlib.suppress(ValueError):
@@ -229,7 +229,7 @@ def _column(name: str, value: Any) -> Any:
 
 
 def as_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a job as the columns of `jobs` store them."""
+    """Return the fields of a job as the columns of `jobs` store them."""
     return {name: _list_to_text(value) if name in _LIST_COLUMNS else value for name, value in fields.items()}
 
 

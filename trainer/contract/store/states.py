@@ -1,4 +1,4 @@
-"""The states of a job and the moves between them."""
+"""The states of a job and the transitions between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """The state of a job; the values are the words that users and scripts see."""
+    """The state of a job; users and scripts see these values."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -22,23 +22,23 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether no process of the job lives; only resuming it changes the state."""
+        """Whether no process of the job is running; only resuming the job changes the state."""
         return self in _END
 
 
-# How a run ends.
+# The states in which a run can end.
 _ENDED = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
 _END = _ENDED | {JobState.IMPORTED}
 # The states that a dependent job waits for.
 DONE = frozenset({JobState.FINISHED, JobState.IMPORTED})
-# A job that is restarted after a crash keeps its GPUs.
+# A job that restarts after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.STOPPED, JobState.FAILED, JobState.LOST}),
     JobState.STARTING: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _ENDED,
     JobState.RUNNING: frozenset({JobState.STALLED, JobState.STOPPING}) | _AGAIN | _ENDED,
     JobState.STALLED: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _ENDED,
-    # A pause ends in the queue.
+    # A paused job returns to the queue.
     JobState.STOPPING: _ENDED | {JobState.QUEUED},
     **dict.fromkeys(_END, frozenset({JobState.QUEUED})),
 }
