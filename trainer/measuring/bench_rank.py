@@ -234,7 +234,7 @@ def _sent_bytes(parallel: Parallel) -> int | None:
 def _agree(world: World, job: JobConfig) -> None:
     """Let all ranks use the same kernels, as those of a run do; print why some are not used."""
     compiles = world.group.index == 0
-    agree(world.group, world.device, job, compiles=compiles, begin=lambda *_: None, report=print)
+    agree(world.group, world.device, job, compiles=compiles, report=print)
 
 
 def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:

@@ -1,4 +1,7 @@
-"""The answers of `sae-train`, by command; all but `extract` and `run` print nothing else on standard output."""
+"""The answers of `sae-train`, by command.
+
+Only `extract` and `run` print anything else to standard output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes JSON Schemas (draft 2020-12) of types, each field with its words: what it is, its unit, and when it is null."""
+"""Builds JSON Schemas (draft 2020-12) from types; each field is described with its unit and the meaning of null."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 Schema = dict[str, Any]
-# A type that msgspec has a schema of, or a schema.
+# A type that msgspec can describe, or a schema.
 Kind = Any
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -19,7 +19,7 @@ def whole(title: str, schema: Schema) -> Schema:
 
 
 def fields(title: str, described: Mapping[str, tuple[Kind, str]], *, may_lack: Iterable[str] = ()) -> Schema:
-    """Return the schema of an object with exactly these fields, of which some may be left out."""
+    """Return the schema of an object with exactly these fields; the fields in `may_lack` are optional."""
     lacking = set(may_lack)
     return {
         "title": title,
@@ -39,10 +39,9 @@ def typed(
     without: Iterable[str] = (),
     no_number_is_null: bool = False,
 ) -> Schema:
-    """Return the schema of a Struct, dataclass or NamedTuple whose fields are all written, with words for each.
+    """Return the schema of a Struct, dataclass or NamedTuple that always writes all fields, each with a description.
 
-    `inner` has the schemas of fields that are objects themselves. Where `no_number_is_null`, a number that is none is
-    written as null.
+    `inner` has the schemas of fields that are objects. With `no_number_is_null`, NaN is written as null.
     """
     hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
     assert hints.keys() == words.keys(), (kind, hints.keys() ^ words.keys())
@@ -53,7 +52,7 @@ def typed(
 
 
 def of(kind: Kind) -> Schema:
-    """Return the schema of a type; one that is a schema already as it is."""
+    """Return the schema of a type; a schema is returned as it is."""
     return kind if isinstance(kind, dict) else msgspec.json.schema(kind)
 
 
@@ -62,7 +61,7 @@ def list_of(kind: Kind) -> Schema:
 
 
 def by_name(kind: Kind) -> Schema:
-    """Return the schema of an object whose keys are not known beforehand."""
+    """Return the schema of an object whose keys are not known in advance."""
     return {"type": "object", "additionalProperties": of(kind)}
 
 
@@ -71,7 +70,7 @@ def or_null(kind: Kind) -> Schema:
 
 
 def one_of(*kinds: Kind) -> Schema:
-    """Return the schema of what is one of these; each title says when."""
+    """Return the schema of a value that matches one of these; each title says when."""
     return {"anyOf": [of(kind) for kind in kinds]}
 
 

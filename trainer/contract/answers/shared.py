@@ -1,4 +1,4 @@
-"""Answers that commands of both programs give, or that are part of them: what went wrong, results, a report card."""
+"""Answers that both programs share, or parts of them: errors, results and report cards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REFUSAL = whole(
 
 
 def metric_words(name: str) -> str:
-    """Return what a series of results is, in words."""
+    """Return the description of a metric."""
     metric = name.removeprefix(HELD_OUT)
     entry, is_held_out = METRICS[metric], name != metric
     unit = " (0 to 1)" if entry.series.is_share else f" ({entry.series.unit})" if entry.series.unit else ""
@@ -54,7 +54,7 @@ def metrics() -> Described:
     return {name: (float | None, metric_words(name)) for name in measured_names()}
 
 
-# What both import commands answer in addition.
+# Both import commands add these fields to their answers.
 IMPORT_CHECK: Described = {
     "check": (
         typed(
@@ -270,7 +270,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
     "features": (str, 'Digest of the stored file of its latents; "": none, or the card is current.'),
 }
-# How far a training went, by the names of the series in a run's store.
+# The progress of a training, by the names of the series in a run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {
     PASSES: (float | None, "Passes over the training rows; null: a stream, or not measured."),
     BEST_STEP: (int | None, "Step at which the held-out FVU was lowest; null: not measured."),
@@ -280,10 +280,10 @@ assert _CARD.keys() == {*Card.__struct_fields__} - {"sums"}
 
 
 def card(title: str, *names: str, **more: tuple[Any, str]) -> Schema:
-    """Return the schema of a report card, with all its fields or those that are named, and others."""
+    """Return the schema of a report card with all its fields or the named ones, plus the fields in `more`."""
     return fields(title, more | {name: _CARD[name] for name in names or _CARD})
 
 
 def answer(title: str, *schemas: Schema) -> Schema:
-    """Return the schema of a command's answer, which is one of these."""
+    """Return the schema of a command's answer, which matches one of these schemas."""
     return whole(title, schemas[0] if len(schemas) == 1 else one_of(*schemas))
