@@ -1,1 +1,1 @@
-"""What the app, the command line, the supervisor and the ranks agree on; loads no torch."""
+"""Code shared by the app, the command line, the supervisor and the ranks; does not import torch."""

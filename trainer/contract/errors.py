@@ -9,7 +9,7 @@ import msgspec
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One thing wrong with a job: where (`train.batch_size`), what, and how bad."""
+    """A problem of a job: the setting (`train.batch_size`), the message and the severity."""
 
     path: str
     message: str
@@ -20,15 +20,15 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class UserError(Exception):
-    """A failure the user can act on; its text is the whole message, shown without a traceback."""
+    """A failure that the user can fix; its text is shown as the complete message, without a traceback."""
 
 
 class UsageError(UserError):
-    """A request that cannot be carried out; nothing was begun."""
+    """A request that cannot be carried out; it was refused before any work began."""
 
 
 class BadUsage(UsageError):
-    """Arguments that a command does not take; `told` is what a person sees of it, `message` what a script does."""
+    """Arguments that a command does not accept; `told` is the message for people, `message` the one for scripts."""
 
     def __init__(self, message: str, told: str, fix: str) -> None:
         self.message, self.told, self.fix = message, told, fix
@@ -36,7 +36,7 @@ class BadUsage(UsageError):
 
 
 class JobFileError(UsageError):
-    """A job that cannot run, with every reason at once."""
+    """A job that cannot run, with all the reasons."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -44,12 +44,12 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """Return the message for the user: an `OSError`'s reason without its number, else the text of the error."""
+    """Return the message for the user: an `OSError`'s reason without its number, or the text of any other error."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library, with the next one after a colon, or its class without text."""
+    """Return the first line of a library's error, plus the next one after a colon; the class name if it has no text."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
     # torch recommends weights_only=False for such a file, which would run the code in it.
@@ -57,5 +57,5 @@ def first_line(error: BaseException) -> str:
 
 
 def errors(problems: Iterable[Problem]) -> list[Problem]:
-    """Return only the problems that keep a job from running."""
+    """Return only the problems that prevent a job from running."""
     return [problem for problem in problems if problem.severity == "error"]

@@ -1,4 +1,4 @@
-"""How a command ends: the one table of exit codes of `sae-tui` and of `sae-train`."""
+"""The exit codes of `sae-tui` and `sae-train`, in one table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """An exit code with what it means in short, for the last lines of a help, and in full."""
+    """An exit code with its short meaning, for the end of a help text, and its full meaning."""
 
     short: str
     meaning: str
@@ -31,5 +31,5 @@ class Exit(IntEnum):
 
 
 def in_short(*exits: Exit) -> str:
-    """Return a line of these exit codes, such as `Exit codes: 0 done, 1 failed.`."""
+    """Return one line that lists these exit codes, such as `Exit codes: 0 done, 1 failed.`."""
     return f"Exit codes: {', '.join(f'{int(one)} {one.short}' for one in exits)}."

@@ -1,7 +1,7 @@
-"""What the optional packages are good for, whether the trainer has them, and the command that installs them.
+"""The optional packages of the trainer: whether they are installed, and the command that installs them.
 
-Without any of them the app shows GPUs and jobs, and takes 50 MB; with torch's smallest build it takes 1 GB. The trainer
-has those of this Python, or of another one that a job names, which has told what it has.
+Without them the app still shows GPUs and jobs and needs 50 MB; with the smallest build of torch it needs 1 GB. The
+trainer uses the packages of this Python, or of another one that a job names and that reported what it has.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import NamedTuple
 from trainer.contract.errors import UsageError
 from trainer.contract.wording import join_words
 
-# What every process of the trainer imports.
+# Every process of the trainer imports these.
 OF_TRAINER = ("torch", "numpy", "safetensors")
 
 
 class Elsewhere(NamedTuple):
-    """The packages of another Python: `names` of those that were asked for, None where that is not known.
+    """The packages of another Python: `names` holds the installed ones among those asked for, None if unknown.
 
-    `python` is its path. Of its torch the version, "" where that is not known, and what it is built for: "cuda", "hip"
-    or "" for neither.
+    `python` is its path. `torch_version` is "" if unknown. `torch_runtime` is what its torch is built for: "cuda",
+    "hip", or "" for neither.
     """
 
     python: str
@@ -38,13 +38,13 @@ _ELSEWHERE: ContextVar[Elsewhere | None] = ContextVar("elsewhere", default=None)
 
 
 def elsewhere() -> Elsewhere | None:
-    """Return what the other Python has in which jobs are judged just now; None where that is this one."""
+    """Return the packages of the other Python that jobs are currently checked against; None if it is this Python."""
     return _ELSEWHERE.get()
 
 
 @contextlib.contextmanager
 def judged_by(there: Elsewhere | None) -> Iterator[None]:
-    """Judge jobs, in this thread, by what another Python has."""
+    """Check jobs, in this thread, against the packages of another Python."""
     token = _ELSEWHERE.set(there)
     try:
         yield
@@ -53,9 +53,9 @@ def judged_by(there: Elsewhere | None) -> Iterator[None]:
 
 
 def is_installed(module: str) -> bool:
-    """Tell whether a job could import a module, without importing it; True where that is not known.
+    """Return whether a job could import a module, without importing it; True if unknown.
 
-    A folder that only has its name does not count.
+    A folder that merely has the module's name does not count.
     """
     if (there := elsewhere()) is not None:
         return there.names is None or module in there.names
@@ -67,28 +67,28 @@ def is_installed(module: str) -> bool:
 
 
 def install(extra: str) -> str:
-    """Return the command that adds an extra where jobs are judged, in the way in which that was made."""
+    """Return the command that adds an extra to the Python that jobs are checked against."""
     if (there := elsewhere()) is not None:
         return f"{there.python} -m pip install 'sae-tui[{extra}]'"
     return f"{_way_of(Path(sys.prefix))} 'sae-tui[{extra}]'"
 
 
 def _way_of(prefix: Path) -> str:
-    """Return how an environment gets another extra; that of pipx or uv is the program's own, and has no pip."""
+    """Return the install command that fits an environment; pipx and uv make environments without pip."""
     if (prefix / "pipx_metadata.json").exists():
         return "pipx install --force"
-    # `uvx` makes them in its cache, where they do not stay.
+    # `uvx` creates environments in its cache, and they do not last.
     is_of_uvx = prefix.parent.name.startswith("archive-v")
     return "uv tool install" if is_of_uvx or (prefix / "uv-receipt.toml").exists() else "pip install"
 
 
 def missing_of_trainer() -> list[str]:
-    """Return which of the modules that the trainer imports are not installed."""
+    """Return the modules required by the trainer that are not installed."""
     return [name for name in OF_TRAINER if not is_installed(name)]
 
 
 def lack_of_trainer() -> str:
-    """Return what to install before anything can train or be evaluated, as a sentence; "" where nothing is missing."""
+    """Return a sentence on what to install before anything can train or be evaluated; "" if nothing is missing."""
     if not (missing := missing_of_trainer()):
         return ""
     them = "it" if len(missing) == 1 else "them"
@@ -96,6 +96,6 @@ def lack_of_trainer() -> str:
 
 
 def refuse_without_trainer() -> None:
-    """Raise `UsageError` with that sentence where something is missing."""
+    """Raise `UsageError` if a module required by the trainer is missing."""
     if lack := lack_of_trainer():
         raise UsageError(lack)

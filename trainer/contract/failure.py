@@ -1,4 +1,4 @@
-"""What has gone wrong, as JSON: the one answer of a command that fails where a script has asked for JSON."""
+"""Errors as JSON: the answer of a failed command when a script asked for JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.output import show_text
 from trainer.contract.printable import printable_json
 
-# A flag, an argument or a setting of a job file before the colon of a message.
+# A flag, an argument or a job file setting, followed by the colon that begins the rest of the message.
 _FIELD = re.compile(r"(--[a-z][a-z-]*|[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+|[A-Z][A-Z_]+(?:\.toml)?): (?=\S)")
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One thing that is wrong: where, what, and what to do."""
+    """One error: the field, what is wrong, and how to fix it."""
 
     field: str | None
     message: str
@@ -25,26 +25,26 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of a command that has failed; `others` is there where more than one thing is wrong."""
+    """The answer of a failed command; `others` holds further errors, if any."""
 
     error: Failure
     others: tuple[Failure, ...] = ()
 
 
 def asks_for_json(arguments: Sequence[str]) -> bool:
-    """Tell whether a command line asks for JSON, also one that no parser takes."""
+    """Return whether a command line asks for JSON; this also works if the parser would reject it."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in own
 
 
 def show_failure(error: Exception | str) -> None:
-    """Print what is wrong as one line of JSON on standard output."""
+    """Print an error as one line of JSON to standard output."""
     text = msgspec.json.encode(refusal(error)).decode()
     show_text(f"{printable_json(text)}\n")
 
 
 def told_failure(output: bytes | str) -> str:
-    """Return as one sentence what a command told last that has failed; "" where its last line is no such answer."""
+    """Return the error in the last line of a failed command's output as one sentence; "" if that is no `Refusal`."""
     lines = output.splitlines()
     try:
         first = decode_as(lines[-1] if lines else b"", Refusal).error
@@ -55,7 +55,7 @@ def told_failure(output: bytes | str) -> str:
 
 
 def refusal(error: Exception | str) -> Refusal:
-    """Return what is wrong as it is told to a script."""
+    """Return the JSON answer for an error."""
     if isinstance(error, BadUsage):
         return Refusal(Failure(*_field_and_rest(_utf8(error.message)), error.fix))
     if isinstance(error, JobFileError):
@@ -85,5 +85,5 @@ def _what_and_fix(sentence: str) -> tuple[str, str | None]:
 
 
 def _utf8(text: str) -> str:
-    """Replace what is no UTF-8, as the name of a file may be."""
+    """Replace characters that cannot be encoded as UTF-8, as a file name may contain."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""Small files written atomically, and other people's files opened without blocking on a pipe or a device."""
+"""Writes small files atomically, and opens other people's files without blocking on a pipe or a device."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import BinaryIO
 
 from trainer.contract.paths import file_mode, open_below
 
-# The beginning of the pointer that git stores in place of a large file until git-lfs fetches it.
+# The start of the pointer file that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this long: an older temporary file was left by a process that was killed.
+# No write takes this long: an older temporary file was left by a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
 
 def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Write a file in one step: a reader sees all of it or nothing, even after a power cut.
+    """Write a file atomically: a reader sees the complete file or none, even after a power cut.
 
-    Only its owner may read it, unless a group shares the folder. Without `durable` nothing waits for the disk, and a
-    power cut may leave an empty file: for what is written every few seconds and may be lost.
+    Only its owner may read it, unless a group shares the folder. Without `durable` the call does not wait for the disk,
+    and a power cut may leave an empty file; use that for expendable files written every few seconds.
     """
     with replacing(path, file_mode(path.parent), durable=durable) as stream:
         stream.write(_encoded(content))
 
 
 def write_own(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Write a file in one step whose content is acted on with its writer's rights: a sharing group may only read it.
+    """Write a file atomically whose content is acted on with its writer's rights: a sharing group may only read it.
 
-    One that is not `durable` may be lost with the machine's power, and is written without waiting for the disk.
+    Without `durable` the call does not wait for the disk, and a power cut may lose the file.
     """
     with replacing(path, file_mode(path.parent) & ~0o020, durable=durable) as stream:
         stream.write(_encoded(content))
@@ -47,15 +47,15 @@ def _encoded(content: bytes | str) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a stream to a new file that replaces `path` once it is complete and on the disk; a link is not followed."""
-    # A random name: whoever could guess it could put a link there first.
+    """Yield a stream to a new file that replaces `path` once it is complete and on the disk; links are not followed."""
+    # The name is random: if it could be guessed, another user could create a link there first.
     temporary = f".{path.name[:40]}.{os.urandom(8).hex()}"
     folder = open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         clear_cut_off(path.parent, path.name)
         with open(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
-            # Not as the mode of `os.open`: the umask would remove permissions that a group needs.
+            # Not passed to `os.open`: the umask would remove permissions that a group needs.
             os.fchmod(stream.fileno(), mode)
             yield stream
             stream.flush()
@@ -73,8 +73,8 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
 
 
 def _sync_names(folder: Path) -> None:
-    """Put the names in a folder on the disk, where its file system can."""
-    # The file is in its place already: a folder that may not be read, or cannot be synced, is no reason to fail.
+    """Flush a folder's entries to the disk if its file system supports that."""
+    # The file is already in place, so a folder that cannot be read or synced is not a failure.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -84,7 +84,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Remove the temporary files that killed processes of this user left: those of `name`, or all in the folder."""
+    """Remove temporary files left by killed processes of this user: those for `name`, or all in the folder."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _TEMPORARY.fullmatch(entry.name)
@@ -98,7 +98,7 @@ def _is_cut_off(status: os.stat_result) -> bool:
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Open a file to read; raise `OSError` for a pipe or a device, which might never end, and for a git-lfs pointer."""
+    """Open a file for reading; raise `OSError` for a pipe or device, which might never end, or a git-lfs pointer."""
     descriptor = open_below(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -111,10 +111,10 @@ def open_plain(path: Path) -> io.BufferedReader:
 
 
 def lfs_pointer_in(place: Path) -> Path | None:
-    """Return a git-lfs pointer among the files of a folder, or `place` itself if it is one; None without one."""
+    """Return the first git-lfs pointer among the files of a folder, or `place` itself if it is one; otherwise None."""
     with contextlib.suppress(OSError):
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:
-            # A pointer is three short lines.
+            # A pointer has three short lines.
             if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS_POINTER):
                 return file
     return None

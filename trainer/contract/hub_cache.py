@@ -1,4 +1,4 @@
-"""Follows the links of the Hugging Face hub's cache, which lead from a snapshot of a model to one of its blobs."""
+"""Follows links in the Hugging Face hub's cache, which lead from a snapshot of a model to one of its blobs."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import os
 import stat
 from pathlib import Path
 
-# The remedy for a link that is not followed.
+# The fix for a link that is not followed.
 COPY = "copy the file itself there, as `cp -rL` does"
 
 
 def plain_file(file: Path) -> Path:
-    """Return the file that a path names: itself, or the blob that a link of the hub's cache leads to.
+    """Return the file at a path: the file itself, or the blob that a link of the hub's cache leads to.
 
-    Every other link is refused, since it could lead to anything that this user may read. The blob is a regular file,
-    directly in the `blobs` folder of the same `models--*` folder, and belongs to this user, to root or, in a shared
-    cache, to the owner of the link. Raise `ValueError` for a link that is refused and `OSError` where there is no file.
+    Every other link is refused, since it could lead to any file that this user can read. The blob must be a regular
+    file directly in the `blobs` folder of the same `models--*` folder, owned by this user, by root or, in a shared
+    cache, by the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no file.
     """
     if not file.is_symlink():
         file.stat()
         return file
     try:
         return _blob(file)
-    except RuntimeError:  # what `resolve` raises for links that lead to each other
+    except RuntimeError:  # raised by `resolve` for links that lead to each other
         raise ValueError(f"is a link in a loop of links, which is not followed; {COPY}") from None
 
 
 def _blob(file: Path) -> Path:
-    """Return the blob that a link of the hub's cache leads to; raise as `plain_file` does, or `RuntimeError`."""
+    """Return the blob that a link of the hub's cache leads to; raise like `plain_file`, or `RuntimeError` in a loop."""
     snapshot = file.parent.resolve(strict=True)
     model = next((one for one in snapshot.parents if one.name.startswith("models--")), None)
     if model is None or snapshot.relative_to(model).parts[0] != "snapshots":

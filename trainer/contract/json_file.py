@@ -1,4 +1,4 @@
-"""Read JSON that may be truncated, damaged or written by a stranger: any bytes give a value or a one-line error."""
+"""Reads untrusted JSON, which may be truncated or damaged: any bytes give a value or a one-line error."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import msgspec
 
 from trainer.contract.files import open_plain, write_whole
 
-# Bytes. None of our files comes near it; a larger one is something else, and would fill the memory.
+# Bytes. Our files are far smaller; a larger file is something else and would fill the memory.
 LARGEST = 64 * 2**20
-# Characters: a reason quotes the wrong value, which may be long.
+# Characters. A reason quotes the wrong value, which may be long.
 _LONGEST_REASON = 300
 
 T = TypeVar("T")
 
-# Types that msgspec has looked into.
+# Types whose msgspec decoders have been built.
 _prepared: set[Any] = set()
 _preparing = threading.RLock()
 
 
 def prepare(kind: Any) -> None:
-    """Make msgspec look into a type in one thread; raise `TypeError` for a type that it does not support.
+    """Build msgspec's decoder for a type in one thread; raise `TypeError` for an unsupported type.
 
-    msgspec does so at the first use of a type, and crashes if two threads are the first to use it (seen with 0.22).
+    msgspec does this when a type is first used, and crashes if two threads do it at once (seen with 0.22).
     """
     if kind not in _prepared:
         with _preparing:
@@ -38,13 +38,13 @@ def prepare(kind: Any) -> None:
 
 
 def convert_as(value: Any, kind: type[T]) -> T:
-    """Convert a value to this type like `msgspec.convert`, safely in any thread."""
+    """Convert a value to this type like `msgspec.convert`, but safely in any thread."""
     prepare(kind)
     return msgspec.convert(value, kind)
 
 
 def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
-    """Decode JSON as a value of this type; raise `ValueError` with the reason where it is not valid."""
+    """Decode JSON as a value of this type; raise `ValueError` with the reason if it is not valid."""
     try:
         prepare(kind)
         return msgspec.json.decode(_without_mark(text), type=kind, dec_hook=dec_hook)
@@ -57,7 +57,7 @@ def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], 
 
 
 def _without_mark(text: bytes | str) -> bytes | str:
-    """Return a text without the byte order mark that editors on Windows write first."""
+    """Return a text without the byte order mark that Windows editors write first."""
     return text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
 
 
@@ -67,7 +67,7 @@ def load_json(
     dec_hook: Callable[[type, Any], Any] | None = None,
     open_file: Callable[[Path], io.BufferedReader] = open_plain,
 ) -> T:
-    """Decode a JSON file as this type; raise `ValueError` where it is not valid, `OSError` where it cannot be read."""
+    """Decode a JSON file as this type; raise `ValueError` if it is not valid, `OSError` if it cannot be read."""
     with open_file(file) as stream:
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
@@ -76,7 +76,7 @@ def load_json(
 
 
 def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:
-    """Decode a JSON file as this type; return None where it is missing, unreadable or not valid."""
+    """Decode a JSON file as this type; return None if it is missing, unreadable or not valid."""
     try:
         return load_json(Path(file), kind)
     except (OSError, ValueError):
@@ -84,5 +84,5 @@ def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Write a value as indented JSON in one step; raise `OSError` where the disk does not take it."""
+    """Write a value atomically as indented JSON; raise `OSError` if writing fails."""
     write_whole(file, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

@@ -1,4 +1,4 @@
-"""Locks on files, which the kernel releases when the last process that holds one is gone, even after `kill -9`."""
+"""File locks, which the kernel releases when the last process holding them ends, even after `kill -9`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainer.contract.paths import open_private, private_folder
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file, alone or shared with others, without waiting; return False where others are in the way.
+    """Lock an open file, exclusively or shared, without waiting; return False if another process holds the lock.
 
-    A lock that is held already is changed to this kind. Raise `OSError` where the file system has no locks.
+    A lock that is already held is changed to this kind. Raise `OSError` if the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -23,7 +23,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 class FileLock:
-    """An exclusive lock on a file of its own, by which one process of several is elected."""
+    """An exclusive lock on a dedicated file; it elects one process among several."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,7 +34,7 @@ class FileLock:
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Take the lock, or keep it; return False if another process has it, raise `UserError` if there can be none."""
+        """Take or keep the lock; return False if another process has it, raise `UserError` if locking is impossible."""
         if self._descriptor is not None:
             return True
         private_folder(self._path.parent)

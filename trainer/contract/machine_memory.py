@@ -1,4 +1,4 @@
-"""The memory of this machine, without a library: a waiting supervisor and a rank ask for it too."""
+"""Reads this machine's memory without a library, since waiting supervisors and ranks read it too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class MachineMemory(NamedTuple):
-    """What the machine could give to new processes without swapping, and has in all, in bytes."""
+    """The bytes available to new processes without swapping, and the total bytes."""
 
     available_bytes: int
     total_bytes: int

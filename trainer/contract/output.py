@@ -1,4 +1,4 @@
-"""Standard output and error of a command, in any locale and also where they are closed, full or a broken pipe."""
+"""Writes standard output and error of a command, in any locale and even if they are closed, full or broken pipes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainer.contract.printable import printable_lines
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
 
-# What the command has done that must not be repeated; see `has_done`.
+# Actions of this command that must not be repeated; see `has_done`.
 _DONE: list[str] = []
 
-# How argparse begins a message on an argument, such as `argument -n/--count: `.
+# The start of an argparse message about an argument, such as `argument -n/--count: `.
 _ARGUMENT = re.compile(r"argument ([^\s:]+): ")
 
 
 class OutputLost(UserError):
-    """Standard output cannot be written to any more."""
+    """Standard output can no longer be written."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose messages have control characters replaced: arguments may be names of strangers' files."""
+    """A parser that replaces control characters in its messages: arguments may be file names chosen by other users."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -40,14 +40,14 @@ class Parser(argparse.ArgumentParser):
         self.color = False
 
     def error(self, message: str) -> NoReturn:
-        """Raise `BadUsage`, since who runs the command knows whether a person or a script is to be told."""
+        """Raise `BadUsage`, since the caller knows whether to report to a person or to a script."""
         known = _ARGUMENT.match(message)
         name = f"{known[1].split('/')[-1]}: " if known else ""
         said = message[known.end() :] if known else message
         raise BadUsage(name + said, printable_lines(self.told(message)), f"see {self.prog} --help")
 
     def told(self, message: str) -> str:
-        """Return what a person sees of bad usage."""
+        """Return the message on bad usage for a person."""
         return f"{self.format_usage()}{self.prog}: error: {message}\n"
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
@@ -56,10 +56,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[], int], teller: str = "") -> int:
-    """Run a command and return its exit code, also where its output is closed, full or a broken pipe.
+    """Run a command and return its exit code, even if its output is closed, full or a broken pipe.
 
-    Where standard output or error is closed, the command is not run: nobody would see its messages, and the next file
-    opened would take the output's descriptor. `teller` is the prefix of the one sentence that says so.
+    If standard output or error is closed, do not run the command: its messages would be lost, and the next file opened
+    would get the output's descriptor. `teller` is the prefix of the message that reports this.
     """
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)
@@ -84,7 +84,7 @@ def has_done(what: str) -> None:
 
 
 def show_text(text: str) -> None:
-    """Write to standard output and flush; raise `OutputLost` where that fails, as on a full disk."""
+    """Write to standard output and flush; raise `OutputLost` if that fails, as on a full disk."""
     with _lost_output():
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -100,7 +100,7 @@ def complain(text: str) -> None:
 
 
 def can_show(characters: str, stream: TextIO) -> bool:
-    """Tell whether the encoding of this stream has these characters."""
+    """Return whether the stream's encoding supports these characters."""
     try:
         characters.encode(stream.encoding)
     except UnicodeEncodeError:
@@ -116,7 +116,7 @@ def _code_of(command: Callable[[], int]) -> int:
 
 
 def _without_output(teller: str, why: str, code: Exit) -> Exit:
-    """Print to standard error what was done and why the output is lost; nothing if only the reader is gone."""
+    """Print to standard error what was done and why the output is lost; print nothing if only the reader has gone."""
     _drop(sys.stdout)
     if _DONE or code != Exit.UNREAD:
         complain(f"{teller}{printable_lines('; '.join([*_DONE, why]))}\n")
@@ -149,8 +149,8 @@ def _refuse_without_output(teller: str) -> int:
 
 
 def _drop(stream: TextIO) -> None:
-    """Point the stream at /dev/null: the interpreter flushes it once more as it exits, which would fail again."""
-    with contextlib.suppress(OSError):  # no file is behind it
+    """Point the stream at /dev/null: the interpreter flushes it again on exit, which would fail again."""
+    with contextlib.suppress(OSError):  # the stream has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Where everything is kept: the data folder and the folders of one run."""
+"""The paths of all stored files: the data folder and the folders of one run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# A file next to the checkpoints that reserves space until the last one is written.
+# A file next to the checkpoints that reserves disk space for the last one.
 RESERVE = ".reserved-for-the-last"
-# Folders below which no link is followed, since other users may write there. They may be links themselves.
+# Links below these folders are not followed, since other users may write there. The folders themselves may be links.
 _KEPT: set[str] = set()
 
 
@@ -31,11 +31,11 @@ class RunPaths:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.exit_file = root / "exit.json"
-        # Held by all processes of the run for as long as they live.
+        # Held by all processes of the run while they live.
         self.lock_file = root / "run.lock"
-        # Held by the process that evaluates the run's SAEs, for as long as it lives.
+        # Held by the process that evaluates the run's SAEs while it lives.
         self.evaluation_lock = root / "evaluation.lock"
-        # The job's row in the store as it was last started, from which a lost store is rebuilt.
+        # The job's row in the store at its last start; a lost store is rebuilt from it.
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
@@ -63,7 +63,7 @@ class RunPaths:
         return self.root / f"attempt{number}"
 
     def rank_spec(self, attempt: int) -> Path:
-        """Return the path of the `RankSpec` that the ranks of an attempt run by."""
+        """Return the path of the `RankSpec` that configures the ranks of an attempt."""
         return self.attempt(attempt) / "ranks.json"
 
     def data_record(self, attempt: int) -> Path:
@@ -71,7 +71,7 @@ class RunPaths:
         return self.attempt(attempt) / DATA_RECORD
 
     def rank_exit(self, attempt: int, rank: int) -> Path:
-        """Return the path of what a failing rank writes: `{"error": "one sentence", "traceback": "..."}`."""
+        """Return the path of a failing rank's report: `{"error": "one sentence", "traceback": "..."}`."""
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
     def first_rank(self, attempt: int) -> Path:
@@ -83,15 +83,15 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path to which rank 0 on another host appends its progress, one JSON line at a time."""
+        """Return the path of the file that receives the progress of rank 0 on another host, one JSON line at a time."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence asks ranks that read no store of jobs to stop."""
+        """Return the path of the file whose existence asks ranks without the job store to stop."""
         return self.attempt(attempt) / "stop"
 
     def finish_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence asks such ranks to cool down and finish early."""
+        """Return the path of the file whose existence asks ranks without the job store to finish early."""
         return self.attempt(attempt) / "finish"
 
     def create(self) -> None:
@@ -120,12 +120,12 @@ class DataDir:
 
     @property
     def host_word(self) -> str:
-        """This host's name as part of file names, since hosts that share the folder have separate files."""
+        """This host's name for use in file names, since hosts that share the folder have separate files."""
         return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
 
     @property
     def gpu_db(self) -> Path:
-        """This host's GPU history; without a file of its own, the `gpu.db` that earlier versions shared among hosts."""
+        """This host's GPU history; while it has no own file, the `gpu.db` that earlier versions shared among hosts."""
         own, of_all = self.own_gpu_db, self.root / "gpu.db"
         return of_all if of_all.exists() and not own.exists() else own
 
@@ -139,35 +139,35 @@ class DataDir:
         return self.root / f"box-{self.host_word}.json"
 
     def alerts(self, host: str) -> Path:
-        """Return the file of a host's alerts, which only an app of that host writes."""
+        """Return the file of a host's alerts, which is written only by apps on that host."""
         return self.root / f"alerts-{host}.json"
 
     @property
     def app_log(self) -> Path:
-        """The log of what libraries write to standard error while this user's app has the terminal."""
+        """The log of libraries' standard error output while this user's app occupies the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))
 
     def sae(self, job_id: int) -> Path:
-        """Return the folder of a job's finished SAE: `cfg.json` and weights, or of a sweep a folder for each."""
+        """Return the folder of a job's finished SAE: `cfg.json` and weights, or a folder per SAE for a sweep."""
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """Return the highest job id that has files here, whether the store knows it or not; 0 where there are none."""
+        """Return the highest job id that has files here, even if the store does not know it; 0 if there are none."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)
 
     def exported_folder(self, job_id: int) -> str | None:
-        """Return the folder of a job's SAE, or of a sweep's SAEs; None where none has been written yet."""
+        """Return the folder of a job's SAE, or of a sweep's SAEs; None if none has been written yet."""
         folder = self.sae(job_id)
         exists = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))
         return str(folder) if exists else None
 
     def create(self) -> None:
-        """Make the folders with mode 0700 (2770 where a group shares the root); raise `UserError` where that fails."""
+        """Create the folders with mode 0700 (2770 if a group shares the root); raise `UserError` on failure."""
         self.refuse_links()
         private_folder(self.root)
         for folder in (self.root / "runs", self.root / "saes", self.locks):
@@ -187,10 +187,10 @@ class DataDir:
 
 
 def free_disk(path: Path) -> tuple[Path, int | None]:
-    """Return the nearest folder that exists, and the free bytes of its disk.
+    """Return the nearest existing folder, and the free bytes on its disk.
 
-    None for a file system that tells no size, as /proc and some of a network; that no folder can be made there shows
-    when one is made.
+    The bytes are None for a file system that reports no size, such as /proc and some network file systems. Whether a
+    folder can be created there is not checked.
     """
     while not os.path.exists(path):
         path = path.parent
@@ -199,12 +199,12 @@ def free_disk(path: Path) -> tuple[Path, int | None]:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """List the entries of a folder that are named by a job id, which has at most nine digits."""
+    """List the entries of a folder that are named by a job id of at most nine digits."""
     return [entry for entry in folder.iterdir() if re.fullmatch("[0-9]{1,9}", entry.name)]
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
-    """Return the data folder: `chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder.
+    """Return the data folder: `chosen`, or $SAE_TUI_DATA_DIR, or the platform's user data folder.
 
     Raise `UserError` if this needs a home folder that does not exist, as for a user without a name in a container.
     """
@@ -235,7 +235,7 @@ def box_file() -> Path | None:
 
 
 def is_shared(folder: Path) -> bool:
-    """Tell whether a group was let in on purpose: by `chmod 2770`, since nobody sets the setgid bit by chance."""
+    """Return whether a group was given access on purpose, by `chmod 2770`: the setgid bit is never set by accident."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -244,24 +244,24 @@ def is_shared(folder: Path) -> bool:
 
 
 def file_mode(folder: Path) -> int:
-    """Return the mode for files in a folder: 0600, or 0660 where a group shares it."""
+    """Return the mode for files in a folder: 0600, or 0660 if a group shares it."""
     return 0o660 if is_shared(folder) else 0o600
 
 
 def follow_no_link_below(root: Path) -> None:
-    """Make `open_below`, and all that uses it, follow no link below this folder, in this process."""
+    """Make `open_below` and its callers refuse links below this folder, in this process."""
     _KEPT.add(os.path.abspath(root))
 
 
 def keep_run(path: Path) -> None:
-    """Follow no link below the data folder of a run or SAE, or below the run itself if it has none.
+    """Refuse links below the data folder of a run or SAE, or below the run itself if it has no data folder.
 
-    `path` is the run or something in it. Any other path is ignored, since a folder with a job file in it may have links
-    of its owner, such as `activations -> /scratch`.
+    `path` is the run or a path inside it. Any other path is ignored, since a user's folder with a job file may contain
+    the user's own links, such as `activations -> /scratch`.
     """
     place = Path(os.path.abspath(path))
     around = (place, *place.parents[:4])
-    # The outermost one, since other users may have put files of these names into an inner folder.
+    # Use the outermost one, since other users may have created files of these names in an inner folder.
     data = [folder for folder in around if _is_data_folder_of(folder, place)][-1:]
     runs = [folder for folder in around if _is_run_of(folder, place)][-1:]
     for folder in data or runs:
@@ -274,7 +274,7 @@ def _is_data_folder_of(folder: Path, place: Path) -> bool:
 
 
 def _is_run_of(folder: Path, place: Path) -> bool:
-    """Return whether a folder is a run that has begun, and `place` is the run or one of its own folders."""
+    """Return whether `folder` is a run that has begun, and `place` is the run or one of its standard folders."""
     inside = _inside(folder, place)
     is_known = not inside or re.fullmatch(r"checkpoints|logs|sae|attempt\d+", inside)
     files = ("job.toml", "run.lock") if inside else ("job.toml",)
@@ -282,17 +282,17 @@ def _is_run_of(folder: Path, place: Path) -> bool:
 
 
 def _inside(folder: Path, place: Path) -> str:
-    """Return the name of what a folder holds on the way to a place; "" if they are the same."""
+    """Return the first component of the path from `folder` to `place`; "" if they are the same."""
     return next(iter(place.relative_to(folder).parts), "")
 
 
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     """Open a file or folder like `os.open`; raise `OSError` for a link anywhere below a kept folder.
 
-    Each folder is opened relative to its parent, so that no folder on the way can be replaced by a link.
+    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link meanwhile.
     """
     whole = os.path.abspath(path)
-    # A copy, since another thread may add a folder.
+    # Iterate over a copy, since another thread may add a folder.
     root = min((one for one in tuple(_KEPT) if whole.startswith(f"{one}/")), key=len, default=None)
     if root is None:
         return os.open(path, flags, mode)
@@ -313,7 +313,7 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
     except OSError as error:
-        # For a link in place of a folder, Linux reports ENOTDIR.
+        # Linux reports ENOTDIR for a link in place of a folder.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(place):
             reason = f"{os.path.basename(place)} is a link, which is not followed; remove it"
             raise OSError(errno.ELOOP, reason, place) from None
@@ -322,15 +322,15 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
 
 
 def refuse_links_on_the_way(path: Path) -> None:
-    """Raise `OSError` if a folder on the way to a path is a link below a kept folder; ignore what is no folder."""
+    """Raise `OSError` if a parent of `path` below a kept folder is a link; ignore missing parents and files."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.close(open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def open_private(file: Path, flags: int) -> int:
-    """Open a file to write and return its descriptor; a new file gets `file_mode`, whatever the umask.
+    """Open a file for writing and return its descriptor; a new file gets `file_mode`, regardless of the umask.
 
-    Raises `OSError` for a link or anything but a plain file: somebody else's file would be written.
+    Raise `OSError` for a link or anything but a plain file, which could make us write another user's file.
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -342,13 +342,13 @@ def open_private(file: Path, flags: int) -> int:
 
 
 def _open_existing(file: Path, flags: int) -> int:
-    """Open a file without changing its mode; truncate it only once it is known to be a plain file of its own."""
+    """Open a file without changing its mode; truncate it only once it is known to be a plain, unshared file."""
     if file.is_symlink():
         raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
-    # Opening a pipe that nobody reads would block.
+    # Without O_NONBLOCK, opening a pipe without a reader would block.
     descriptor = open_below(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
     status = os.fstat(descriptor)
-    # A hard link is refused as well where other people can write to the folder.
+    # Hard links are also refused if other users can write to the folder.
     if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{file.name} is not a plain file of its own; remove it", str(file))
@@ -359,24 +359,24 @@ def _open_existing(file: Path, flags: int) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise `UserError` if a folder is a symbolic link: its target may be somebody else's."""
+    """Raise `UserError` if a folder is a symbolic link: its target may belong to another user."""
     if folder.is_symlink():
         reason = f"{folder} is a link, which is not followed; remove it"
         raise UserError(f"{reason}, or to keep everything on another disk make the data folder itself a link")
 
 
 def umask_of(root: Path) -> int:
-    """Return the umask for processes that write below a data folder: 007 where a group shares it, else 077."""
+    """Return the umask for processes that write below a data folder: 007 if a group shares it, otherwise 077."""
     return 0o007 if is_shared(root) else 0o077
 
 
 def keep_own_access() -> None:
-    """Clear the owner's bits of the umask, so that this program can use the files and folders it makes."""
+    """Clear the owner's bits in the umask, so that this program can use the files and folders that it creates."""
     os.umask(os.umask(0o077) & ~0o700)
 
 
 def working_folder() -> Path:
-    """Return the working folder, or / where it has been deleted."""
+    """Return the working folder, or / if it has been deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -384,10 +384,10 @@ def working_folder() -> Path:
 
 
 def leave_deleted_folder(given: Mapping[str, Path]) -> None:
-    """Change to / if the working folder has been deleted: neither a child process nor torch could start in it.
+    """Change to / if the working folder has been deleted: child processes and torch could not start in it.
 
-    `given` holds the paths of the command line by the names of their arguments; raises `UsageError` where one of them
-    is relative, since it can no longer be resolved.
+    `given` maps argument names of the command line to paths. Raise `UsageError` if one of them is relative, since it
+    can no longer be resolved.
     """
     try:
         os.getcwd()
@@ -399,11 +399,11 @@ def leave_deleted_folder(given: Mapping[str, Path]) -> None:
 
 
 def private_folder(path: Path, setting: str = "") -> Path:
-    """Make the folder and every missing parent with mode 0700, or 2770 in a data folder that a group shares.
+    """Create the folder and all missing parents with mode 0700, or 2770 in a data folder that a group shares.
 
-    `mkdir(parents=True)` would leave the parents open. Outside data folders no sharing is inherited: a lab's folders
-    are often its group's, and whoever makes a folder there has not asked to share it. `setting` is what chooses it, if
-    that is not --data-dir.
+    `mkdir(parents=True)` would leave the parents open. Outside data folders, sharing is not inherited: a lab's folders
+    often belong to its group, which does not mean that new folders should be shared. `setting` names the setting that
+    chooses the folder, unless that is --data-dir.
     """
     with _explain_failure(path, setting):
         refuse_links_on_the_way(path / "any")
@@ -416,13 +416,13 @@ def private_folder(path: Path, setting: str = "") -> Path:
 def _make(folder: Path, *, shared: bool) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-        # Not through `mode`: the umask removes bits of it, and the parent's setgid adds one.
+        # Not passed as `mode`: the umask removes bits from it, and the parent's setgid bit adds one.
         folder.chmod(0o2770 if shared else 0o700)
 
 
 @contextlib.contextmanager
 def _explain_failure(path: Path, setting: str = "") -> Iterator[None]:
-    """Turn an `OSError` of making this folder into a `UserError` that says what to do."""
+    """Turn an `OSError` from creating this folder into a `UserError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -436,7 +436,7 @@ def _is_in_data_folder(folder: Path) -> bool:
 
 
 def shipped_data() -> Path:
-    """Return the folder of sample data and job files: in the installed app, or beside the packages in a checkout."""
+    """Return the folder of sample data and job files: in the installed app, or next to the packages in a checkout."""
     root = Path(__file__).parents[2]
     installed = root / "sae_tui" / "data"
     return installed if installed.exists() else root / "data"

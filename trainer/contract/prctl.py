@@ -1,4 +1,4 @@
-"""Kernel calls that Python does not offer: not to outlive a parent, to get orphans, and to rename without replacing."""
+"""Kernel calls that Python does not offer: end with the parent, adopt orphans, and rename without replacing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _FROM_WORKING_FOLDER, _NO_REPLACE = -100, 1
-# Opened now, since a child may ask between fork and exec, where nothing may be loaded any more.
+# Loaded at import: `end_with_parent` may run between fork and exec, when no library may be loaded.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies; exit at once with 1 if it just has.
+    """Make the kernel send SIGTERM to this process when its parent dies; exit at once with 1 if it has already died.
 
-    `parent` is its pid as it was known before, since a process whose parent died gets another one.
+    `parent` is the pid that the parent had before; a process whose parent died gets a new parent.
     """
     _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
@@ -25,12 +25,12 @@ def end_with_parent(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make orphans among our descendants our children, so that they can be found and ended."""
+    """Become the parent of our orphaned descendants, so that they can be found and ended."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def rename_if_new(source: Path, target: Path) -> bool:
-    """Rename a file unless its target exists; return False if the file system cannot do that in one step."""
+    """Rename a file unless its target exists; return False if the file system cannot do this atomically."""
     rename = getattr(_libc, "renameat2", None)
     if rename is None:
         return False

@@ -1,4 +1,4 @@
-"""Other people's text made safe to print on a terminal."""
+"""Makes untrusted text safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 MARK = "�"
 # Characters with a meaning in Markdown.
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
-# Characters that no name may hold: control characters of C0 and C1, which steer a terminal, line separators, and the
-# marks that change the direction of reading.
+# Characters that names must not contain: C0 and C1 control characters, which control a terminal, line separators, and
+# marks that change the reading direction.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Return the text with a mark in place of everything that could steer a terminal or reorder its words; tabs stay.
+    """Replace every character that could control a terminal or reorder the words by a mark; keep tabs.
 
-    That is whatever Unicode does not call printable: control characters of C0 and C1, such as the escape, the marks of
-    right-to-left text, and line ends, since the text is to stay on one line.
+    These are the characters that Unicode calls not printable: C0 and C1 control characters such as escape,
+    right-to-left marks, and line ends, since the text must stay on one line.
     """
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 
@@ -29,26 +29,26 @@ def printable_lines(text: str) -> str:
 
 
 def in_markdown(text: str, longest: int = 120) -> str:
-    """Escape a foreign text for Markdown, on one line and cut to `longest` characters."""
+    """Escape untrusted text for Markdown, on one line and cut to `longest` characters."""
     cut = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return MARKDOWN.sub(r"\\\1", printable(cut))
 
 
 def printable_json(text: str) -> str:
-    """Escape what is not printable in a JSON text as `\\u001b`; its value stays the same."""
+    """Escape unprintable characters in a JSON text as `\\u001b`; the value stays the same."""
     return _escape_unprintable(text, lambda char: json.dumps(char)[1:-1])
 
 
 def printable_toml(text: str) -> str:
-    """Escape what is not printable in a TOML text as `\\U0000001b`; its values stay the same.
+    """Escape unprintable characters in a TOML text as `\\U0000001b`; its values stay the same.
 
-    Its strings must be in double quotes, not in literal ones.
+    Its strings must be in double quotes, not literal strings.
     """
     return _escape_unprintable(text, lambda char: f"\\U{ord(char):08x}")
 
 
 def is_utf8(text: str) -> bool:
-    """Tell whether a text can be stored as UTF-8; bytes of another encoding, which a terminal may send, cannot."""
+    """Return whether a text can be stored as UTF-8; bytes in another encoding, which a terminal may send, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The identity of a process: a pid alone may belong to another one after a reboot or once pids are reused."""
+"""The identity of a process: pids are reused, so a pid alone may mean another process later."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Annotated
 
 import msgspec
 
-# The kernel's range of pids; its calls refuse a larger number.
+# The kernel's range of pids; its calls refuse larger numbers.
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
-# The first PID namespace of a Linux, outside of all containers (PROC_PID_INIT_INO).
+# The initial PID namespace of Linux, outside all containers (PROC_PID_INIT_INO).
 _FIRST_NAMESPACE = 0xEFFFFFFC
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
-    """A process by pid, start time in clock ticks since boot, and the boot and PID namespace of both: `boot_id`."""
+    """A process: pid, start time in clock ticks since boot, and the id of the boot and PID namespace (`boot_id`)."""
 
     pid: Pid
     start_ticks: Annotated[int, msgspec.Meta(ge=0)]
@@ -27,7 +27,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRef | None:
-        """Return the process that has this pid now, or None where there is none (a zombie counts as none)."""
+        """Return the process that has this pid now; None if there is none or it is a zombie."""
         start = _start_ticks(pid)
         return None if start is None else cls(pid, start, boot_id())
 
@@ -38,7 +38,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return process
 
     def is_alive(self) -> bool:
-        """Tell whether it can be seen to live; False for one that `is_elsewhere`, which cannot be seen from here."""
+        """Return whether this process can be seen alive; False if it `is_elsewhere`, since it is not visible here."""
         return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property
@@ -48,13 +48,13 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether its pid is one of another PID namespace (a container) of this machine."""
+        """Whether the pid belongs to another PID namespace (a container) of this machine."""
         return is_of_this_boot(self.boot_id) and self.boot_id != boot_id()
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal to exactly this process; return False where it is gone.
+        """Send a signal to exactly this process; return False if it is gone.
 
-        The pidfd is taken before the identity is checked, so that a pid reused in between is never hit.
+        The pidfd is opened before the identity is checked, so that a pid reused in between is never signalled.
         """
         try:
             pidfd = os.pidfd_open(self.pid)
@@ -71,16 +71,16 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
-# Signals to save and stop: SIGTERM, and what schedulers send some time before the end of a job: SIGUSR1 and SIGUSR2
-# (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU once a second when the CPU time is used up.
+# Signals that mean save and stop: SIGTERM, and the signals of schedulers before a job ends: SIGUSR1 and SIGUSR2
+# (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, sent every second once the CPU time is used up.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
 
 
 def take_back_signals() -> None:
-    """Reset the signal settings inherited from the parent process, which some daemons and containers change.
+    """Reset the inherited signal settings, which some daemons and containers change.
 
-    With SIGCHLD ignored the kernel reaps children, and each would seem to have exited with 0; with SIGTERM blocked, no
-    rank could be stopped.
+    If SIGCHLD is ignored, the kernel reaps children and each seems to exit with 0; if SIGTERM is blocked, ranks cannot
+    be stopped.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS})
@@ -88,18 +88,18 @@ def take_back_signals() -> None:
 
 @functools.cache
 def boot_id() -> str:
-    """Return an id of this boot of the machine and this PID namespace, within which one pid is one process."""
+    """Return an id of this boot and PID namespace; pids under different ids must not be compared."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
-    # Outside of containers the plain boot id, as earlier versions wrote it, so that their rows stay valid.
+    # Outside containers, return the plain boot id, as earlier versions did, so that their rows stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 
 @functools.cache
 def machine_id() -> str:
-    """Return the machine id, which a Linux installation keeps over restarts; "" if it has none.
+    """Return the machine id, which a Linux installation keeps across restarts; "" if it has none.
 
     Containers of one image share its id, so a container counts as having none.
     """
@@ -113,7 +113,7 @@ def machine_id() -> str:
 
 
 def in_container() -> bool:
-    """Tell whether this process has a PID namespace of its own, in which others do not have the pids of the machine."""
+    """Return whether this process runs in its own PID namespace, which numbers processes differently from the host."""
     return "/" in boot_id()
 
 
@@ -127,13 +127,13 @@ def _boot() -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state, like "T" for a halted one; "" where there is no such process."""
+    """Return the letter of a process's state, such as "T" for stopped; "" if there is no such process."""
     fields = _stat_fields(pid)
     return fields[0].decode() if fields else ""
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the pid of a process's parent; None where there is no such process."""
+    """Return the pid of a process's parent; None if there is no such process."""
     fields = _stat_fields(pid)
     return int(fields[1]) if fields else None
 
@@ -144,10 +144,10 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _stat_fields(pid: int) -> list[bytes]:
-    """Return the fields of a process in /proc, from its state on; none where there is no such process."""
+    """Return the fields of a process in /proc, starting with its state; [] if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return []
-    # The command name may hold spaces and brackets: fields are counted after the last one.
+    # The command name may contain spaces and brackets, so fields are counted after the last bracket.
     return stat.rpartition(b")")[2].split()

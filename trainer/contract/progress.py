@@ -1,6 +1,6 @@
 """Shows the progress of a long command: a bar on a terminal, a line every 10 s elsewhere, or JSON lines for a parent.
 
-Code deep in a command calls `stage`, `advance` or `track`, which do nothing unless a `Progress` is shown.
+Code deep inside a command calls `stage`, `advance` or `track`, which do nothing unless a `Progress` is active.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The descriptor to which a process writes its progress for its parent.
+# The environment variable with the file descriptor that a child process writes its progress to.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
-# Seconds. A command that takes less than the first shows no bar.
+# Seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
 _LONGEST_STAGE = 200
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """The current stage, the share of the whole that is done, and the seconds left; None where unknown."""
+    """The current stage, the share of all work that is done, and the seconds left; None if unknown."""
 
     stage: str = ""
     share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -37,20 +37,20 @@ class Reached(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The progress as `rows, 41 %, 3 min left`."""
+        """The progress in words: `rows, 41 %, 3 min left`."""
         share, left, stage = self.words_apart
         return ", ".join(filter(None, (stage, share, left)))
 
     @property
     def words_apart(self) -> tuple[str, str, str]:
-        """The share, the time left and the stage in words; "" for what is unknown."""
+        """The share, the time left and the stage in words; "" for each that is unknown."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         left = "" if self.left_s is None else f"{duration(self.left_s)} left"
         return share, left, self.stage
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """How long a stage is expected to take in total, and how many times it runs."""
+    """The expected total time of a stage, and how many times it runs."""
 
     seconds: float
     times: int = 1
@@ -61,7 +61,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class _Stage:
-    """The current stage; `before` counts the runs of each stage that are complete."""
+    """The current stage; `before` counts the completed runs of each stage."""
 
     def __init__(self, name: str, total: float | None, before: Mapping[str, int]) -> None:
         self.name, self.total, self.before = name, total, before
@@ -72,33 +72,33 @@ class _Stage:
 
     @property
     def part(self) -> float | None:
-        """The share that is done, 0 to 1; None where it is not known."""
+        """The share that is done, 0 to 1; None if unknown."""
         return min(1.0, self.n / self.total) if self.total else None
 
     @property
     def left_s(self) -> float | None:
-        """The seconds left by its own pace; None where it is too early to say."""
+        """The seconds left at the stage's own pace; None if it is too early to estimate."""
         elapsed, part = time.monotonic() - self.began, self.part
         return elapsed * (1 - part) / part if part and elapsed > 1 else None
 
     def after(self) -> dict[str, int]:
-        """Return the complete runs of each stage once this one is over."""
+        """Return the number of completed runs of each stage once this stage ends."""
         return {**self.before, self.name: self.before.get(self.name, 0) + 1} if self.name else {**self.before}
 
 
 class Progress:
-    """Shows the progress of `what` while entered, over all stages together where they are `planned`.
+    """Shows the progress of `what` while entered, over all stages together if they are `planned`.
 
-    By default it writes to the descriptor that the environment names, if any, instead of to standard error.
+    By default it writes to the descriptor given in the environment, if any, instead of standard error.
     """
 
     def __init__(self, what: str, planned: Mapping[str, Planned] | None = None, *, to_descriptor: bool = True) -> None:
         self.what = what
         self._planned = planned or {}
         self._whole_s = sum(one.seconds for one in self._planned.values())
-        # The time the work takes here divided by the planned time.
+        # The actual time of the work divided by the planned time.
         self._pace = 1.0
-        # Replaced whole: another thread reads it at any time.
+        # Always replaced by a new object, since another thread reads it at any time.
         self._stage = _Stage("", None, {})
         self._began = time.monotonic()
         self._over = threading.Event()
@@ -106,14 +106,14 @@ class Progress:
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def stage(self, name: str, total: float | None = None) -> None:
-        """Begin a stage of `total` units; None where the number is unknown."""
+        """Begin a stage of `total` units; None if the number is unknown."""
         self._stage = _Stage(name, total, self._stage.after())
 
     def advance(self, n: float = 1) -> None:
         self._stage.n += n
 
     def reach(self, reached: Reached) -> None:
-        """Show what another process reports."""
+        """Show the progress that another process reports."""
         self._stage.reported = reached
 
     @property
@@ -124,13 +124,13 @@ class Progress:
         return self._reached_of_plan(stage) if self._whole_s else Reached(stage.name, stage.part, stage.left_s)
 
     def _reached_of_plan(self, stage: _Stage) -> Reached:
-        """Return the share of all planned stages, and the time left by the pace so far."""
+        """Return the share done of all planned stages, and the time left at the pace so far."""
         part, left_in_stage, elapsed = stage.part, stage.left_s, time.monotonic() - stage.began
         once = self._once_s(stage.name)
         if part and once and left_in_stage is not None:
-            # Whatever slows this stage down slows the others down too.
+            # Whatever slows this stage down is assumed to slow the others down too.
             self._pace = elapsed / part / once
-        # A stage without units may take any time; it counts as at most nearly done.
+        # A stage without units may take any time; it counts as at most 90 % done.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
         before = sum(
             min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
@@ -142,7 +142,7 @@ class Progress:
         return Reached(stage.name, done / self._whole_s, max(0.0, left))
 
     def _once_s(self, name: str) -> float:
-        """Return the seconds that one run of a stage is expected to take."""
+        """Return the expected seconds of one run of a stage."""
         return self._planned[name].seconds_once if name in self._planned else 0.0
 
     def __enter__(self) -> Progress:
@@ -157,12 +157,12 @@ class Progress:
     def close(self) -> None:
         """Stop showing progress."""
         self._over.set()
-        # The next output on the terminal must not meet the bar.
+        # Wait for the bar to be removed, so that it does not mix with the next output on the terminal.
         self._thread.join(timeout=5)
 
     def _show(self) -> None:
         show = self._write if self._descriptor is not None else _bar_or_line(self.what)
-        # The parent, or the terminal, may be gone.
+        # The parent or the terminal may be gone.
         with contextlib.suppress(OSError, ValueError):
             try:
                 while not self._over.wait(SHOW_EVERY_S):
@@ -182,7 +182,7 @@ _shown: list[Progress] = []
 
 
 def stage(name: str, total: float | None = None) -> None:
-    """Begin a stage of `total` units of the progress that is shown."""
+    """Begin a stage of `total` units in the active progress."""
     for progress in _shown[-1:]:
         progress.stage(name, total)
 
@@ -194,7 +194,7 @@ def advance(n: float = 1) -> None:
 
 
 def track(values: Iterable[T], name: str, total: float | None = None) -> Iterator[T]:
-    """Yield the values; each is a unit of a stage."""
+    """Yield the values, counting each as a unit of a new stage."""
     stage(name, len(values) if total is None and isinstance(values, Sized) else total)
     for value in values:
         yield value
@@ -202,7 +202,7 @@ def track(values: Iterable[T], name: str, total: float | None = None) -> Iterato
 
 
 def read_reached(line: bytes) -> Reached | None:
-    """Return the progress that another process wrote as a line; None where the line is not valid."""
+    """Return the progress in a line written by another process; None if the line is not valid."""
     try:
         reached = decode_as(line, Reached)
     except ValueError:
@@ -211,7 +211,7 @@ def read_reached(line: bytes) -> Reached | None:
 
 
 def _descriptor() -> int | None:
-    """Return the descriptor that the environment names, and hide it from child processes; None without one."""
+    """Return the descriptor given in the environment, and hide it from child processes; None if there is none."""
     with contextlib.suppress(ValueError, OSError):
         number = int(os.environ.pop(ENV_DESCRIPTOR, ""))
         os.set_inheritable(number, False)
@@ -225,23 +225,23 @@ def _bar_or_line(what: str) -> Callable[[Reached | None, float], None]:
 
 
 class _Lines:
-    """A line every 10 s."""
+    """Prints a line every 10 s."""
 
     def __init__(self, what: str) -> None:
         self._what, self._next_s = what, LINE_EVERY_S
 
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
-            # From now on: a process that was suspended has no lines to catch up on.
+            # Count from now: after a suspension there are no lines to catch up on.
             self._next_s = elapsed_s + LINE_EVERY_S
-            # Imported late: a waiting supervisor imports this module, and argparse takes 1 MiB of its 20.
+            # Imported late: a waiting supervisor imports this module, and argparse takes 1 MiB of its 20 MiB.
             from trainer.contract.output import complain
 
             complain(f"{self._what}: {reached.words or f'{duration(elapsed_s)} so far'}\n")
 
 
 class _Bar:
-    """A tqdm bar, which is removed at the end."""
+    """Shows a tqdm bar and removes it at the end."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -255,7 +255,7 @@ class _Bar:
         if self._bar is None:
             if elapsed_s < QUIET_S:
                 return
-            # Imported late: it takes a tenth of the start of a command.
+            # Imported late: it takes a tenth of a command's start-up time.
             from tqdm import tqdm
 
             self._bar = tqdm(total=100, leave=False, dynamic_ncols=True, bar_format="{desc}|{bar:20}|{postfix}")

@@ -1,4 +1,4 @@
-"""Checks of who owns a file or folder and who else may write to it, as ssh checks its own files."""
+"""Checks who owns a file or folder and who else can write to it, as ssh checks its own files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared, open_below
 
-# As many as Linux follows.
+# The limit of Linux.
 _MOST_LINKS = 40
 
 
 def user_of(uid: int) -> str:
-    """Return the login name of a user, or `uid 1234` where there is none."""
+    """Return the login name of a user, or `uid 1234` if there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -26,7 +26,7 @@ def user_of(uid: int) -> str:
 
 
 def sharing(folder: Path) -> str:
-    """Describe who shares a folder: `group ml (12 members)`; return "" where it is one user's."""
+    """Describe who shares a folder: `group ml (12 members)`; return "" if it is not shared."""
     if not is_shared(folder):
         return ""
     gid = folder.stat().st_gid
@@ -34,17 +34,17 @@ def sharing(folder: Path) -> str:
         group = grp.getgrgid(gid)
     except KeyError:
         return f"group {gid}"
-    # A group's entry does not list those who have it as their primary group.
+    # A group's entry does not list the users whose primary group it is.
     members = {*group.gr_mem, *(user.pw_name for user in pwd.getpwall() if user.pw_gid == gid)}
     return f"group {group.gr_name} ({len(members)} member{'s' * (len(members) != 1)})"
 
 
 def distrust_of_folder(folder: Path) -> str:
-    """Explain why jobs may not be kept in a folder, or return "": whoever writes there decides what they run."""
+    """Explain why jobs must not be stored in a folder, or return "": anyone who can write there controls the jobs."""
     try:
         status = folder.stat()
     except OSError:
-        return ""  # not there yet, or reported by whoever opens it
+        return ""  # missing, or reported when it is opened
     if status.st_mode & stat.S_IWOTH:
         return f"anybody may write to {folder}; `chmod o-w` it"
     if status.st_uid not in (os.geteuid(), 0) and not is_shared(folder):
@@ -53,21 +53,21 @@ def distrust_of_folder(folder: Path) -> str:
 
 
 def distrust_of_file(file: Path) -> str:
-    """Explain why not to act on a file's content, since others may have written it; return "" where it is trusted."""
+    """Explain why a file's content must not be acted on because others may have written it, or return ""."""
     return distrust_of_open(file, file.stat())
 
 
 def distrust_of_program(program: Path) -> str:
-    """Explain why not to run a program, since others may change it; return "" where only this user and root can.
+    """Explain why a program must not be run; return "" if only this user and root can change it.
 
-    Looks at each folder and link on the way as well: whoever may write to one decides what is run. `program` is
-    absolute. Raises `OSError` where there is none.
+    This checks each folder and link on the path too: anyone who can write to one controls what is run. `program` is
+    absolute. Raise `OSError` if it does not exist.
     """
     place, rest, n_links = Path("/"), list(reversed(program.parts)), 0
     while rest:
         name = rest.pop()
         if name == "..":
-            # Without links in it, the way back is the way that was checked.
+            # `place` contains no links, so its parent has been checked already.
             place = place.parent
             continue
         step = place / name
@@ -85,9 +85,10 @@ def distrust_of_program(program: Path) -> str:
 
 
 def distrust_of_searched(folder: Path) -> str:
-    """Explain why not to run what is found in a folder; return "" where only this user and root add to it.
+    """Explain why programs found in a folder must not be run; return "" if only this user and root can add to it.
 
-    Like `distrust_of_program`, but in a folder like /tmp others can add what would be found. Raises `OSError`.
+    This is stricter than `distrust_of_program`: in a sticky folder such as /tmp, others can add programs. Raise
+    `OSError` if the folder does not exist.
     """
     return distrust_of_program(folder) or _changed_by_others(folder, folder.stat(), may_be_sticky=False)
 
@@ -95,21 +96,21 @@ def distrust_of_searched(folder: Path) -> str:
 def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: bool = True) -> str:
     if status.st_uid not in (os.geteuid(), 0):
         return f"{step} belongs to {user_of(status.st_uid)}"
-    # In a folder like /tmp only its owner can replace an entry.
+    # In a sticky folder such as /tmp, an entry can be replaced only by its owner.
     is_sticky = may_be_sticky and stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    # The mode of a link says nothing.
+    # The mode of a link has no meaning.
     if stat.S_ISLNK(status.st_mode) or is_sticky or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return ""
     return f"others may write to {step}; `chmod go-w` it"
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file whose content is acted on with the reader's rights: only this user or root may own and write to it.
+    """Open a file whose content is acted on with the reader's rights: only this user or root may own and write it.
 
-    Raises `UserError` for any other file, and `OSError` where there is none.
+    Raise `UserError` for any other file, and `OSError` if there is none.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    # Checked on the open file: the name may lead to another one by now.
+    # Checked on the open file, since the name may refer to another file by now.
     if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)
         raise UserError(f"what {file.name} says is not done, for {why}")
@@ -117,7 +118,7 @@ def open_own(file: Path) -> io.BufferedReader:
 
 
 def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False) -> str:
-    """Explain like `distrust_of_file`, by the status of a file that is open already; with `pipes` also of these."""
+    """Explain like `distrust_of_file`, given the status of an open file; `pipes` allows pipes too."""
     if not (stat.S_ISREG(status.st_mode) or (pipes and stat.S_ISFIFO(status.st_mode))):
         return f"{file} is not a plain file"
     if status.st_uid not in (os.geteuid(), 0):

@@ -1,4 +1,4 @@
-"""Write quantities as sentences and tables show them: memory in powers of 1024, rates in powers of 1000."""
+"""Formats quantities for sentences and tables: memory in powers of 1024, rates in powers of 1000."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def gibibytes(n_bytes: float, digits: int = 1) -> str:
-    """Write bytes as `17.9 GiB`, or as `82 MiB` where `digits` is 1 and it is below 0.1 GiB."""
+    """Write bytes as `17.9 GiB`, or as `82 MiB` if `digits` is 1 and it is below 0.1 GiB."""
     small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
     return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:.{digits}f} GiB"
 
 
 def distinct_sizes(first: int, second: int) -> tuple[str, str]:
-    """Write two sizes in bytes with as many digits (up to 3) as it takes to see which one is more."""
+    """Write two sizes in bytes with enough digits (up to 3) to show which is larger."""
     if max(first, second) < 2**20:
         return f"{first / 2**10:,.1f} KiB", f"{second / 2**10:,.1f} KiB"
     pairs = [(gibibytes(first, digits), gibibytes(second, digits)) for digits in (1, 2, 3)]
@@ -22,7 +22,7 @@ def distinct_sizes(first: int, second: int) -> tuple[str, str]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Write bytes per second as `12.0 GB/s`; like bandwidths everywhere in units of 10^9."""
+    """Write bytes per second as `12.0 GB/s`, in units of 10^9 as usual for bandwidths."""
     return f"{bytes_per_s / 1e9:,.1f} GB/s"
 
 
@@ -50,23 +50,23 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
-# A larger share of rows of zeros is reported, with the setting that leaves them out.
+# A larger share of zero rows is reported, with the setting that drops them.
 MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 
 def zero_rows(fraction: float, of_rows: str) -> str:
-    """Write a share of rows of zeros as `40.0 % of all rows are zero, as padding leaves them`."""
+    """Write a share of zero rows as `40.0 % of all rows are zero, as padding leaves them`."""
     return f"{100 * fraction:.1f} % of {of_rows} are zero, as padding leaves them"
 
 
 def number(value: float) -> str:
-    """Write a loss or a ratio in four significant digits."""
+    """Write a loss or a ratio with four significant digits."""
     return f"{value:.4g}" if abs(value) < 1e4 else count(value)
 
 
 def count(value: float) -> str:
     """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow it."""
-    # Limits from which the smaller unit would round to four digits before the decimal point.
+    # From these limits on, the smaller unit would round to four digits before the decimal point.
     for limit, one, unit in ((999_950_000, 1e9, "G"), (999_950, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / one:.1f}{unit}"
@@ -88,6 +88,6 @@ def done(progress: float) -> str:
 
 
 def bars(counts: Sequence[int]) -> str:
-    """Draw counts as blocks, the highest a full one; what is above 0 is seen."""
+    """Draw counts as blocks, scaled to the highest; every count above 0 is visible."""
     highest = max(counts, default=0) or 1
     return "".join(_BLOCKS[-(-(len(_BLOCKS) - 1) * n // highest)] for n in counts)
