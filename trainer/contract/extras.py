@@ -1,7 +1,7 @@
 """The optional packages of the trainer: whether they are installed, and the command that installs them.
 
 Without them the app still shows GPUs and jobs and needs 50 MB; with the smallest build of torch it needs 1 GB. The
-trainer uses the packages of this Python, or of another one that a job names and that reported what it has.
+trainer uses the packages of this Python, or of another Python that a job names and that reports its packages.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _way_of(prefix: Path) -> str:
 
 
 def missing_of_trainer() -> list[str]:
-    """Return the modules required by the trainer that are not installed."""
+    """Return the modules that the trainer requires and that are not installed."""
     return [name for name in OF_TRAINER if not is_installed(name)]
 
 

@@ -33,7 +33,7 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
 
 
 def write_own(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Write a file atomically whose content is acted on with its writer's rights: a sharing group may only read it.
+    """Atomically write a file that takes effect with its owner's rights; a sharing group may only read it.
 
     Without `durable` the call does not wait for the disk, and a power cut may lose the file.
     """

@@ -1,4 +1,4 @@
-"""Finds the file system of a path in the kernel's list of mounts, without a process or a disk access."""
+"""Finds the file system of a path in the kernel's list of mounts, without starting a process or accessing the disk."""
 
 from __future__ import annotations
 

@@ -87,11 +87,11 @@ class RunPaths:
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence asks ranks without the job store to stop."""
+        """Return the path of the file whose existence asks ranks that cannot read the job store to stop."""
         return self.attempt(attempt) / "stop"
 
     def finish_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence asks ranks without the job store to finish early."""
+        """Return the path of the file whose existence asks ranks that cannot read the job store to finish early."""
         return self.attempt(attempt) / "finish"
 
     def create(self) -> None:
@@ -175,7 +175,7 @@ class DataDir:
                 _make(folder, shared=is_shared(self.root))
 
     def refuse_links(self, job_id: int | None = None) -> None:
-        """Raise `UserError` if one of the folders, or of the folders of job `job_id`, is a symbolic link."""
+        """Raise `UserError` if a folder of the data folder, or of job `job_id`, is a symbolic link."""
         for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash, self.evaluations):
             refuse_link(folder)
         if job_id is not None:
@@ -199,7 +199,7 @@ def free_disk(path: Path) -> tuple[Path, int | None]:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """List the entries of a folder that are named by a job id of at most nine digits."""
+    """List the entries of a folder whose names are job ids (at most nine digits)."""
     return [entry for entry in folder.iterdir() if re.fullmatch("[0-9]{1,9}", entry.name)]
 
 

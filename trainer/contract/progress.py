@@ -142,7 +142,7 @@ class Progress:
         return Reached(stage.name, done / self._whole_s, max(0.0, left))
 
     def _once_s(self, name: str) -> float:
-        """Return the expected seconds of one run of a stage."""
+        """Return the expected time of one run of a stage, in seconds."""
         return self._planned[name].seconds_once if name in self._planned else 0.0
 
     def __enter__(self) -> Progress:

@@ -105,7 +105,7 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file whose content is acted on with the reader's rights: only this user or root may own and write it.
+    """Open a file that takes effect with the reader's rights: only this user or root may own it and write to it.
 
     Raise `UserError` for any other file, and `OSError` if there is none.
     """

@@ -1,6 +1,6 @@
 """The answers of `sae-train`, by command.
 
-Only `extract` and `run` print anything else to standard output.
+`run`, `resume`, `stop` and `extract` print the answer as their last line, all other commands print only the answer.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _LayersOf = Callable[[str], Sequence[int]]
 
 
 def of_training(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return a training's table with each hook without a layer expanded to its layers; unchanged if none are known.
+    """Return a training's table with one hook per layer for hooks without a layer; unchanged if no layer is known.
 
     A relative path is resolved against the first of `bases` that contains it.
     """

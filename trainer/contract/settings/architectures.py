@@ -1,4 +1,4 @@
-"""The settings of each SAE architecture; the registry in `catalog` assigns them."""
+"""The settings of each SAE architecture; `catalog` maps architectures to settings."""
 
 from __future__ import annotations
 

@@ -55,10 +55,10 @@ class ArchitectureEntry(KnobsEntry, frozen=True):
 
 
 class FollowingRates(msgspec.Struct, frozen=True):
-    """Changes of an optimizer's rates if encoders move with their decoders.
+    """Changes to an optimizer's rates when encoders move with their decoders.
 
     `lr` is a factor on the optimizer's automatic rate, `encoder` is the encoder's own rate relative to the decoder's,
-    and both rates fall over the last `decay` of a run.
+    and both rates decay over the last `decay` of a run.
     """
 
     lr: float
@@ -214,7 +214,7 @@ OPTIMIZERS = {
         optimizers.AdamKnobs,
         writes_copies=True,
         # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer (k = 48, 6,144 latents): 0.193; 0.206
-        # if the rate falls only over the last fifth; 0.225 if encoders also move on their own, at half the rate.
+        # if the rate decays only over the last fifth; 0.225 if encoders also move on their own, at half the rate.
         # SmolLM2's 12th block (k = 32, 4,608 latents): 0.172 instead of 0.182. Latents that never fire: 0.0 % instead
         # of 3.0 %, and 0.1 % instead of 2.7 %.
         following=FollowingRates(lr=2.0, encoder=0.2, decay=0.6),

@@ -63,7 +63,7 @@ class ExtractJob(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the job asks for the CPU; with "auto" it may run there without asking."""
+        """Whether the job explicitly asks for the CPU; "auto" may also choose it."""
         return str(self.launch.gpus).startswith("cpu")
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS, FollowingRates
 from trainer.contract.settings.job import JobConfig
 
-# The share of a run over which the rate falls without tied updates; see `schedule`.
+# The share of a run over which the rate decays without tied updates; see `schedule`.
 _USUAL_DECAY = 0.2
 
 
@@ -18,7 +18,7 @@ def following_rates(job: JobConfig, *, is_transcoder: bool) -> FollowingRates | 
 
 
 def decay_fraction(job: JobConfig, *, is_transcoder: bool) -> float:
-    """Return the share of the steps over which the learning rate falls to 0."""
+    """Return the share of the steps over which the learning rate decays to 0."""
     if job.train.decay_fraction != "auto":
         return job.train.decay_fraction
     rates = following_rates(job, is_transcoder=is_transcoder)

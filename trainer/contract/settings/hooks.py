@@ -11,7 +11,7 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.settings.knobs import show
 
-# TransformerLens's name inside a block, by our name of the site.
+# Maps our site names to TransformerLens's names inside a block.
 SITES = {
     "resid_pre": "hook_resid_pre",
     "resid_post": "hook_resid_post",
@@ -59,7 +59,7 @@ def parse_hook(text: str) -> Hook:
         sites = {theirs: ours for ours, theirs in SITES.items()} | {POST_NORM: "resid_post"}
         if match[2] in sites:
             return Hook(sites[match[2]], int(match[1]))
-        # Some models also call their blocks that: "blocks.3.attn" is one of their modules.
+        # Some models also name their blocks "blocks": "blocks.3.attn" is a module path there.
         if "hook_" in match[2]:
             listed = ", ".join(f"blocks.{match[1]}.{theirs}" for theirs in SITES.values())
             raise ValueError(f"has no site {match[2]}; known are {listed}")

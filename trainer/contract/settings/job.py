@@ -402,7 +402,7 @@ class JobConfig(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the job asks for CPU processes; with "auto" it may run on the CPU without asking."""
+        """Whether the job explicitly asks for CPU processes; "auto" may also choose the CPU."""
         return str(self.launch.gpus).startswith("cpu")
 
     @property

@@ -1,4 +1,4 @@
-"""The settings of each optimizer; the registry in `catalog` assigns them."""
+"""The settings of each optimizer; `catalog` maps optimizers to settings."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return 1 - (1 - self.cool_down.begin / self.planned) * self.cool_down.left(step)
 
     def lr_factor(self, step: int) -> float:
-        """Return the learning rate at a step as a share of the full rate; in a cool-down it falls linearly to 0."""
+        """Return the share of the full learning rate for a step; in a cool-down it decays linearly to 0."""
         cools, shape = self.cool_down, (self.planned, self.warmup_fraction, self.decay_fraction)
         if cools is None or step < cools.begin:
             return lr_factor(step, *shape)
@@ -66,15 +66,17 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fraction: float) -> float:
-    """Return the share of the full learning rate at a step in 0 .. total_steps - 1: linear rise, plateau, linear fall.
+    """Return the share of the full learning rate at a step in 0 .. total_steps - 1: warm-up, plateau and decay
+    (linear).
 
     The factor is never 0, which would waste a step.
 
-    With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.112 without a rise, 0.115 with a
-    rise over 2 % of the steps, 0.116 over 5 % and 0.118 over 10 %. With a rise over 5 %, it was 0.116 with a fall over
-    the last 20 %, 0.121 over half, 0.137 over all steps, and 0.139 with a cosine. In 500 steps it was 0.0912 without a
-    rise and 0.0921 with 5 %; without a rise but with a fall over half, 0.0923. If encoders move with their decoders,
-    the rate is twice as high and a longer fall is better: 0.193 over the last 60 % and 0.206 over 20 % (see `catalog`).
+    With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.112 without warm-up, 0.115 with a
+    warm-up over 2 % of the steps, 0.116 over 5 % and 0.118 over 10 %. With a 5 % warm-up, it was 0.116 with a decay
+    over the last 20 %, 0.121 over the last half, 0.137 over all steps, and 0.139 with a cosine. In 500 steps it was
+    0.0912 without warm-up and 0.0921 with 5 %; without warm-up but with a decay over the last half, 0.0923. If encoders
+    move with their decoders, the rate is twice as high and a longer decay is better: 0.193 over the last 60 % and 0.206
+    over 20 % (see `catalog`).
     """
     warmup, decay = warmup_fraction * total_steps, decay_fraction * total_steps
     rising = (step + 1) / warmup if warmup else 1.0

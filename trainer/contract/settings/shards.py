@@ -23,7 +23,7 @@ from trainer.contract.settings.rows import NotRowsError, Rows, choose_tensor, ro
 from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
-# A tensor with the number of each row's text.
+# The name of the tensor that holds each row's text number.
 DOCUMENT = "document"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}

@@ -1,4 +1,4 @@
-"""The settings of each source of activations, and the shape of its data; the registry in `catalog` assigns them."""
+"""The settings of each source of activations, and the shape of its data; `catalog` maps sources to settings."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         return Held()
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source takes on a device dedicated to computing rows, if there are any."""
+        """Return the memory that the source takes on a device dedicated to computing rows, if any."""
         return Held()
 
     def flops_per_token(self) -> float:

@@ -28,7 +28,7 @@ Table = dict[str, Any]
 def may_differ(path: str) -> bool:
     """Return whether the SAEs of a sweep may differ in this setting: SAE and learning settings, and the hook.
 
-    They share every row of all other data.
+    They share all other data settings.
     """
     section, _, key = path.partition(".")
     of_learning = section == "train" and (key in _OWN or key not in Train.__struct_fields__)

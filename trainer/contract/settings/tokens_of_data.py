@@ -24,7 +24,7 @@ def folder_of(knobs: SourceKnobs) -> Path | None:
 
 
 def may_tell_tokens(knobs: Iterable[SourceKnobs]) -> bool:
-    """Return whether any of the data may record its tokens; missing data may, and data read by a model does."""
+    """Return whether any of the data may record its tokens; text read by a model does, missing data might."""
     return any(isinstance(one, ModelKnobs) or ((folder := folder_of(one)) and _may_tell(folder)) for one in knobs)
 
 
