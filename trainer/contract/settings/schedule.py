@@ -66,8 +66,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fraction: float) -> float:
-    """Return the share of the full learning rate at a step in 0 .. total_steps - 1: warm-up, plateau and decay
-    (linear).
+    """Return the share of the full learning rate at a step in 0 .. total_steps - 1: linear warm-up, plateau, decay.
 
     The factor is never 0, which would waste a step.
 
