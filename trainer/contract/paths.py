@@ -75,7 +75,7 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
     def first_rank(self, attempt: int) -> Path:
-        """Return the path of the process that is rank 0 of a training."""
+        """Return the path of the file that identifies the process of rank 0."""
         return self.attempt(attempt) / "first.json"
 
     def rank_mark(self, attempt: int, rank: int) -> Path:

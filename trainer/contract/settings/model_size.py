@@ -29,7 +29,7 @@ _BYTES_AS_ASKED = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Values per token at the peak of a block, as a multiple of the model's width: input, queries, keys and values, and the
 # hidden layer of the MLP with its gate.
 _WIDTHS_PER_TOKEN = 20
-# The throughput of a forward pass, as a share of that of large matrix products.
+# The throughput of a forward pass relative to large matrix products.
 READING_SPEED = 0.5
 _CONTEXTS = ("max_position_embeddings", "n_positions")
 _WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")

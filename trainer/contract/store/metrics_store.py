@@ -30,7 +30,7 @@ _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
 
 def is_before_first_step(phase: str) -> bool:
-    """Return whether a run in this phase has yet to make a step; that of kernels also has the number of each."""
+    """Return whether a run in this phase has yet to make a step; `COMPILING` may be followed by a kernel count."""
     return phase in _BEFORE_FIRST_STEP or phase.startswith(COMPILING)
 
 
