@@ -62,13 +62,17 @@ class CardReader:
         Return () without such samples; `problem` says why.
         """
         self.problem = ""
-        if not 0 <= self._age_s() <= fresh_s:
+        if not self._has_reading() or not 0 <= self._age_s() <= fresh_s:
             self._read()
         # `abs`, since an old reading must not count as fresh after the clock was set back.
-        if abs(self._age_s()) > fresh_s + LATE_S:
+        if not self._has_reading() or abs(self._age_s()) > fresh_s + LATE_S:
             self.problem = self.problem or "the reading is not written"
             return ()
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
+
+    def _has_reading(self) -> bool:
+        # A reading of any age is fresh enough for `fresh_s` = infinity, a missing one is not.
+        return math.isfinite(self._age_s())
 
     def _age_s(self) -> float:
         """Return the seconds since the last reading; negative if the clock was set back, infinite without a reading."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -181,6 +182,14 @@ def test_the_cards_of_a_job_tell_their_name_though_nobody_has_read_them(box, on_
     next(box.data.root.glob("cards-*-nvml.json")).unlink()
     assert name_of(box.data, job) == name
     assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""
+
+
+def test_gpus_are_read_if_a_reading_of_any_age_would_do_but_none_is_left(box, on_driver):
+    on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
+    box.record(gpu_source="nvml")
+    reader = CardReader(box.data, "nvml")
+    assert not reader._file.exists()
+    assert [sample.uuid for sample in reader.samples(math.inf)] == list(UUIDS[:2])
 
 
 def test_readings_of_another_host_that_shares_the_folder_are_ignored(box, monkeypatch):
