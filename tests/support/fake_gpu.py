@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainer.contract.planning import first_look
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.optimizers import AdamKnobs
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, own_part
@@ -133,6 +134,13 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+_state_dtype = AdamKnobs.state_dtype
+
+
+def _state_dtype_on_gpus(knobs: AdamKnobs, _device: str) -> str:
+    return _state_dtype(knobs, "cuda")
+
+
 def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
     """Make a tensor of numbers of the host: filled on the device, since copying asks for a driver."""
     made = _TENSOR(*args, **others)
@@ -155,6 +163,7 @@ _TENSOR = torch.tensor
 _ALWAYS = (
     (FakeTensor, "nonzero", _half_of_them),
     (FakeTensor, "__bool__", _no),
+    (AdamKnobs, "state_dtype", _state_dtype_on_gpus),
     (torch.cuda, "device_of", _anywhere),
     # A GPU's allocator keeps the memory of a product by itself; nothing here may keep a reference, as a mock would.
     (reused_buffer, "put_back", _nothing),

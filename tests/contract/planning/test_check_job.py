@@ -212,8 +212,8 @@ def test_a_training_has_one_slice_or_whole_gpus(
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
-    # 17e13 parameters with the encoder's bias, as four checkpoints of 12 bytes each and the SAE of 4.
-    assert f"checkpoints and SAE need about {52 * 17e13 / GIB:.1f} GiB" in disk_problem.message
+    # 17e13 parameters with the encoder's bias, as four checkpoints of 8 bytes each and the SAE of 4.
+    assert f"checkpoints and SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
 

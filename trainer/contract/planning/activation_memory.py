@@ -163,6 +163,8 @@ class _Dense(_Pass):
         phases = (
             self.entry.dense_matrices * latents + middle,
             (2.5 + self.product / 8) * latents + first,
+            # Reconstructions in 16 bits are sent as fp32 copies, and so is their gradient.
+            2 * latents + middle + (3 * self.summed() if self.product == 2 else 0),
             2 * latents + late,
         )
         return self.rows + 4 * self.own_tokens * self.width + max(phases)
