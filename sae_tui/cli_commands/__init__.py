@@ -1,1 +1,1 @@
-"""The commands of `sae-tui` for the shell: the functions the screens call, printed as tables or JSON."""
+"""The shell commands of `sae-tui`: they call the same functions as the screens, and print tables or JSON."""

@@ -27,7 +27,7 @@ def show_cards(context: Context, job_id: int) -> None:
 
 
 def show_card(context: Context, job_id: int, number: int) -> None:
-    """Print one card in full."""
+    """Print one report card in full."""
     shown: Mapping[str, Version] = version_of(context.data.sae(job_id), number)
     if context.as_json:
         show_json([_row(label, one) | {"card": as_table(one.card)} for label, one in shown.items()])
@@ -38,7 +38,7 @@ def show_card(context: Context, job_id: int, number: int) -> None:
 
 
 def measured(version: Version) -> float | None:
-    """Return when the newest part was measured; None if that is not known."""
+    """Return the time when the newest part was measured; None if unknown."""
     return max((part.measured for part in version.card.parts.values()), default=None)
 
 
@@ -74,6 +74,6 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
 
 
 def features_of(context: Context, job_id: int, number: int) -> dict[str, Path]:
-    """Return by SAE the feature file of the report card with this number; empty if it is not stored any more."""
+    """Return the feature files of the report card with this number, by SAE; empty if they are no longer stored."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

@@ -1,4 +1,4 @@
-"""`sae-tui compare`: runs side by side, as tables, a picture or data."""
+"""`sae-tui compare`: compares runs in tables, in a picture or as data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.store.job_store import Control
 
 
 def compare(context: Context, flags: argparse.Namespace) -> int:
-    """Print what tells the runs apart; with `--svg` or `--csv` write their curves instead."""
+    """Print how the runs differ; with `--svg` or `--csv`, write their curves instead."""
     with _open_runs(context, flags.ids) as runs:
         comparison = runs.read(flags.metric or held_out(CRITERION))
         if flags.metric and comparison.metric != flags.metric:
@@ -41,7 +41,7 @@ def compare(context: Context, flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _open_runs(context: Context, job_ids: Sequence[int]) -> Iterator[Runs]:
-    """Open the runs, each once; raise `UserError` where there is no such job."""
+    """Open each run once; raise `UserError` if a job does not exist."""
     job_ids = list(dict.fromkeys(job_ids))
     with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
         for job_id in job_ids:

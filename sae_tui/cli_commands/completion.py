@@ -24,16 +24,16 @@ from trainer.contract.trust import distrust_of_program, distrust_of_searched
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
 _MARK = f"# Written by `{PROGRAM} completion --install`."
-# Set by the shell while it asks.
+# The shell sets this variable when it asks for completions.
 _ASKED = "_ARGCOMPLETE"
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell and exit, where the shell asks for completions; else do nothing, at no cost."""
+    """If the shell asks for completions, print them and exit; else do nothing, at no cost."""
     if _ASKED in os.environ:
         import argcomplete
 
-        # Complete also the flags that only the help of the whole program describes.
+        # Also complete the flags that only the help of the whole program lists.
         argcomplete.autocomplete(parser, print_suppressed=True)
 
 
@@ -45,7 +45,7 @@ def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
 
 
 def complete_in_shell(context: Context, flags: argparse.Namespace) -> int:
-    """Print the code that belongs into the shell's start-up file, or with `--install` write the file it looks for."""
+    """Print the code for the shell's start-up file; with `--install`, write the file that the shell loads."""
     shell = flags.shell or (_own_shell() if flags.install else None)
     if shell not in SHELLS:
         raise _which_shell()
@@ -71,12 +71,12 @@ def _script(shell: str) -> str:
 
 
 def _own_shell() -> str:
-    """Return the name of the shell of $SHELL, which containers and services leave out, or else of the login."""
+    """Return the name of the shell: $SHELL, or the login shell, since containers and services do not set $SHELL."""
     return os.path.basename(os.environ.get("SHELL") or _login_shell())
 
 
 def _login_shell() -> str:
-    """Return the path of the shell that this user logs in with; empty where the user is not known to the system."""
+    """Return the path of this user's login shell; empty if the system does not know the user."""
     try:
         return pwd.getpwuid(os.getuid()).pw_shell
     except KeyError:
@@ -84,10 +84,10 @@ def _login_shell() -> str:
 
 
 def _install(context: Context, shell: str) -> int:
-    """Write the script where the shell looks for it; refuse a file that is not ours."""
+    """Write the script to the file that the shell loads; refuse to overwrite a file that we did not write."""
     file, content = file_for(shell), _marked(_script(shell), shell)
     try:
-        # What lies there is run by each shell that starts.
+        # Every new shell runs this file.
         if why := distrust_of_searched(private_folder(file.parent)):
             raise UserError(why)
         if changed := _text_of_ours(file) != content:
@@ -107,7 +107,7 @@ def _install(context: Context, shell: str) -> int:
 
 
 def file_for(shell: str) -> Path:
-    """Return the file of this user in which a shell looks for what completes this program."""
+    """Return the user's file from which a shell loads the completions of this program."""
     home = home_folder()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -129,13 +129,13 @@ def _left_to_do(shell: str, file: Path) -> str:
 
 
 def _marked(script: str, shell: str) -> str:
-    """Return the script with our mark in its second line, since the first of zsh has to be its own."""
+    """Return the script with our mark in its first line; in the second for zsh, which needs `#compdef` in the first."""
     first, _, rest = script.lstrip("\n").partition("\n")
     return f"{first}\n{_MARK}\n{rest}" if shell == "zsh" else f"{_MARK}\n{script}"
 
 
 def _text_of_ours(file: Path) -> str | None:
-    """Return what is in the file, None where there is none; raise `UserError` where it is a link or not ours."""
+    """Return the content of the file, None if there is none; raise `UserError` if it is a link or not ours."""
     try:
         if file.is_symlink():
             raise UserError(f"{file} is a link; remove it first")

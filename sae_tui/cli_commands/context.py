@@ -1,4 +1,4 @@
-"""What every command knows: the data folder, the GPU source and how to print."""
+"""The state and helpers that all commands share: data folder, settings, GPUs and job files."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
 
-# Seconds. A disk that sleeps or a file server that restarts takes its time.
+# Seconds. A sleeping disk or a restarting file server needs time to answer.
 _LIMIT_S = 60.0
 
 
 class Context:
-    """Made once per command from the flags that all commands share."""
+    """Holds the data folder, settings and GPUs of one command, from the flags that all commands share."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
-        # Why the data folder cannot be used now: its disk or file server hangs.
+        # The reason why the data folder cannot be used now: its disk or file server hangs.
         self.hung = _check_folder(base.root, getattr(flags, "folder_limit_s", _LIMIT_S))
         if self.hung and not hasattr(flags, "folder_limit_s"):
             raise UserError(self.hung)
         self.data = DataDir(base.root / "demo") if demo else base
-        # Check once for every command that names jobs, since commands read and write in the jobs' folders.
+        # Commands read and write in job folders, so the folders of all named jobs are checked here, once.
         for job_id in _jobs_named(flags):
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
-        # The flags by which another process of sae-tui finds the same jobs and GPUs.
+        # Flags with which another sae-tui process finds the same jobs and GPUs.
         self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
         self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
         self.as_json: bool = getattr(flags, "json", False)
-        # Whether a GPU is asked for; where none is, nothing is said of why there are none.
+        # Whether the command needs GPUs. If not, no warning explains why there are none.
         self.wants_gpus = True
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Context:
 
     @functools.cached_property
     def gpus(self) -> Snapshot:
-        """The GPUs as they are now; says on stderr why there are none, or not all, where some are wanted."""
+        """The current GPUs; if the command needs GPUs, warns on stderr why there are none or why some are hidden."""
         if self.wants_gpus and (message := self._read.problem or self._read.note):
             warn(message)
         return self._read
@@ -85,20 +85,20 @@ class Context:
         return take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
 
     def has_broken_driver(self) -> bool:
-        """Tell whether the GPUs cannot be read though they are there; say why, to a script in JSON."""
+        """Return whether GPUs exist but cannot be read; report the reason, as JSON for scripts."""
         if self.as_json and self._read.is_broken:
             show_failure(self._read.problem)
             return True
         return self.gpus.is_broken
 
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
-        """Yield the GPUs again and again, by a driver that is opened once, until nobody reads."""
+        """Yield a snapshot every `every_s` seconds, with the driver kept open, until no process reads the output."""
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
         return watch(source, occupancy, self.data, every_s)
 
     def past(self) -> list[Job]:
-        """Return all jobs, newest first; none where the store cannot be read."""
+        """Return all jobs, newest first; none if the store cannot be read."""
         with (
             contextlib.suppress(UserError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
@@ -110,7 +110,7 @@ class Context:
         return []
 
     def mend(self) -> None:
-        """Mend what a crash or a restart of the machine left, if the store can be written."""
+        """Repair what a crash or a reboot left behind, if the store is writable."""
         from sae_tui.jobs.revive import reconcile_and_revive
 
         with contextlib.suppress(UserError):
@@ -123,14 +123,14 @@ def _jobs_named(flags: argparse.Namespace) -> list[int]:
 
 
 def _check_folder(root: Path, limit_s: float) -> str:
-    """Raise `UserError` if the data folder cannot be used; return that it does not answer, or ""."""
+    """Raise `UserError` if the data folder cannot be used; return a message if it does not answer, else ""."""
 
     def check() -> None:
         _refuse_unusable(root)
-        with contextlib.suppress(OSError):  # what `stat` says may be remembered, and more is needed
+        with contextlib.suppress(OSError):  # `stat` may be answered from a cache, a listing is not
             os.listdir(root)
 
-    # On a thread, since a call that hangs cannot even be interrupted with Ctrl-C.
+    # On a thread, since a call that hangs in the kernel cannot be interrupted, not even with Ctrl-C.
     answer, words = on_thread(check), f"the data folder {root} does not answer"
     try:
         with tell_when_slow(lambda: warn(f"{words} yet")):
@@ -141,7 +141,7 @@ def _check_folder(root: Path, limit_s: float) -> str:
 
 
 def _refuse_unusable(root: Path) -> None:
-    """Raise `UserError` if no file can be made below this folder, its name is not UTF-8, or others may write to it."""
+    """Raise `UserError` if the path is too long, not UTF-8 or not a folder, or if others can write to the folder."""
     if not is_utf8(str(root)):
         raise UserError(f"the data folder {str(root)!a} is not UTF-8; choose another with --data-dir")
     try:
@@ -157,14 +157,14 @@ def _refuse_unusable(root: Path) -> None:
 
 
 def consent_of(context: Context, flags: argparse.Namespace) -> Consent:
-    """Return which code of a job file the flags and settings allow to run."""
+    """Return which code from job files the flags and settings allow to run."""
     settings = context.settings
     names = (settings.python, *settings.trusted_code)
     return Consent(flags.allow_code, names)
 
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT) -> AnyJob:
-    """Return the job file with `--set` and `--gpus` applied; raise `JobFileError` with every problem."""
+    """Return the job of a job file with `--set` and `--gpus` applied; raise `JobFileError` with all problems."""
     judged = Judged(pipes=True)
     job = load_any(path, overrides_of(overrides, gpus), read=judged)
     _refuse_code(job, consent, overrides, judged)
@@ -174,7 +174,7 @@ def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, cons
 def read_training(
     path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT
 ) -> JobConfig:
-    """Return as `read_job` does a job that trains; raise `JobFileError` for any other."""
+    """Return a training job as `read_job` does; raise `JobFileError` for any other kind of job."""
     judged = Judged(pipes=True)
     job = load_job(path, overrides_of(overrides, gpus), read=judged)
     _refuse_code(job, consent, overrides, judged)
@@ -189,9 +189,9 @@ def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged
 def examine_job(
     path: Path, overrides: Sequence[str], gpus: str | None, consent: Consent
 ) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
-    """Return the job without its invalid settings, the problems, and the refused code as further problems.
+    """Return the job without its invalid settings, its problems, and its refused code as further problems.
 
-    The job also lacks the settings that would run refused code, so that all others can be checked.
+    The job also lacks the settings that would run refused code, so that all other settings can be checked.
     """
     judged = Judged(pipes=True)
     raw = read_toml(path, judged)
@@ -211,7 +211,7 @@ def examine_job(
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
-    """Return the overrides of `--set`, and `--gpus` as one more."""
+    """Return the `--set` overrides, and `--gpus` as a further override."""
     return [*overrides, *([f"launch.gpus={_gpus_value(gpus)}"] if gpus else [])]
 
 

@@ -1,4 +1,4 @@
-"""`sae-tui doctor`: what is in the way of a training here, and what a job would take."""
+"""`sae-tui doctor`: lists what would prevent training on this machine, and estimates what a job would need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, aga
 
 
 def doctor(context: Context, flags: argparse.Namespace) -> int:
-    """Print each finding as soon as it is there; return 1 where one of them is an error."""
+    """Print each finding as soon as it is known; return 1 if one of them is an error."""
     job, python = None, ""
     is_silent = bool(context.hung) or not _has_settings(context)
     if not is_silent:
@@ -51,7 +51,7 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     report = None
     if job and not box.is_silent:
         gpus = box.gpus
-        # After the probe, which measures them.
+        # Read after the probe, which measures the speeds.
         speeds = read_box(context.data.box_file)
         held = Occupancy(context.data).holders()
         used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]
@@ -88,7 +88,7 @@ def _as_json(findings: Iterable[Finding], report: JobReport | None) -> dict[str,
 
 
 def _show(finding: Finding) -> None:
-    """Print a finding and below it what to do, wrapped to the width of the terminal where there is one."""
+    """Print a finding and its remedy, wrapped to the width of the terminal if there is one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     head = f"{level_words(finding):<{LEVEL_WIDTH}} {finding.subject:<{SUBJECT_WIDTH - 1}}"
     _wrap(finding.sentence, width, f"{head} ", f"{INDENT} ")

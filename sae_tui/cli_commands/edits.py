@@ -29,7 +29,7 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
-    """Resume a job that has ended from its last good checkpoint, or is paused; with `--wait` wait as `launch` does."""
+    """Resume an ended or paused job from its last good checkpoint; with `--wait`, wait for its end as `launch` does."""
     place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (message := _release_if_held(context, flags.id, finish=flags.finish)):
@@ -50,7 +50,7 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _release_if_held(context: Context, job_id: int, *, finish: bool) -> str:
-    """Release a job that is held or paused and return the message; return "" for any other."""
+    """Release a held or paused job and return the message; return "" for any other job."""
     with store_access.existing(context.data, job_id) as control:
         job = control.job(job_id)
         if not job.held or job.state.is_final:
@@ -61,7 +61,7 @@ def _release_if_held(context: Context, job_id: int, *, finish: bool) -> str:
 
 
 def clone(context: Context, flags: argparse.Namespace) -> int:
-    """Launch a job with the settings of another, some of them changed; with `--print` print them as a job file."""
+    """Launch a job with another job's settings and some changes; with `--print`, print the job file instead."""
     job = clone_settings(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
         from trainer.contract.settings.job_file import dump_job
@@ -108,7 +108,7 @@ def tag(context: Context, flags: argparse.Namespace) -> int:
 
 
 def remove(context: Context, flags: argparse.Namespace) -> int:
-    """Delete jobs with all their files, for good, once the question is answered; all of them or none."""
+    """Delete jobs and all their files permanently, after a confirmation; delete all of the jobs or none."""
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)
@@ -128,7 +128,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
 
 
 def repair(context: Context, flags: argparse.Namespace) -> int:
-    """Rebuild the list of jobs from their folders where it was lost, and mend what a crash left."""
+    """Rebuild the job list from the job folders if it was lost, and repair what a crash left behind."""
     done = []
     for step in repaired(context.data, flags.host_gone or ""):
         done.append(step)

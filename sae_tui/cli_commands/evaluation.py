@@ -1,4 +1,4 @@
-"""`sae-tui eval`: the report card of a job's SAEs, and what their latents fire on."""
+"""`sae-tui eval`: writes the report card of a job's SAEs and collects the texts on which their latents fire."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.store.rows import Job
 
 
 def evaluate(context: Context, flags: argparse.Namespace) -> int:
-    """Start the evaluation of a job; with `--wait` return once it is over: 0 where it went well, else 1."""
+    """Start the evaluation of a job; with `--wait`, return when it ends: 0 if it succeeded, else 1."""
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
     request.refuse(context.data, job)
@@ -57,7 +57,7 @@ def _model(given: str | None) -> str | None:
 
 
 def _runs_code(context: Context, flags: argparse.Namespace, model: str | None) -> bool:
-    """Return whether the model's job file runs code; raise `JobFileError` if it does without consent."""
+    """Return whether the model's job file runs code; raise `JobFileError` if it would run code without consent."""
     if model in (None, request.AUTO):
         return False
     table = read_toml(Path(str(model)), judged := Judged())
@@ -67,7 +67,7 @@ def _runs_code(context: Context, flags: argparse.Namespace, model: str | None) -
 
 
 def _card(context: Context, job: Job) -> request.Card | None:
-    """Return the GPU to evaluate on; those of a job that trained on the CPU are not asked for."""
+    """Return an idle GPU for the evaluation, or None; a job that trained on the CPU gets none."""
     if job.device != "cuda":
         return None
     return request.idle_card(context.data, job, context.gpus.choices, context.gpus.source_name)

@@ -1,4 +1,4 @@
-"""`sae-tui export-metrics`: figures of GPUs and jobs for Prometheus, on this machine alone."""
+"""`sae-tui export-metrics`: serves metrics of GPUs and jobs to Prometheus, on this machine only."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from trainer.contract.output import show_text
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost")
-# A client is given up after so long.
+# Seconds after which a client is disconnected.
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
-# Seconds without a request until the driver is closed, and how long the next request waits for it.
+# Seconds without a request after which the driver is closed, and how long the next request waits for it to open.
 REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 
 def export_metrics(context: Context, flags: argparse.Namespace) -> int:
-    """Print the figures once, or serve them until it is interrupted."""
+    """Print the metrics once, or serve them until interrupted."""
     try:
         from sae_tui.cli_commands.prometheus import Figures
     except ModuleNotFoundError:
@@ -48,7 +48,7 @@ def export_metrics(context: Context, flags: argparse.Namespace) -> int:
         show_text(Figures(context.data, lambda: context.gpus.samples).text())
         return Exit.DONE
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
-    # A thread per card, so that one that hangs keeps nobody waiting.
+    # One thread per GPU, so that a GPU that hangs delays no other.
     sampler = Sampler(source, context.settings.sampling_interval_s)
     gpus = AskedGpus(sampler, source.name)
     figures = Figures(context.data, gpus.samples, lambda: sampler.problem)
@@ -64,13 +64,13 @@ def export_metrics(context: Context, flags: argparse.Namespace) -> int:
             server.serve_forever()
     finally:
         if not sampler.stop():
-            # A thread inside the driver cannot be ended, and the interpreter would wait for it.
+            # A thread that hangs in the driver cannot be stopped, and the interpreter would wait for it.
             os._exit(Exit.FAILED)
     return Exit.DONE
 
 
 class AskedGpus:
-    """The GPUs, read for as long as a client asks: a GPU whose driver is open cannot be reset."""
+    """Reads the GPUs only while clients send requests: a GPU cannot be reset while its driver is open."""
 
     def __init__(self, sampler: Sampler, source_name: str) -> None:
         self._sampler, self._name = sampler, source_name
@@ -79,7 +79,7 @@ class AskedGpus:
         self._asked = time.monotonic()
 
     def samples(self) -> Sequence[GpuSample]:
-        """Return the newest samples; after a rest wait up to `WAKE_S` for the driver."""
+        """Return the newest samples; if the driver was closed, wait up to `WAKE_S` for it to open."""
         with self._lock:
             self._asked = time.monotonic()
             if self._rests:
@@ -95,7 +95,7 @@ class AskedGpus:
         return is_opening or any(one.reason == faults.NO_ANSWER_YET for one in self._sampler.latest())
 
     def rest(self) -> None:
-        """Close the driver if no client has asked for `REST_AFTER_S`."""
+        """Close the driver if there was no request for `REST_AFTER_S`."""
         if self._rests or time.monotonic() < self._asked + REST_AFTER_S or not self._lock.acquire(blocking=False):
             return
         try:
@@ -106,7 +106,7 @@ class AskedGpus:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a few at a time; whoever comes then is hung up on, and so costs nothing."""
+    """Serves at most `MOST_AT_ONCE` clients at a time; further connections are closed at once and so cost nothing."""
 
     daemon_threads = True
 
@@ -126,7 +126,7 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        # However slowly it sends, a client has so long for all of it.
+        # The limit covers the whole request, however slowly the client sends it.
         hang_up = threading.Timer(PATIENCE_S, _hang_up, (request,))
         hang_up.daemon = True
         hang_up.start()
@@ -137,7 +137,7 @@ class Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over a client that has gone; a fault of ours is told as ever."""
+        """Ignore clients that have disconnected; report errors of our own as usual."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -148,7 +148,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request: `GET /metrics`, for this machine by its own name, and nothing else."""
+    """Answers `GET /metrics` if the Host header names the loopback address, and rejects all other requests."""
 
     server_version, sys_version = "sae-tui", ""
     timeout = PATIENCE_S
@@ -158,7 +158,8 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        # A page in a browser reaches this port by a name of its own that leads here; the browser then says that name.
+        # DNS rebinding: a web page can reach this port through a host name of its own, but the Host header then has
+        # that name.
         if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
             self._answer(403, "only by the name 127.0.0.1 or localhost\n")
         elif self.path != "/metrics":
@@ -176,4 +177,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *_: object) -> None:  # noqa: A002
-        """Write no log of requests."""
+        """Log no requests."""

@@ -1,4 +1,4 @@
-"""`sae-tui features`: what the latents of an SAE fire on."""
+"""`sae-tui features`: shows what the latents of an SAE fire on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.contract.wording import bars
 
 
 def features(context: Context, flags: argparse.Namespace) -> int:
-    """Print a latent with its contexts, or the latents in the order asked for."""
+    """Print one latent with its contexts, or a list of latents in the requested order."""
     read = Features(_file(context, flags))
     if flags.latent is not None:
         feature = read.feature(flags.latent)
@@ -56,7 +56,7 @@ def features(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _file(context: Context, flags: argparse.Namespace) -> Path:
-    """Return the file of the SAE that is asked for; raise `UserError` where it is not known which, or there is none."""
+    """Return the feature file of the requested SAE; raise `UserError` if there is none or the choice is ambiguous."""
     job_id = job_id_in(flags.run)
     if job_id is not None:
         with existing(context.data, job_id) as control:

@@ -1,4 +1,7 @@
-"""`sae-tui gpus | metrics | recommend`: what the GPUs are doing and which to take."""
+"""`sae-tui gpus
+metrics
+recommend`: shows what the GPUs are doing and which of them to use.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ WATCH_S = 1.0
 
 
 def show_gpus(context: Context, flags: argparse.Namespace) -> int:
-    """Print all GPUs as a list, or the one asked for as an object; return 1 where the driver is broken."""
+    """Print all GPUs as a list, or the requested GPU as an object; return 1 if the driver is broken."""
     if flags.watch:
         return _watch(context, flags)
     if context.has_broken_driver():
@@ -39,7 +42,7 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _watch(context: Context, flags: argparse.Namespace) -> int:
-    """Print the GPUs every second until it is interrupted or nobody reads."""
+    """Print the GPUs every second until interrupted or until no process reads the output."""
     problem = ""
     for snapshot in context.watch_gpus(WATCH_S):
         rows = [row for row in _gpus(snapshot) if flags.index in (None, row["index"])]
@@ -76,7 +79,7 @@ def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> in
 
 
 def show_metrics(context: Context, flags: argparse.Namespace) -> int:
-    """Print the whole machine or every GPU, with its stored past on request; return 1 where the driver is broken."""
+    """Print totals or every GPU, with stored history on request; return 1 if the driver is broken."""
     if context.has_broken_driver():
         return Exit.FAILED
     if flags.csv:
@@ -108,7 +111,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
-    """Print the stored past as CSV: of all cards together, or of one after the other."""
+    """Print the stored history as CSV: of all GPUs together, or of one GPU after the other."""
     past = past_of(context, flags)
     assert past is not None
     if flags.view == "aggregated":
@@ -120,8 +123,8 @@ def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
 
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:
-    """Print the GPUs that suit a job best; return 1 where there is none, or the driver is broken."""
-    # This command runs no code of the job file.
+    """Print the GPUs that suit a job best; return 1 if there are none or the driver is broken."""
+    # No consent is needed: this command runs no code from the job file.
     job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():
         return Exit.FAILED
@@ -192,7 +195,7 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
 
 
 def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()) -> None:
-    """Print a line for each GPU; GPUs that only other users may use share one line."""
+    """Print a row for each GPU; GPUs reserved for other users share one row."""
     withheld = [row["index"] for row in rows if row["index"] in withheld]
     reason = next((row["reason"] for row in rows if row["index"] in withheld), "")
     if len(withheld) > 1:
@@ -239,7 +242,7 @@ def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
 
 
 def _field_text(name: str, value: Any) -> object:
-    """Return a field of a GPU with its unit; the time of its reading as a date."""
+    """Return a field of a GPU as text with its unit; a timestamp becomes a date."""
     if name == "timestamp":
         return clock_time(value)
     return _with_unit(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

@@ -51,13 +51,13 @@ from trainer.contract.wording import duration, gibibytes
 POLL_S = 0.25
 WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
-# Of a report card: what JSON has, and which facts are printed.
+# The fields of a report card that JSON contains, and the facts that are printed.
 _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
     "parts",
 )  # fmt: skip
 _KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
-# How the command ends that has waited for a job.
+# The exit codes of commands that wait for a job.
 EXITS = {
     JobState.FINISHED: Exit.DONE,
     JobState.STOPPED: Exit.STOPPED,
@@ -68,7 +68,7 @@ EXITS = {
 
 
 def show_jobs(context: Context, flags: argparse.Namespace) -> int:
-    """Print the jobs that match the words, in the order that is asked for."""
+    """Print the jobs that match the filter, in the requested order."""
     reader = JobsReader(context.data)
     matches = _matches(reader, flags)
     if reader.passed_over:
@@ -87,7 +87,7 @@ def show_jobs(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _watch(context: Context, flags: argparse.Namespace, reader: JobsReader) -> Exit:
-    """Print the jobs that match, and again whenever one of them has changed, until nobody reads."""
+    """Print the matching jobs, and again after each change, until no process reads the output."""
     told, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
     while True:
         matches = _matches(reader, flags)
@@ -106,7 +106,7 @@ def _watch(context: Context, flags: argparse.Namespace, reader: JobsReader) -> E
 
 
 def _matches(reader: JobsReader, flags: argparse.Namespace) -> list[JobView]:
-    """Read what is new and return the jobs that match; raise `UserError` where they cannot be read."""
+    """Poll the reader and return the matching jobs; raise `UserError` if the jobs cannot be read."""
     reader.poll()
     if reader.problem:
         raise UserError(reader.problem)
@@ -118,7 +118,7 @@ def _rows(context: Context, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
 
 
 def show_job(context: Context, flags: argparse.Namespace) -> int:
-    """Print one job with what happened to it; with `--wait` once it has ended, and the exit code tells how."""
+    """Print one job and its events; with `--wait`, wait for its end and return the exit code of its final state."""
     code = Exit.DONE
     if flags.wait:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
@@ -160,7 +160,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _how_far(reader: JobReader) -> dict[str, float | int | None]:
-    """Return how often the training rows were read, and the step and value of the lowest held-out FVU."""
+    """Return the number of passes over the training rows, and the step and value of the lowest held-out FVU."""
     curves = {name: reader.series.get((name, 0)) for name in (PASSES, BEST_STEP, BEST_FVU)}
     newest = {name: points[-1].value if points else None for name, points in curves.items()}
     step = newest[BEST_STEP]
@@ -168,13 +168,13 @@ def _how_far(reader: JobReader) -> dict[str, float | int | None]:
 
 
 def _card_fields(shown: Sequence[Card]) -> list[dict[str, Any]]:
-    """Return what was measured of each SAE; its texts are what `sae-tui features` shows."""
+    """Return the measurements of each SAE, without the contexts of its latents (`sae-tui features` shows them)."""
     tables = map(as_table, shown)
     return [{"sae": table["label"], **{name: table[name] for name in _OF_CARD}} for table in tables]
 
 
 def _show_cards(shown: Sequence[Card]) -> None:
-    """Print what matters most of a report card; of a sweep a line for each."""
+    """Print the key facts of a report card, or one row per SAE of a sweep."""
     if not shown:
         return
     say()
@@ -189,7 +189,7 @@ def _show_cards(shown: Sequence[Card]) -> None:
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:
-    """Return the values of the best SAE of a sweep, with its label: `0.1463 (k=32)`; none for a single SAE."""
+    """Return the values of the best SAE of a sweep with its label, such as `0.1463 (k=32)`; empty for a single SAE."""
     if not job.best_sae:
         return {}
     of_sae = {name: _field_text(job, name, value) for name, value in _values(job).items() if value is not None}
@@ -197,7 +197,7 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
 
 
 def _show_cause(postmortem: Postmortem, job_id: int) -> None:
-    """Print what to do, the exception and last lines of the first rank that failed, and how the others ended."""
+    """Print the remedy, the exception and last log lines of the first failed rank, and how the other ranks ended."""
     advice = [postmortem.remedy] if postmortem.remedy else []
     if postmortem.resumes:
         advice.append(f"`sae-tui resume {job_id}` {postmortem.resumes}")
@@ -236,7 +236,7 @@ def stop(context: Context, flags: argparse.Namespace) -> int:
 
 
 def show_logs(context: Context, flags: argparse.Namespace) -> int:
-    """Print the last lines a rank has written, and with `-f` what it writes until the job ends."""
+    """Print the last log lines of a rank; with `-f`, follow the log until the job ends."""
     reader = _reader(context, flags.id)
     assert reader.view is not None
     if flags.rank >= reader.view.world_size:
@@ -267,7 +267,7 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
 
 
 def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
-    """Wait until all jobs have ended and return the exit code of the worst; Ctrl-C leaves the jobs as they are."""
+    """Wait until all jobs have ended and return the worst exit code; Ctrl-C leaves the jobs as they are."""
     if not context.as_json:
         for job_id in job_ids:
             say(f"job {job_id} {began}; Ctrl-C leaves it {leaves}")
@@ -279,16 +279,16 @@ def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves
 
 
 def _what_came_of(view: JobView) -> str:
-    """Return why a job has failed, or where its output is; "" where there is neither."""
+    """Return the reason why a job failed, or the path of its output; "" if there is neither."""
     if view.error:
         return f": {view.error}"
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
 
 
 def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) -> JobView:
-    """Wait until the job has ended, print how where that `is_told`, and return it.
+    """Wait until the job has ended, print how it ended if `is_told`, and return it.
 
-    Raise `UserError` where it was deleted meanwhile.
+    Raise `UserError` if the job was deleted meanwhile.
     """
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
@@ -310,7 +310,7 @@ def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) ->
 
 
 def _reached(job: JobView) -> Reached:
-    """Return the progress of a job: what it waits for, its phase before the first step, or its steps."""
+    """Return the progress of a job: why it waits, its phase before the first step, or its step."""
     if job.state == JobState.QUEUED:
         return Reached(f"waits: {waits(job)}")
     if not job.step or not job.total_steps:
@@ -321,7 +321,7 @@ def _reached(job: JobView) -> Reached:
 
 
 def _reader(context: Context, job_id: int) -> JobReader:
-    """Return a reader that has read the job once; raise `UserError` where there is no such job."""
+    """Return a reader that has polled the job once; raise `UserError` if there is no such job."""
     reader = JobReader(context.data, job_id, mends=True)
     reader.poll()
     if reader.view is None:
@@ -365,14 +365,14 @@ def _values(job: JobView) -> dict[str, float | None]:
 
 
 def _field_title(name: str) -> str:
-    """Return the title of a field; a metric has the title that screens show."""
+    """Return the title of a field; metrics have the titles that the screens show."""
     if name in (*measured_names(), "tokens_per_s"):
         return title_of(name)
     return "left" if name == "eta_s" else name
 
 
 def _field_texts(job: JobView) -> dict[str, object]:
-    """Return the fields as a person reads them; JSON has the values themselves."""
+    """Return the fields formatted for people; JSON has the raw values."""
     fields = _fields(job)
     del fields["best_sae"], fields["evaluation"]
     if not job.overfitting:
@@ -400,7 +400,7 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
 
 
 def _show_table(jobs: Sequence[JobView]) -> None:
-    """Print the jobs as a table, with columns for tags and for what keeps jobs in line where there are any."""
+    """Print the jobs as a table; the columns for tags and for wait reasons appear only if they have content."""
     titles = (series_named(name).title.upper() for name in _listed())
     headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "K", "D_SAE", *titles, "TOKENS/S", "LEFT", "ON")
     rows = [_row(job) for job in jobs]
@@ -425,16 +425,16 @@ def _row(job: JobView) -> tuple[object, ...]:
 
 
 def _listed() -> list[str]:
-    """Return the metrics that a list of jobs has."""
+    """Return the metrics that the list of jobs shows."""
     return list(dict.fromkeys([*key_metrics(), "dead_fraction"]))
 
 
 def _judged_text(job: JobView, name: str) -> str:
-    """Return a metric on held-out data; before the first evaluation the value of the last batches with a mark."""
+    """Return a metric on held-out data, or before the first evaluation the value of the last batches, with a mark."""
     value, is_of_batch = judged_value(job, name)
     return UNKNOWN if value is None else f"{OF_BATCH * is_of_batch}{measure(value, series_named(name))}"
 
 
 def _time_left(job: JobView) -> str:
-    """Return a duration like `12 min`, from the steps left and the speed of the latest ones."""
+    """Return the estimated time left, such as `12 min`, from the steps left and the recent speed."""
     return UNKNOWN if job.eta_s is None else duration(job.eta_s)

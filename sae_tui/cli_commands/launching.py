@@ -1,4 +1,6 @@
-"""`sae-tui validate | launch`, and launching for the commands that make jobs of others."""
+"""`sae-tui validate
+launch`, and launching for other commands that create jobs.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ from trainer.contract.wording import gibibytes, join_words, plural
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
-    """Print why a job would not run, what to be warned of, and its memory; return 1 where it would not run."""
+    """Print the errors and warnings of a job and its memory need; return 1 if it would not run."""
     look: AnyOutlook | None = None
     measured: Measured | None = None
     job: AnyJob | None = None
     try:
         job, wrong, refusals = examine_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags))
-        # What the settings need is not known where defaults stand in for refused ones.
+        # The memory need is unknown while defaults replace refused settings.
         is_known = not any(problem.severity == "error" for problem in wrong)
         problems = [*refusals, *wrong]
         if job:
@@ -72,14 +74,14 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
-    """Return what an extraction takes of disk and time; nothing for a training."""
+    """Return the disk space and time that an extraction needs; nothing for a training job."""
     if not isinstance(look, ExtractionOutlook):
         return {}
     return {name: getattr(look, name) for name in ("disk_bytes", "disk_free_bytes", "seconds")}
 
 
 def launch(context: Context, flags: argparse.Namespace) -> int:
-    """Record the jobs and return; with `--wait` the exit code tells how the worst of them ended."""
+    """Record the jobs and return; with `--wait`, wait for all jobs and return the worst exit code."""
     overrides, consent = _with_queue_flags(flags), consent_of(context, flags)
     jobs = [
         read_job(file, [*overrides, *combination], flags.gpus, consent)
@@ -90,8 +92,8 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
 
 
 def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None) -> int:
-    """Launch all jobs, or none where one of them cannot run; return the exit code."""
-    # A clone keeps the Python of its parent, also where that was the app's.
+    """Launch all jobs, or none if one of them cannot run; return the exit code."""
+    # A clone keeps its parent's Python, even if that was the app's own.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
     context.wants_gpus = not all(job.on_cpu for job in jobs)
     if message := store_warning(context.data):
@@ -127,7 +129,7 @@ def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJo
 
 
 def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
-    """Return the message on how a just launched job begins, and how to follow it."""
+    """Return a message about the state of a job that was just launched, and how to follow it."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
     queued = f"is queued for {_devices(where, job)}"
     others = comes_after(dict.fromkeys(flags.after))
@@ -141,7 +143,7 @@ def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJo
 
 
 def _check_or_raise(context: Context, job: AnyJob, promises: Promises) -> Placement:
-    """Return where the job will run and print warnings; raise `JobFileError` with all that keeps it from running."""
+    """Return the job's placement and print warnings; raise `JobFileError` with all errors."""
     where, problems = _check(context, job, promises)
     for problem in problems:
         if problem.severity == "warning":
@@ -152,7 +154,7 @@ def _check_or_raise(context: Context, job: AnyJob, promises: Promises) -> Placem
 
 
 def _check(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> tuple[Placement | None, list[Problem]]:
-    """Return where the job would run, or None, and every problem with the job and with that place."""
+    """Return the job's placement, or None, and all problems of the job and its placement."""
     wants_gpus = context.gpus.cuda and bool(context.gpus.choices) and not (job.on_cpu or job.cluster)
     with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
         here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda, promises=promises)
@@ -161,13 +163,13 @@ def _check(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> t
         try:
             return resolve_placement(context, job, promises), problems
         except JobFileError as error:
-            # The checks name the same setting in their own words.
+            # Skip settings that the checks have reported already, in their own words.
             paths = {problem.path for problem in problems if problem.severity == "error"}
             return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
 def resolve_placement(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> Placement:
-    """Return where the job would run; raise `JobFileError` where it never can."""
+    """Return the job's placement; raise `JobFileError` if the job can never run."""
     gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
     with environment.judged_there(job):
         return placement.place(
@@ -177,7 +179,7 @@ def resolve_placement(context: Context, job: AnyJob, promises: Promises = NO_PRO
 
 
 def _look(context: Context, job: AnyJob, here: Machine) -> AnyOutlook | None:
-    """Return what the job is expected to need; None where its data cannot be read."""
+    """Return the expected needs of the job; None if its data cannot be read."""
     try:
         return outlook_here(job, here, context.past())
     except JobFileError:
@@ -210,7 +212,7 @@ def _devices(where: Placement, job: AnyJob) -> str:
 
 
 def _source(context: Context) -> str:
-    """Return the name under which a supervisor finds these GPUs again."""
+    """Return the source name with which a supervisor finds these GPUs again."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 

@@ -1,4 +1,4 @@
-"""How commands print: JSON for scripts, aligned text for people."""
+"""Printing for commands: JSON for scripts, aligned text for people."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ UNKNOWN = "-"
 
 
 def say(text: str = "") -> None:
-    """Print a line on stdout at once, also into a pipe; made printable, since much comes from others and from logs."""
+    """Print a line to stdout and flush it; make it printable, since texts may come from other users and logs."""
     _write(printable(text))
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print lines of our own making as they come, of which there may be millions.
+    """Print lines that this program generates, as they arrive; there may be millions.
 
-    Write so few at a time that Python's buffer never empties itself: only the flush meets a full disk or closed pipe.
+    Write few at a time, so that Python's buffer never flushes on its own: then only the explicit flush can meet a full
+    disk or a closed pipe.
     """
     lines = iter(lines)
     while held := list(islice(lines, 30)):
@@ -39,10 +40,10 @@ def warn(text: str) -> None:
 
 
 def show_json(value: Any, *, in_a_line: bool = False) -> None:
-    """Print a value as JSON, indented for people or in one line of a stream."""
+    """Print a value as JSON: indented for people, or in one line for a stream."""
     try:
         encoded = msgspec.json.encode(value)
-    except UnicodeEncodeError:  # the name of a file that is no UTF-8
+    except UnicodeEncodeError:  # a file name that is not valid UTF-8
         encoded = msgspec.json.encode(_as_utf8(msgspec.to_builtins(value)))
     _write(printable_json((encoded if in_a_line else msgspec.json.format(encoded, indent=2)).decode()))
 
@@ -56,7 +57,7 @@ def _as_utf8(value: Any) -> Any:
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print columns as wide as their content; a column of numbers stands at the right."""
+    """Print columns as wide as their content; columns of numbers are right-aligned."""
     cells = [[text(value) for value in row] for row in rows]
     lines = [list(headings), *cells]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
@@ -95,7 +96,7 @@ def clock_time(timestamp: float | None) -> str:
 
 
 def nobody_reads_for(wait_s: float) -> bool:
-    """Wait so long; tell whether whoever reads standard output has gone, and at once when that happens."""
+    """Wait up to `wait_s` and return whether the reader of standard output is gone; return at once when it goes."""
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)
     gone = select.POLLERR | select.POLLHUP | select.POLLNVAL

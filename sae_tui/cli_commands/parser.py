@@ -1,4 +1,4 @@
-"""The commands of `sae-tui`, their flags and what `--help` says of them."""
+"""The commands of `sae-tui`, their flags and their help texts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[Context, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# Modules of the commands that act on jobs or their GPUs.
+# Modules whose commands act on jobs or their GPUs; before these run, jobs that crashed are reconciled.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
 EXAMPLES = f"""\
@@ -158,14 +158,14 @@ ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-sour
 
 
 class Parser(output.Parser):
-    """Tells bad usage in one line, which the usage of all flags would hide."""
+    """Reports bad usage in one line, which would be lost below the usage of all flags."""
 
     def told(self, message: str) -> str:
         return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"
 
 
 class ShowVersion(argparse.Action):
-    """Looks the version up only when it is asked for: that takes a tenth of the start of a command."""
+    """Looks up the version only on request, since the lookup takes a tenth of a command's start time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -175,7 +175,7 @@ class ShowVersion(argparse.Action):
 
 
 def make_parser(open_app: Command) -> Parser:
-    """Return the parser of all commands with their flags; without a command `open_app` is run."""
+    """Return the parser of all commands and their flags; without a command, `open_app` runs."""
     shared = _shared_flags()
     parser = Parser(
         prog="sae-tui",
@@ -214,7 +214,7 @@ def make_parser(open_app: Command) -> Parser:
 
 
 def _load_when_run(function: str) -> Command:
-    """Return a command that imports `module.name` when run: all imports take a third of the start of a command."""
+    """Return a command that imports its module when it runs: all imports take a third of a command's start time."""
 
     def run(context: Context, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
@@ -286,7 +286,7 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--self-test", action="store_true", help=trained)
     service = "only install a user service that restarts the queue after a restart of this machine"
     look.add_argument("--install-service", action="store_true", help=service)
-    look.set_defaults(folder_limit_s=10.0)  # doctor continues without a data folder that does not answer
+    look.set_defaults(folder_limit_s=10.0)  # doctor continues if the data folder does not answer
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None
@@ -341,7 +341,7 @@ def _add_gpus(command: argparse.ArgumentParser) -> None:
 
 
 def _add_launch_flags(command: argparse.ArgumentParser) -> None:
-    """Add the flags of every command that makes a new job."""
+    """Add the flags of all commands that create a job."""
     _add_wait(command)
     _complete_ids(
         command.add_argument(
@@ -490,7 +490,7 @@ def _job_id(command: argparse.ArgumentParser) -> None:
 
 
 def _complete_ids(job_id: argparse.Action) -> None:
-    """Complete this argument by the ids of the jobs."""
+    """Complete this argument with job ids."""
     job_id.completer = completion.job_ids  # type: ignore[attr-defined]
 
 
@@ -499,9 +499,9 @@ def _examples(command: str) -> str:
 
 
 def _shared_flags(*, in_help: bool = True) -> Parser:
-    """Return the flags allowed before and after the command; defaults would overwrite those given before it.
+    """Return the flags allowed before and after the command; defaults would overwrite values given before it.
 
-    With `in_help` false, `--help` leaves them out; the help of a command then names them in one line instead.
+    If `in_help` is false, `--help` omits them, and the help of a command names them in one line instead.
     """
     shared = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")

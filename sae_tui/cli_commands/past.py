@@ -1,4 +1,4 @@
-"""What `sae-tui metrics --since` prints: the past of a card, or the totals of all cards, row by row as it is read."""
+"""The stored history that `sae-tui metrics --since` prints: one GPU, or totals of all GPUs, streamed row by row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.printable import printable
 from trainer.contract.store.database import StoreMissing
 from trainer.contract.wording import duration, gibibytes
 
-# The most rows that a person reads at a glance, and the steps to choose from; each divides the next.
+# The most rows that a person reads at a glance, and the possible steps in seconds, each a divisor of the next.
 MOST_LINES = 60
 STEPS_S = (5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400, 28 * 86400)
 CARD_LINE = "{:<19}  {:>5}  {:>9}  {:>6}  {:>7}  {:>4}"
@@ -30,7 +30,7 @@ TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
 
 
 class Past:
-    """The samples stored since the time asked for; `every_s` is the step in s, None for the samples as they are."""
+    """The samples stored since `--since`; `every_s` is the step in seconds, None for raw samples."""
 
     def __init__(self, context: Context, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since
@@ -42,12 +42,12 @@ class Past:
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Yield the samples of one card, wherever it was plugged in."""
+        """Yield the samples of one GPU, whichever slot it was in."""
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
     def of_all(self) -> Iterator[Totals]:
-        """Yield the totals over the cards there were at each time; over real cards, or over simulated ones."""
+        """Yield totals over the GPUs present at each time: over the real GPUs, or over the simulated ones."""
         with suppress(StoreMissing):
             rows = stored_samples(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
             yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
@@ -117,7 +117,7 @@ class Past:
         )
 
     def _cards_then(self, row: Totals) -> int:
-        """Return how many cards there were then, also those that have been taken out since."""
+        """Return the number of GPUs at that time, including GPUs that were removed since."""
         return max(self._count, row.gpus_counted)
 
     def _table(self, whose: str, headings: str, lines: Iterator[str]) -> Iterator[str]:
@@ -133,7 +133,7 @@ class Past:
 
 
 def past_of(context: Context, flags: argparse.Namespace) -> Past | None:
-    """Return the past, None where nobody asked for it; raise `JobFileError` for `--every` without `--since`."""
+    """Return the history, None if not requested; raise `JobFileError` for `--every` or `--csv` without `--since`."""
     if flags.since is not None:
         return Past(context, flags)
     if flags.every is not None:
@@ -145,7 +145,7 @@ def past_of(context: Context, flags: argparse.Namespace) -> Past | None:
 
 
 def csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a CSV table, its header first, made as they are read; none where there are no rows."""
+    """Yield the lines of a CSV table, header first, as the rows are read; nothing if there are no rows."""
     for number, row in enumerate(rows):
         if number == 0:
             yield _csv_line(row)
@@ -161,7 +161,7 @@ def _csv_line(values: Iterable[object]) -> str:
 
 
 def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a JSON object whose last field is `history`, with a line per row, made when it is read."""
+    """Yield the lines of a JSON object whose last field is `history`, one line per row, as the rows are read."""
     head = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode().removesuffix("\n}")
     yield from f'{head},\n  "history": ['.split("\n")
     yield from (f"    {line}" for line in comma_separated(msgspec.json.encode(row).decode() for row in history))
@@ -180,7 +180,7 @@ def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def comma_separated(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with a comma after each but the last, for which one is read ahead."""
+    """Yield the lines with a comma after all but the last; one line is read ahead to find the last."""
     held: str | None = None
     for line in lines:
         if held is not None:
@@ -191,7 +191,7 @@ def comma_separated(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _step(since_s: float, interval_s: float) -> int:
-    """Return the shortest step in s that makes at most `MOST_LINES` rows, with two samples or more in each."""
+    """Return the shortest step in seconds that gives at most `MOST_LINES` rows of at least two samples each."""
     least = max(since_s / MOST_LINES, 2 * interval_s)
     return next((step for step in STEPS_S if step >= least), STEPS_S[-1])
 

@@ -1,4 +1,4 @@
-"""Figures of GPUs and jobs for Prometheus, written by prometheus-client (an optional package)."""
+"""Metrics of GPUs and jobs for Prometheus, written by prometheus-client (an optional package)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_IN_A_NAME = re.compile("[^a-zA-Z0-9_]")
 
 
 class Figures(Collector):
-    """The figures of GPUs and jobs as text; threads take turns."""
+    """Writes the metrics of GPUs and jobs as text; a lock serialises the threads that ask."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Figures(Collector):
         self._lock = threading.Lock()
 
     def text(self) -> str:
-        """Return the current figures, without those that cannot be read."""
+        """Return the current metrics as text, without those that cannot be read."""
         with self._lock:
             self._jobs.poll()
             self._report(self._jobs.problem, self._gpu_problem())

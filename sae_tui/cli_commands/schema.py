@@ -1,4 +1,4 @@
-"""`sae-tui schema`: what the answers in JSON look like."""
+"""`sae-tui schema`: prints the JSON Schemas of the answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.settings.knobs import cut
 
-# A failure looks the same, whichever command failed.
+# All commands report failures in the same format.
 ERROR = "error"
 
 
 def show_schema(context: Context, flags: argparse.Namespace) -> int:
-    """Print the JSON Schema of a command's answer; without a command list those that have one."""
+    """Print the JSON Schema of a command's answer; without a command, list the commands that have one."""
     known, asked = schemas(), " ".join(flags.words)
     if asked in known:
         say_all(as_text(known[asked]).splitlines())
@@ -32,7 +32,7 @@ def show_schema(context: Context, flags: argparse.Namespace) -> int:
 
 
 def schemas() -> dict[str, Schema]:
-    """Return the schema of every answer by its command, such as `gpus` or `trainer run`, and by `error`."""
+    """Return the schemas by command, such as `gpus` or `trainer run`, and the schema of failures as `error`."""
     own = dict(sorted(own_answers.ANSWERS.items()))
     of_trainer = {f"trainer {name}": schema for name, schema in sorted(commands.ANSWERS.items()) if name != ERROR}
     return {**own, **of_trainer, ERROR: commands.ANSWERS[ERROR]}

@@ -1,4 +1,4 @@
-"""`sae-tui select`: free GPUs for any program, as CUDA_VISIBLE_DEVICES takes them."""
+"""`sae-tui select`: prints free GPUs for any program, in the format of CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.exits import Exit
 
 
 def select(context: Context, flags: argparse.Namespace) -> int:
-    """Print the UUIDs of GPUs that nobody uses, those with most free memory first; none where there are too few."""
+    """Print the UUIDs of unused GPUs, most free memory first; fail if there are too few."""
     if context.has_broken_driver():
         return Exit.FAILED
     advice = placement.recommend(context.gpus.choices, flags.free_memory, flags.count)

@@ -1,4 +1,4 @@
-"""`sae-tui serve`: the app in a browser, on this machine alone."""
+"""`sae-tui serve`: serves the app to browsers on this machine only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.errors import UserError
 
 
 def serve(context: Context, flags: argparse.Namespace) -> int:
-    """Serve looks at the app until it is interrupted."""
+    """Serve browser sessions of the app until interrupted."""
     try:
         from sae_tui.web.server import run_server
     except ModuleNotFoundError:
@@ -45,6 +45,6 @@ _WHAT = {
 
 
 def _argv(context: Context, *, write: bool) -> list[str]:
-    """Return the command of a look; -P, since the folder that this was started in may be anybody's."""
+    """Return the command that starts a browser session; -P, since other users may write to the current folder."""
     argv = [sys.executable, "-P", "-m", "sae_tui", *context.words]
     return argv if write else [*argv, "--readonly"]

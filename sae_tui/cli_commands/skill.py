@@ -1,4 +1,4 @@
-"""`sae-tui skill`: a guide by which an agent trains an SAE with nothing but commands that answer in JSON."""
+"""`sae-tui skill`: prints a guide for agents that train an SAE with commands that answer in JSON."""
 
 from __future__ import annotations
 

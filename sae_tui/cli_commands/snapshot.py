@@ -1,4 +1,4 @@
-"""One reading of every GPU for a command, however long the driver takes to answer."""
+"""Reads every GPU once for a command, however slow the driver is."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainer.contract.paths import DataDir
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Samples and what they mean for a new job.
+    """The samples, and whether each GPU is available to a new job.
 
-    `problem` says why there are none, `is_broken` whether that can be mended, `note` that some are hidden.
+    `problem` explains why there are no samples; `is_broken` is true if this needs a repair; `note` reports hidden GPUs.
     """
 
     samples: tuple[GpuSample, ...]
@@ -37,25 +37,25 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def withheld(self) -> list[int]:
-        """The indices of the GPUs that only other users may use."""
+        """The indices of the GPUs reserved for other users."""
         return [choice.index for choice in self.choices if choice.withheld]
 
 
 def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:
-    """Read all cards at the same time; call `tell` with a sentence where the driver takes its time."""
+    """Read all GPUs at the same time; call `tell` with a message if the driver is slow."""
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
         with tell_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
-            close_source(source)  # `launch --wait` may take days
+            close_source(source)  # `launch --wait` may run for days
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
     return _snapshot(source, samples, occupancy, data, problem, is_broken)
 
 
 def watch(source: GpuSource, occupancy: Occupancy, data: DataDir, every_s: float) -> Iterator[Snapshot]:
-    """Yield a snapshot every so often until no process reads the output.
+    """Yield a snapshot every `every_s` seconds until no process reads the output.
 
     Reopen the source after the driver was reloaded. Raise `UserError` if it cannot be opened at first.
     """

@@ -1,4 +1,4 @@
-"""`sae-tui stream`: what the app on another machine shows of this one, for as long as it looks."""
+"""`sae-tui stream`: sends the GPUs and jobs of this machine to the app on another machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FIRST_LINES = 2000
 
 
 def stream(context: Context, flags: argparse.Namespace) -> int:
-    """Write what there is of GPUs and jobs, or of one log, until standard input ends or nobody reads."""
+    """Write messages about GPUs and jobs, or one log, until standard input ends or no process reads the output."""
     _tell(Hello(PROTOCOL, version("sae-tui")))
     if flags.log is not None:
         return _stream_log(context, flags)
@@ -64,7 +64,7 @@ def stream(context: Context, flags: argparse.Namespace) -> int:
 
 
 class GpuSide:
-    """The GPUs of this machine, each read by a thread of its own, and who has them."""
+    """The GPUs of this machine, each read by its own thread, and the holder of each GPU."""
 
     def __init__(self, context: Context) -> None:
         self._data = context.data
@@ -76,7 +76,7 @@ class GpuSide:
         self._has_waited = False
 
     def gpus(self) -> Gpus:
-        """Return the newest sample of every card; at first wait a little for one."""
+        """Return the newest sample of every GPU; the first call waits up to `EVERY_S` for the samples."""
         if not self._has_waited:
             self._wait_for_all()
         samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]
@@ -98,7 +98,7 @@ class GpuSide:
         return self._sampler.status is not Status.OPENING and all(answers)
 
     def close(self) -> None:
-        """Leave; at once where a thread hangs in the driver, for which the interpreter would wait."""
+        """Stop reading; if a thread hangs in the driver, exit the process, since Python would wait for the thread."""
         if not self._sampler.stop(timeout=0.2):
             os._exit(Exit.DONE)
 
@@ -122,7 +122,7 @@ def _tell(message: Message) -> None:
 
 
 def _is_over(wait_s: float) -> bool:
-    """Wait so long, and tell whether standard input has ended: whoever watches is gone then."""
+    """Wait up to `wait_s` and return whether standard input has ended, which means that the client is gone."""
     deadline = time.monotonic() + max(0.0, wait_s)
     while True:
         ready, _, _ = select.select([sys.stdin], [], [], max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The answers on GPUs: `gpus`, `metrics`, `select`, `recommend`."""
+"""The JSON answers about GPUs: `gpus`, `metrics`, `select`, `recommend`."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ _TOTALS_THEN = fields(
 
 
 def _with(schema: Schema, title: str, **more: tuple[object, str]) -> Schema:
-    """Return the schema of an object with more fields."""
+    """Return the schema of an object with additional fields."""
     added = fields(title, more)
     return added | {
         "properties": schema["properties"] | added["properties"],

@@ -1,4 +1,4 @@
-"""The answers on jobs: what they are, what came of them, and what was asked of them."""
+"""The JSON answers about jobs: their state, their results, and what a command did to them."""
 
 from __future__ import annotations
 

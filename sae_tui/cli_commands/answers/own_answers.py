@@ -1,4 +1,4 @@
-"""The answers on the program itself, and all answers of `sae-tui`."""
+"""The JSON answers about the program itself, and the table of all answers of `sae-tui`."""
 
 from __future__ import annotations
 
