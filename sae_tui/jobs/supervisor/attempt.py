@@ -1,4 +1,4 @@
-"""One attempt of a job under its supervisor: starts its ranks, watches them, and finds out why they ended."""
+"""Runs one attempt of a job: starts its ranks, watches them, and determines why they ended."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
 
 TICK_S = 0.25
-# Seconds after a failure of a GPU in which its driver's own error is waited for; conditions are read every 2 s.
+# Seconds to wait for the driver's own error after a GPU failure; conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
 FOLDER_GONE = "its run folder was deleted"
 NO_METRICS = "its SAE was trained, but none of its metrics could be stored, as on a full disk; free some and clone it"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How an attempt ended: for good, unless it is to pause, or crashed and may be started again."""
+    """How an attempt ended: finally, or `paused`, or `crashed`, after which the job may be restarted."""
 
     ending: Ending
     paused: bool = False
@@ -60,7 +60,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class OneAttempt:
-    """Owns the ranks of one attempt from their start to the end of the last."""
+    """Owns the ranks of one attempt from their start until the last one has ended."""
 
     def __init__(
         self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand,
@@ -75,7 +75,7 @@ class OneAttempt:
         self._stacks: threading.Thread | None = None
 
     def run(self) -> Outcome:
-        """Run the attempt; return its outcome when no rank is left."""
+        """Run the attempt; return its outcome when all ranks have ended."""
         try:
             attempt = self._begin()
         except (UserError, OSError) as error:
@@ -97,7 +97,7 @@ class OneAttempt:
         return outcome
 
     def _record_faults(self, recording: Recording, error: str | None) -> None:
-        """Record what the driver says of the GPUs where a GPU is the likely cause."""
+        """If a GPU is the likely cause, record the errors that the driver reports for the job's GPUs."""
         from sae_tui.jobs.known_failures import remedy
 
         if (cause := remedy(error)) and cause.kind == "gpu-fault":
@@ -105,7 +105,7 @@ class OneAttempt:
                 self._tell("gpu-fault", words, "error")
 
     def _let_save(self, attempt: Attempt) -> None:
-        """After an error of this program, let the ranks save and stop as on a user's request; then end them."""
+        """After an error in this program, ask the ranks to save and stop, as a user would; then end them."""
         attempt.ask_to_stop()
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
@@ -116,10 +116,10 @@ class OneAttempt:
                 attempt.end()
 
     def _begin(self) -> Attempt:
-        """Start the ranks; where one could not be started, return those that could, with the reason in `_failure`."""
+        """Start the ranks; if one cannot start, return those that did, with the reason in `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
-        # What another Python has was asked at the launch.
+        # The launch has already checked the packages of another Python.
         with judged_by(Elsewhere(config.launch.python) if config.launch.python else None):
             beginning = self._beginning(config)
         self._launch = config.launch
@@ -154,14 +154,14 @@ class OneAttempt:
         return Beginning(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
 
     def _rank_command(self, config: AnyJob) -> RankCommand:
-        """Return what starts a rank by the Python that the job names; raise `UserError` where that may not be run."""
+        """Return the rank command for the Python that the job names; raise `UserError` if it is not trusted."""
         if not (python := config.launch.python):
             return self._command
         named_python.refuse(python)
         return functools.partial(rank_command, python=named_python.whole(python))
 
     def _with_model_placed(self, spec: RankSpec, config: AnyJob) -> RankSpec:
-        """Settle which GPUs only run the language model, by the memory that the job has waited for."""
+        """Decide which GPUs run only the language model, from the free memory that the job required of each GPU."""
         if model_gpus_of(config) == 0:
             return spec
         had, is_simulated = self._job.card_memory_bytes, bool(self._job.gpus_wanted) and self._job.device == "cpu"
@@ -170,9 +170,9 @@ class OneAttempt:
         return with_model_placed(spec, config, name, box, Room(had, had), memory_of)
 
     def _watch(self, attempt: Attempt, meter: EnergyMeter) -> set[str]:
-        """Follow the ranks until the last is gone, and return what was asked for meanwhile.
+        """Follow the ranks until all have ended, and return the requests made meanwhile.
 
-        Pass requests on, publish progress, and end all ranks when one fails.
+        Pass requests on, publish progress, and end all ranks if one fails.
         """
         watch = Watch(self._control, self._job, self._paths, self._launch)
         while attempt.alive:
@@ -196,7 +196,7 @@ class OneAttempt:
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
-        """Record where an attempt that makes no step hangs, and give it up in the end."""
+        """Record the stacks of an attempt that makes no progress, and give the attempt up after the time limit."""
         if attempt.is_waiting:
             watch.nothing_expected()
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
@@ -220,9 +220,9 @@ class OneAttempt:
         self._tell("stacks", f"{odd}; {where}" if odd else where, "warning")
 
     def _must_end(self, watch: Watch) -> bool:
-        """Tell whether the ranks are to be ended now.
+        """Return whether the ranks must be ended now.
 
-        A signal to this process is a stop request first, and a kill when nothing comes of it.
+        A signal to this process first counts as a stop request, and as a kill if the ranks do not stop in time.
         """
         if self._orders.to_end_since and not watch.asked_to_stop:
             watch.request_stop()
@@ -239,11 +239,11 @@ class OneAttempt:
             self._control.add_event(self._job.id, kind, message, level)
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
-        """Return the final state and its reason, once every rank has ended."""
+        """Return the outcome, once every rank has ended."""
         codes = attempt.codes
         if self._failure:
             return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
-        # Ranks that hung may still save and stop when they are ended, although nobody had asked them to stop.
+        # Ranks that hung may still save and stop when ended, although they were not asked to stop.
         hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
         if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
             state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
@@ -260,16 +260,16 @@ class OneAttempt:
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
 
     def _is_complete(self) -> bool:
-        """Tell whether all that training makes was written before the ranks were ended."""
+        """Return whether the training had written all its output before the ranks were ended."""
         beat, job = self._heartbeat(), self._job
         with tolerate("reading how many steps it was to make"):
-            # A run that was asked to finish early makes fewer than it began with.
+            # A run that was asked to finish early makes fewer steps than planned.
             job = self._control.job(job.id)
         is_last = beat is not None and beat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None
 
     def _has_no_metrics(self) -> bool:
-        """Tell whether the run left an SAE, but no metrics."""
+        """Return whether the run left an SAE but no metrics."""
         return self._heartbeat() is None and output_of(self._data, self._job) is not None
 
     def _heartbeat(self) -> Heartbeat | None:
@@ -290,24 +290,24 @@ class OneAttempt:
 
 
 def _memory_limit(job: Job) -> int | None:
-    """Return the bytes each rank may take of a shared or simulated card; None where there is no limit."""
+    """Return the bytes that each rank may use of a shared or simulated GPU; None if there is no limit."""
     if job.gpus_wanted and job.device == "cpu":
         return job.estimated_memory_bytes
     return job.card_memory_bytes if job.shares_gpus else None
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:
-    """Return the newest undamaged checkpoint to go on from; None where the run begins.
+    """Return the newest undamaged checkpoint to resume from; None if there are no checkpoints.
 
-    Raise `UserError` where all are damaged.
+    Raise `UserError` if all are damaged.
     """
     return newest_whole(paths.checkpoints) if newest_first(paths.checkpoints) else None
 
 
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
-    """Store GPU samples while the job runs, also when no app does.
+    """Store GPU samples while the job runs, even if no app runs.
 
-    Whatever fails here never touches the job.
+    An error here never affects the job.
     """
     try:
         from sae_tui.jobs.supervisor.gpu_recording import record

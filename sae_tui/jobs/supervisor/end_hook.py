@@ -1,4 +1,4 @@
-"""The user's own command when a job ends: run by its supervisor, so that no app has to be there."""
+"""Runs the user's own command when a job ends; the supervisor does this, so that no app has to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 60.0
 
 
 def run_hook(data: DataDir, job: Job) -> None:
-    """Run `on_job_end` of the settings, with what happened in its environment; whatever goes wrong is only noted."""
+    """Run the command in `on_job_end`, with facts about the job in its environment; only log errors."""
     settings, _ = load_settings(data.settings_file)
     if not settings.on_job_end:
         return
@@ -30,7 +30,7 @@ def run_hook(data: DataDir, job: Job) -> None:
         "RUN_DIR": data.run(job.id).root,
     }
     environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in facts.items()}
-    # So that `sae-tui`, run by the command, finds the job in this data folder.
+    # Lets `sae-tui`, if the command calls it, find the job in this data folder.
     environment[ENV_DATA_DIR] = str(data.root)
     try:
         done = subprocess.run(

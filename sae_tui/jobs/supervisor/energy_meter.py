@@ -1,4 +1,4 @@
-"""Measures the energy that a job's GPUs take while it has them, and writes it into the job's row."""
+"""Measures the energy that a job's GPUs use while the job has them, and writes it into the job's row."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# So seldom that it costs nothing, and so often that a job whose supervisor is killed has lost next to nothing.
+# Rare enough to cost nothing, and frequent enough that a killed supervisor loses little.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
-# Seconds. A smaller step ahead is an ordinary adjustment of the clock.
+# Seconds. A smaller step forward is an ordinary adjustment of the clock.
 JUMP_S = 60.0
 
 
 class EnergyMeter:
-    """Adds what one attempt takes to what the earlier ones took; for a job without GPUs it does nothing.
+    """Adds the energy of one attempt to that of the earlier attempts; does nothing for a job without GPUs.
 
-    It reads the stored samples of the GPUs, whoever stores them. What others do on a GPU that is shared with them is
-    part of it.
+    It reads the stored samples of the GPUs, whichever process stores them. The energy of a shared GPU includes the work
+    of its other users.
     """
 
     def __init__(
@@ -36,24 +36,24 @@ class EnergyMeter:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin now by `clock`, which the samples have as well; `steady` is never set back."""
+        """Start at the time of `clock`, which the samples use as well; `steady` never goes backwards."""
         self._steady = steady
         self._latest = self._latest_steady = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock
         self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
         self._due = steady() + EVERY_S
-        # The energy used before: by earlier attempts, and by this one before its clock jumped.
+        # The energy used before: by earlier attempts, and by this attempt before its clock jumped.
         self._before: Used | None = None
 
     def turn(self) -> None:
-        """Bring the job's row up to date, twice a minute."""
+        """Update the job's row twice a minute."""
         if self._steady() >= self._due:
             self._due = self._steady() + EVERY_S
             self.end()
 
     def end(self) -> None:
-        """Bring the job's row up to date at once; a store that cannot be used now is noted, and tried again later."""
+        """Update the job's row now; if the store is unavailable, log that and try again later."""
         if not self._cards:
             return
         with tolerate("measuring the energy"):
@@ -71,7 +71,7 @@ class EnergyMeter:
         self._meters = {uuid: CardMeter(now) for uuid in self._job.gpu_uuids}
 
     def _total(self, until: float) -> Used:
-        """Return what the job has taken until then, with all that was before."""
+        """Return the energy that the job has used until then, including earlier attempts."""
         if self._before is None:
             self._before = _used_before(self._control, self._job)
         return sum((meter.used(until) for meter in self._meters.values()), start=self._before)
@@ -96,7 +96,7 @@ class EnergyMeter:
 
 
 def _used_before(control: Control, job: Job) -> Used:
-    """Return what the attempts before have taken, by the job's row; by the row as it was where it is lost."""
+    """Return the energy of earlier attempts from the job's row; if the row is lost, from the copy given here."""
     with contextlib.suppress(UserError):
         job = control.job(job.id)
     return Used(

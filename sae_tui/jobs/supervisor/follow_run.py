@@ -1,4 +1,4 @@
-"""Carries news between a running job and its row in the store: requests in, progress out."""
+"""Passes requests from a job's row in the store to the running job, and its progress back to the row."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS: dict[RequestKind, str] = {
 
 
 class StallWatch:
-    """Compares the time since the last sign of progress, a step or another phase, with the usual time between two."""
+    """Detects a stall: compares the time since the last progress (a step or a phase change) with the usual interval."""
 
     def __init__(self, after_s: float, now: float) -> None:
         self._after_s = after_s
@@ -42,16 +42,16 @@ class StallWatch:
         self._paces: deque[float] = deque(maxlen=63)
 
     def is_stalled(self, place: tuple[str, int], now: float) -> bool:
-        """Tell whether no progress came for `limit_s`; `place` is phase and step, `now` is monotonic seconds."""
+        """Return whether there was no progress for `limit_s`; `place` is phase and step, `now` is monotonic seconds."""
         if place != self._place:
-            # Only steps within a phase count: a change of phase takes any time, a start many times a step.
+            # Only steps within a phase count: a phase change may take any time, and a start takes many times a step.
             if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now
         return self.quiet_s(now) > self.limit_s
 
     def begin(self, now: float) -> None:
-        """Wait for the next sign of progress from `now` on."""
+        """Count the time without progress from `now` on."""
         self._since = now
 
     def quiet_s(self, now: float) -> float:
@@ -65,7 +65,7 @@ class StallWatch:
 
 
 class Watch:
-    """Follows one attempt of a job; every call is tolerant of a store that cannot be used just now."""
+    """Follows one attempt of a job; its calls tolerate a store that is temporarily unavailable."""
 
     def __init__(self, control: Control, job: Job, paths: RunPaths, launch: Launch) -> None:
         self._control = control
@@ -74,22 +74,22 @@ class Watch:
         self._paths = paths
         self._run = LiveRun(paths)
         self._run.poll()
-        # The last heartbeat of the attempt before, which says nothing of this one.
+        # The last heartbeat of the previous attempt, which says nothing about this one.
         self._old_beat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        # None, so that requests made while it started are read as well.
+        # None, so that the first poll also reads requests made during the start.
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
         self._has_news = self._is_quiet = False
-        # Rank 0 touches its spec if it makes steps that cannot be stored.
+        # Rank 0 touches its spec if it makes steps that it cannot store.
         self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
-        # Those to stop, pause or die.
+        # The requests to stop, pause or kill the job.
         self.requests: set[RequestKind] = set()
         self._is_stopping = self._asked_to_finish = False
 
@@ -99,7 +99,7 @@ class Watch:
 
     @property
     def asked_to_finish(self) -> bool:
-        """Whether it is to cool down and end as finished, which is no stop."""
+        """True if the job was asked to cool down and end as finished, which is no stop request."""
         return self._asked_to_finish
 
     @property
@@ -112,13 +112,13 @@ class Watch:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
+        """True after the time limit without a step; saving, evaluating and waiting for space may take any time."""
         may_take_long = self._beat is not None and self._beat.phase in ("saving", JUDGING, WAITING)
         return self.is_overdue and not may_take_long
 
     @property
     def is_overdue(self) -> bool:
-        """Whether it has made no step for so long, a save included; for ranks that cannot go on by themselves."""
+        """True after the time limit without a step, even while saving; for ranks that cannot continue on their own."""
         # A step that usually takes minutes is no sign of a hang.
         return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
 
@@ -128,7 +128,7 @@ class Watch:
 
     @property
     def _is_starting(self) -> bool:
-        """Whether it loads and prepares, and has not done so for longer than that may take."""
+        """True while starting up, within the time limit."""
         is_before = self._beat is None or is_before_first_step(self._beat.phase)
         return is_before and time.monotonic() < self._late_at
 
@@ -139,7 +139,7 @@ class Watch:
     def poll(self) -> bool:
         """Read requests at every call, and publish progress about once a second.
 
-        Return whether the store has lost the job, and so its ranks, which are then to be recorded again.
+        Return whether the store has lost the job; the caller must then record the ranks again.
         """
         was_lost = False
         with tolerate("following the job"):
@@ -152,17 +152,17 @@ class Watch:
         return was_lost
 
     def _look(self) -> None:
-        """Read how far the run is, without the control store: while that is locked, the run must not seem to hang."""
+        """Read the run's progress without the control store: a locked store must not make the run seem to hang."""
         self._has_news |= self._run.poll()
         with contextlib.suppress(OSError):
             before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns
-            if before not in (0, self._signed_ns):  # it makes steps that it cannot store
+            if before not in (0, self._signed_ns):  # rank 0 makes steps that it cannot store
                 self._stall.begin(time.monotonic())
         if beat := self._beat:
             self._is_quiet = self._stall.is_stalled((beat.phase, beat.step), time.monotonic())
 
     def nothing_expected(self) -> None:
-        """Restart the slow-start and stall clocks while the attempt waits in another queue."""
+        """Restart the slow-start and stall clocks while the attempt waits in an external queue."""
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
@@ -175,7 +175,7 @@ class Watch:
             self.requests.add("stop")
 
     def close(self) -> None:
-        """Publish the last values, which rank 0 wrote as it ended."""
+        """Publish the last values, which rank 0 wrote just before it ended."""
         self._look()
         with tolerate("publishing the last values"):
             self._publish()
@@ -192,20 +192,20 @@ class Watch:
             self._asked_to_finish |= "finish" in asked
             self._seen_version = version
         if self.requests and not self._is_stopping:
-            # Raises where the store cannot take it, so that it is tried again.
+            # Raises if the store is unavailable; then the next call tries again.
             kind = next(kind for kind in _WORDS if kind in self.requests)
             self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
             self._is_stopping = True
         return was_lost
 
     def _restore_row(self) -> None:
-        """Restore the job's row in a store that has taken the place of one that was deleted."""
+        """Restore the job's row in a store that replaced a deleted one."""
         job = msgspec.structs.replace(self._job, state=self._state)
         if self._control.restore(as_recorded(self._paths, job)):
             message = "the store was replaced while it ran; what happened before is in its run folder"
             self._control.add_event(self._job.id, "restored", message, "warning")
         elif self._state != JobState.STARTING:
-            # A repair restored it first, and knows of its start only.
+            # A repair has restored the row already, but in the state of the start.
             for state in (JobState.RUNNING, self._state):
                 self._control.transition(self._job.id, state)
         self._published = {}
@@ -223,7 +223,7 @@ class Watch:
         self._has_news = False
 
     def _tell_mode(self) -> None:
-        """Record once what mode the ranks settled on; until then the row has what `auto` was taken for."""
+        """Record once which mode the ranks chose; until then, the row has the mode predicted for `auto`."""
         if self._planned or (plan := read_plan(self._plan_file)) is None:
             return
         if plan.mode != self._mode:
@@ -231,14 +231,14 @@ class Watch:
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
-        """Warn once of a slow start: ranks that hang before their first step give no heartbeat that could be judged."""
+        """Warn once of a slow start: ranks that hang before their first step give no heartbeat to judge."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")
             self._slow_at = math.inf
 
     def _judge(self, phase: str) -> None:
-        """Set the job's state: the first heartbeat means running, nothing new for unusually long means stalled."""
+        """Set the job's state: running after the first heartbeat, stalled after unusually long without progress."""
         stalled = self._is_quiet and not (self._is_starting or phase == WAITING)
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")

@@ -1,4 +1,4 @@
-"""Stores GPU samples from a supervisor, so that a job's history has no gap when no app runs."""
+"""Stores GPU samples from a supervisor, so that a job's history has no gap while no app runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job
 
-# An error of the driver is read with the next sample of the GPU's condition.
+# A driver error is read together with the next sample of the GPU's condition.
 POLL_S = 0.2
 
 
 class Recording:
-    """Samples of all GPUs, if this process is elected to read them, and the faults of the job's own."""
+    """Samples of all GPUs, if this process is elected to read them, and the faults of the job's GPUs."""
 
     def __init__(self, recorder: Recorder, sampler: Sampler, uuids: Container[str]) -> None:
         self._recorder, self._sampler, self._uuids = recorder, sampler, uuids
@@ -30,9 +30,9 @@ class Recording:
         self._sampler.stop()
 
     def faults(self, wait_s: float) -> list[str]:
-        """Return what the driver says is wrong with the job's GPUs, as in `GPU 3: Xid 79: ...`; wait for it a little.
+        """Return the faults of the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first.
 
-        It is empty where another process reads the GPUs.
+        Return none if another process reads the GPUs.
         """
         deadline = time.monotonic() + wait_s
         while self._sampler.count and not (found := self._found(self._sampler.latest())):
@@ -55,7 +55,7 @@ class Recording:
 
 
 def record(data: DataDir, job: Job) -> Recording | None:
-    """Start to record GPU samples if this process is elected to; return None for a job without GPUs."""
+    """Start recording GPU samples if this process is elected to; return None for a job without GPUs."""
     if not job.gpu_uuids:
         return None
     occupancy = Occupancy(data)

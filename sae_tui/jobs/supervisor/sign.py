@@ -17,17 +17,17 @@ _CHECK_EVERY_S = 5.0
 
 
 class Sign:
-    """Touches the lock file of a run, and keeps the host's name in the job's row and leases up to date."""
+    """Touches the run's lock file, and keeps the host name in the job's row and in its leases up to date."""
 
     def __init__(self, control: Control, job_id: int, paths: RunPaths, check_others: Callable[[], object]) -> None:
-        """Prepare the signs; `check_others` is called every 5 s to check those of other supervisors."""
+        """Prepare the signs of life; `check_others` is called every 5 s to check the signs of other supervisors."""
         self._control, self._job_id, self._file = control, job_id, paths.lock_file
         self._check_others = check_others
         self._host = ""
         self._due = self._check_due = 0.0
 
     def turn(self) -> None:
-        """Give a sign of life every 30 s, and record a new host name at once, since line and leases are found by it."""
+        """Touch the file every 30 s; record a new host name at once, since it identifies queue entries and leases."""
         host = socket.gethostname()
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + SIGN_EVERY_S

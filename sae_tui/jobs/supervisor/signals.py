@@ -1,4 +1,4 @@
-"""What signals ask of a supervisor, and how it ends the processes below it."""
+"""Handles the signals that end a supervisor, and ends its descendant processes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from trainer.contract.process import ProcessRef, parent_of
 
-# How long a supervisor that is told to end (a shutdown) lets its ranks save.
+# Seconds that a supervisor gives its ranks to save when it is asked to end, as at a shutdown.
 SAVE_S = 30.0
 
 
 class Orders:
-    """Records the signals to end: the first is a request to stop and save, the second does not wait any longer."""
+    """Records the signals to end: the first asks the ranks to save and stop, the second ends them at once."""
 
     def __init__(self) -> None:
         self.to_end_since: float | None = None
@@ -25,7 +25,7 @@ class Orders:
         self.stop()
 
     def stop(self) -> None:
-        """Record a request that may repeat, as SIGXCPU does every second."""
+        """Record a stop request; a repetition, as of SIGXCPU every second, does not end the ranks at once."""
         self.to_end_since = self.to_end_since or time.monotonic()
 
     @property
@@ -34,7 +34,7 @@ class Orders:
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill and reap whatever the ranks left behind (data loader workers, compilers)."""
+    """Kill and reap all processes that the ranks left behind (data loader workers, compilers)."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -48,7 +48,7 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def _children(parent: int) -> list[ProcessRef]:
-    """Return the living children of a process; as they die, their own children become those of the subreaper."""
+    """Return the living children of a process; when a child dies, its own children are reparented to the subreaper."""
     children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and parent_of(int(entry.name)) == parent and (ref := ProcessRef.of(int(entry.name))):

@@ -1,7 +1,7 @@
-"""The supervisor of one job: waits for its GPUs, runs its ranks, starts them again, and records how it ended.
+"""The supervisor of one job: waits for its GPUs, runs its ranks, restarts them, and records how the job ended.
 
-`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks into the background. While it waits it loads no
-more than it needs for that, since one of these lives for every job in line.
+`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks into the background. While it waits, it loads only
+the modules needed for waiting, since every queued job has such a process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 TICKS_PER_TRY = 4
-# Seconds between a crash and the second restart; doubled for each that follows.
+# Seconds before the second restart; the first is immediate, and each later delay is twice as long.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
 
@@ -68,9 +68,9 @@ class Supervisor:
         self._lock: RunLock | None = None
 
     def register(self) -> None:
-        """Put this process into the job's row and take over the signals that end programs.
+        """Record this process in the job's row and install handlers for the signals that end programs.
 
-        Raise `UserError` where a process of an earlier attempt still lives.
+        Raise `UserError` if a process of an earlier attempt is still alive.
         """
         os.umask(umask_of(self._data.root))
         self._lock = RunLock(self._paths.root)
@@ -82,16 +82,16 @@ class Supervisor:
             signal.signal(number, lambda *_: self._orders.stop())
         become_subreaper()
         me = ProcessRef.current()
-        # The host may differ from the one at launch: a container created again, or a renamed machine.
+        # The host may differ from the one at launch: a container was created again, or a machine renamed.
         fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, **this_machine()}
         self._control.update(self._job.id, **fields)
         self._job = msgspec.structs.replace(self._job, **fields)
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """Run the job from the queue to its end; return when none of its processes is left.
+        """Run the job from the queue to its end; return when all its processes have ended.
 
-        Record an error of this program itself as the job's failure, then raise it.
+        Record an error in this program itself as the job's failure, then raise it.
         """
         try:
             self._run()
@@ -108,7 +108,7 @@ class Supervisor:
                 return
 
     def _wait_for_gpus(self) -> bool:
-        """Wait in the queue; return True with locks and lease taken, False where the job ended before."""
+        """Wait in the queue; return True with locks and lease acquired, False if the job ended first."""
         self._is_waiting = True
         for tick in itertools.count():
             self._sign.turn()
@@ -121,7 +121,7 @@ class Supervisor:
                     write_record(self._paths, self._job)
                     return True
             if self._orders.to_end_since:
-                # The store cannot be read; `_conclude` writes the end next to the run too.
+                # The store cannot be read; `_conclude` also writes the end into the run folder.
                 self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
                 return False
             time.sleep(TICK_S)
@@ -131,7 +131,7 @@ class Supervisor:
         """End all ranks, record that this program failed, and run the user's command, unless the job has ended."""
         if self._has_ended:
             return
-        # The package may have been replaced, which mixes modules of two versions; the restarted program has only one.
+        # If the package was replaced, modules of two versions are mixed; a restarted program has only one.
         if self._is_waiting:
             self._installed.restart_if_replaced()
         end_descendants()
@@ -146,7 +146,7 @@ class Supervisor:
                 self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _is_over(self) -> bool:
-        """Tell whether a queued job is to wait no longer, and record its end."""
+        """Return whether a queued job must stop waiting, and record its end."""
         if is_gone(self._data.root):
             # There is no place for a record. If the folder was moved, the next command there starts a new supervisor.
             note(f"ends, since {self._data.root} is gone")
@@ -169,8 +169,8 @@ class Supervisor:
         return False
 
     def _run_ranks(self) -> Outcome:
-        """Run attempt after attempt, as long as they crash and may be repeated; return the outcome of the last."""
-        # Imported only here, since a waiting supervisor does not need them, and all at once, since the package may be
+        """Run attempts while they crash and may be restarted; return the outcome of the last one."""
+        # Imported here, since a waiting supervisor does not need them, and all at once, since the package may be
         # replaced while the job runs.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
@@ -190,7 +190,7 @@ class Supervisor:
                 return self._apply_requests(outcome)
 
     def _apply_requests(self, crash: Outcome) -> Outcome:
-        """Turn a crash into a stop or a pause where one was asked for between the crash and its restart."""
+        """Turn a crash into a stop or a pause if that was requested between the crash and its restart."""
         asked: set[RequestKind] = set()
         with tolerate("looking what was asked for"):
             asked = self._control.open_requests(self._job.id) & ENDING
@@ -201,7 +201,7 @@ class Supervisor:
         return msgspec.structs.replace(crash, ending=ending, paused=asked == {"pause"})
 
     def _prepare_restart(self, error: str) -> bool:
-        """Wait and make the job ready for another attempt; return False where it may not have one."""
+        """Wait, and prepare the job for another attempt; return False if it may not have one."""
         from sae_tui.jobs.known_failures import remedy
 
         cause, made = remedy(error), self._job.restarts
@@ -229,7 +229,7 @@ class Supervisor:
         return True
 
     def _wait_undisturbed(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds for the restart; return False as soon as somebody wants the job to end."""
+        """Wait `delay_s` seconds for the restart; return False as soon as the job is asked to end."""
         until = time.monotonic() + delay_s
         while True:
             with tolerate("waiting to restart"):
@@ -240,9 +240,9 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def _pause(self, ending: Ending) -> Ending | None:
-        """Put the job back into the queue, held, its GPUs free for others.
+        """Put the job back into the queue, held, and free its GPUs for other jobs.
 
-        Return how it ends where it is to stop instead, which is `ending`, or where the pause cannot be recorded.
+        Return the job's ending if it must stop instead (`ending`), or if the pause cannot be recorded.
         """
         fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
@@ -261,8 +261,8 @@ class Supervisor:
         return None
 
     def _queue_again(self, fields: dict[str, Any]) -> bool:
-        """Move the job from whatever it does into the queue; return False where it is to stop."""
-        # The store may not have taken this state when the pause was asked for.
+        """Move the job from its current state into the queue; return False if it must stop instead."""
+        # The store may have been unavailable when the pause was requested, and so lack this state.
         self._control.transition(self._job.id, JobState.STOPPING)
         unless: tuple[RequestKind, ...] = ("stop", "kill")
         return self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
@@ -283,7 +283,7 @@ class Supervisor:
                 self._run_hook()
 
     def _record_end(self, ending: Ending) -> bool:
-        """Record the ending beside the run and in the store; return False where the store has another end already."""
+        """Record the ending in the run folder and in the store; return False if the store already has an ending."""
         self._job = self._row_at(ending)
         write_record(self._paths, self._job)
         if self._lock:
@@ -291,7 +291,7 @@ class Supervisor:
         return self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _row_at(self, ending: Ending) -> Job:
-        """Return the row of the ended job; where the store has none that can be read, what is known here."""
+        """Return the row of the ended job; if the store has no readable row, return the copy held here."""
         job = self._job
         try:
             job = self._control.job(self._job.id)
@@ -302,7 +302,7 @@ class Supervisor:
         return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:
-        # Imported only here: a waiting supervisor needs no settings.
+        # Imported here, since a waiting supervisor needs no settings.
         from sae_tui.jobs.supervisor.end_hook import run_hook
 
         self._line.locks.release()
@@ -314,7 +314,7 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
-    """Fork the supervisor; return in the first process 0 once it is registered, 1 if it could not be.
+    """Fork the supervisor; in the first process, return 0 once the supervisor is registered, 1 if that failed.
 
     The second process never returns.
     """

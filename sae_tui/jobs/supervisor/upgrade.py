@@ -1,4 +1,4 @@
-"""Detects that the package was replaced under a waiting process, as by `pip install -U`, and restarts its program.
+"""Restarts a waiting process after its package was replaced, as by `pip install -U`.
 
 A supervisor loads many modules only when its job starts. Modules of another version would not fit the loaded ones.
 """
@@ -39,8 +39,8 @@ class Installed:
     def restart_if_replaced(self) -> bool:
         """Restart the program of this process if its package was replaced.
 
-        The program keeps log and environment, and gives up its locks. Return False if the package was replaced but does
-        not load, as halfway through an upgrade.
+        The program keeps its log and environment, and releases its locks. Return False if the package was replaced but
+        does not load, as in the middle of an upgrade.
         """
         if self.is_current():
             return True
@@ -51,7 +51,7 @@ class Installed:
         return False
 
     def may_end(self) -> bool:
-        """Restart like `restart_if_replaced`; return True as well if the package was removed for good."""
+        """Restart like `restart_if_replaced`; also return True if the package was removed for good."""
         if self.restart_if_replaced():
             return True
         self._refused_since = self._refused_since or time.monotonic()
@@ -64,7 +64,7 @@ def _state() -> int:
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
-    """Yield path, time and size of each module below a folder, as far as it exists during an upgrade."""
+    """Yield path, time and size of each module below a folder; files that are missing during an upgrade are skipped."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
