@@ -7,6 +7,6 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
 
 def launcher(backend: str, beginning: Beginning) -> Attempt:
-    """Return the ranks of an attempt that is about to begin; nothing is started yet."""
+    """Return the attempt object of a launch backend; it starts nothing yet."""
     attempt: Attempt = LAUNCH_BACKENDS[backend].load()(beginning)
     return attempt

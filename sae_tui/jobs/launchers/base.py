@@ -1,4 +1,4 @@
-"""What the supervisor needs of the ranks of an attempt, wherever they run."""
+"""The interface between the supervisor and the ranks of an attempt, on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RankCommand = Callable[[Path], Sequence[str]]
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """An attempt about to begin. The ranks inherit `locks`, and so hold the GPUs for as long as they live."""
+    """What an attempt needs to start. The ranks inherit `locks`, and so hold the GPUs as long as they live."""
 
     job_id: int
     config: AnyJob
@@ -29,40 +29,40 @@ class Beginning(msgspec.Struct, frozen=True):
 
 
 class Attempt(Protocol):
-    """All ranks of an attempt. Only `wait` takes time, and no more than it is told."""
+    """All ranks of an attempt. Only `wait` blocks, and at most for its timeout."""
 
     @property
     def alive(self) -> bool:
-        """Whether anything of it may still run."""
+        """True while any of its processes may still run."""
         ...
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it stands in a queue that is not ours, so that no step can be expected of it."""
+        """True while pending in an external scheduler, so that no step can be expected."""
         ...
 
     @property
     def is_halted(self) -> bool:
-        """Whether a rank cannot go on by itself, whatever it was doing."""
+        """True if a rank cannot continue on its own, whatever it was doing."""
         ...
 
     @property
     def is_hung(self) -> bool:
-        """Whether a rank could not be ended, and so counts as ended."""
+        """True if a rank could not be ended; it then counts as ended."""
         ...
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank ended that should not have, so that the others cannot go on."""
+        """True if a rank ended too early, so that the other ranks cannot continue."""
         ...
 
     @property
     def codes(self) -> set[int | None]:
-        """How the ranks ended so far: exit codes, negative for a signal."""
+        """The exit codes of the ranks so far, negative for signals."""
         ...
 
     def start(self) -> None:
-        """Start every rank; raise OSError or `UserError`, upon which those started before are to be ended."""
+        """Start every rank; after an `OSError` or `UserError` the caller must end the ranks already started."""
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
@@ -70,11 +70,11 @@ class Attempt(Protocol):
         ...
 
     def rows(self) -> list[Rank]:
-        """Return all ranks as the store keeps them."""
+        """Return all ranks as rows of the store."""
         ...
 
     def ask_to_stop(self) -> None:
-        """Tell ranks that cannot read the store that they are to save and end."""
+        """Ask ranks that cannot read the store to save and end."""
         ...
 
     def ask_to_finish(self) -> None:
@@ -82,7 +82,7 @@ class Attempt(Protocol):
         ...
 
     def end(self) -> None:
-        """Ask all that live to end; called again, end them for good once they have had their time."""
+        """Ask all living ranks to end; in later calls, kill them once their grace period has passed."""
         ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
@@ -97,9 +97,9 @@ class Attempt(Protocol):
         ...
 
     def describe(self) -> str:
-        """Describe what is odd about its ranks now, such as one that is halted; return "" where all seem to work."""
+        """Describe an abnormal state of the ranks, such as one that is halted; return "" if all seem to work."""
         ...
 
     def dump_stacks(self, file: Path) -> None:
-        """Write the stacks of every rank to a file, for whoever wants to know why it makes no step."""
+        """Write the stacks of every rank to a file, to show why it makes no progress."""
         ...

@@ -1,4 +1,4 @@
-"""Copies what rank 0 on another host reports of its run from a file into `metrics.db`, as the only writer of it."""
+"""Copies the progress that rank 0 on another host writes to a file into `metrics.db`, as the only writer of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class Ingest:
-    """Keeps its position in a file beside `progress.jsonl`; when it is begun anew, it counts nothing twice."""
+    """Stores its position in a file next to `progress.jsonl`; a restarted copy counts nothing twice."""
 
     def __init__(self, progress_file: Path, metrics_db: Path) -> None:
         self._file, self._db = progress_file, metrics_db
@@ -26,7 +26,7 @@ class Ingest:
         self._known: set[Event] = set()
 
     def poll(self) -> bool:
-        """Store the whole lines since the last call, and return whether there were any; no more than 4 MB at once.
+        """Store the complete lines since the last call, at most 4 MB, and return whether there were any.
 
         Raise `StoreError`; the next call tries the same lines again.
         """
@@ -35,7 +35,7 @@ class Ingest:
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
             return False
-        # So long a line is none of ours: its parts cannot be decoded and are skipped.
+        # We write no line this long: its pieces cannot be decoded and are skipped.
         whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
@@ -44,7 +44,7 @@ class Ingest:
             raise
         self._offset += len(whole)
         with contextlib.suppress(OSError):
-            # Where it is lost, all lines are read again, and nothing counts twice.
+            # If it is lost, all lines are read again, and nothing counts twice.
             write_whole(self._offset_file, str(self._offset), durable=False)
         return True
 
@@ -54,14 +54,14 @@ class Ingest:
             writer.close()
 
     def _leave_lost_store(self) -> None:
-        """Begin from the first line again where the store was deleted or replaced: all lines are still in the file."""
+        """Start again from the first line if the store was deleted or replaced; the file still has all lines."""
         with explain_errors(self._db):
             if self._writer and file_identity(self._db) != self._identity:
                 self.close()
                 self._offset = 0
 
     def _read(self) -> bytes:
-        """Read what is new, by opening the file anew: only then does a network file system look for it."""
+        """Read new data. Reopen the file each time, since only that makes a network file system check for it."""
         try:
             with open_plain(self._file) as stream:
                 stream.seek(self._offset)
@@ -70,7 +70,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """Store the lines by as few writes as can be: one up to each place where the history goes back."""
+        """Store the lines in as few writes as possible: one before each rewind of the history."""
         writer = self._open()
         rows: list[Row] = []
         events: list[Event] = []
@@ -87,7 +87,7 @@ class Ingest:
         self._known = set()
 
     def _open(self) -> SeriesWriter:
-        """Open the store, and read its events, which are not stored again; rows stored again replace themselves."""
+        """Open the store, and read its events so that none is stored twice; metric rows overwrite themselves."""
         if self._writer is None:
             self._writer = SeriesWriter(self._db)
             self._identity = file_identity(self._db)

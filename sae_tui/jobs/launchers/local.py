@@ -25,11 +25,11 @@ KILL_AFTER_S = 5.0
 
 
 class RankProcess(ChildRank, OneRank):
-    """A rank that is our child."""
+    """A rank that is a child process of ours."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
         super().__init__(rank, process, exit_file, log)
-        # Gone already only if it died within microseconds; as a zombie of ours its pid is still its own.
+        # `of` finds nothing only if the rank died within microseconds; as our zombie it still keeps its pid.
         self._ref = ProcessRef.of(process.pid) or ProcessRef(process.pid, 0, boot_id())
 
     @property
@@ -38,7 +38,7 @@ class RankProcess(ChildRank, OneRank):
 
 
 class RankGroup(Ranks[RankProcess]):
-    """All ranks of an attempt; they hold the GPU locks with us and are told when we die."""
+    """All ranks of an attempt; they hold the GPU locks with us, and the kernel signals them if we die."""
 
     is_waiting = False
 
@@ -55,10 +55,10 @@ class RankGroup(Ranks[RankProcess]):
             self.ranks.append(RankProcess(rank, process, exit_file, self._paths.log(rank)))
 
     def ask_to_stop(self) -> None:
-        """Do nothing: rank 0 reads the store by itself."""
+        """Do nothing: rank 0 reads the store itself."""
 
     def ask_to_finish(self) -> None:
-        """Do nothing: rank 0 reads the store by itself."""
+        """Do nothing: rank 0 reads the store itself."""
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
         log = open_private(self._paths.log(rank), os.O_APPEND)
@@ -81,7 +81,7 @@ class RankGroup(Ranks[RankProcess]):
         return [self._row(rank) for rank in wait_for_ends(self.living, timeout_s)]
 
     def end(self) -> None:
-        """Send SIGTERM to all that live; called again, send SIGKILL once they have had 5 s."""
+        """Send SIGTERM to all living ranks; in later calls, send SIGKILL once 5 s have passed."""
         if self._ending_since is None:
             self._ending_since = time.monotonic()
             self._send(signal.SIGTERM)
@@ -107,9 +107,9 @@ class RankGroup(Ranks[RankProcess]):
 
 
 def _die_with(supervisor: int) -> None:
-    """Have the kernel send SIGTERM to this rank when the supervisor dies, and exit if it just has.
+    """Have the kernel send SIGTERM to this rank when the supervisor dies, and exit if it has just died.
 
-    Run in the rank before its program.
+    Runs in the rank before its program.
     """
     # Until exec, the supervisor's own handlers would receive these signals.
     for number in STOP_SIGNALS:

@@ -1,4 +1,4 @@
-"""What any attempt knows of its ranks, wherever they run: who lives, how each ended, and who failed first."""
+"""State of the ranks of an attempt, wherever they run: which are alive, how each ended, and which failed first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.rows import Rank
 
 
 class OneRank(RankEnd):
-    """A rank as the store keeps it."""
+    """A rank with the fields of its row in the store."""
 
     @property
     @abstractmethod
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=OneRank)
 
 
 class Ranks(Generic[R]):
-    """What an attempt knows from its ranks alone, wherever they run."""
+    """The parts of an attempt that need only the state of its ranks, wherever they run."""
 
     def __init__(self, beginning: Beginning) -> None:
         self._job_id, self._command = beginning.job_id, beginning.command

@@ -1,4 +1,4 @@
-"""A rank on another host, as known by the files that it leaves in the run folder."""
+"""A rank on another host, known by the files that it writes into the run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank known by its mark; `launch_log` is what was printed before it had a log of its own."""
+    """A rank known by its mark file; `launch_log` has the output from before it had its own log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))
@@ -33,7 +33,7 @@ class RemoteRank(OneRank):
 
     @property
     def code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs, `EXIT_FAILED` where it left no mark of its end."""
+        """The exit code, negative for a signal; None while it runs, `EXIT_FAILED` if its mark records no end."""
         if self.ended is None:
             return None
         if self.never_ran:
@@ -43,7 +43,7 @@ class RemoteRank(OneRank):
         return -self.mark.exit_signal if self.mark.exit_signal else self.mark.exit_code
 
     def read(self) -> bool:
-        """Read the rank's mark and tell whether it says something new."""
+        """Read the rank's mark and return whether it has changed."""
         mark = read_mark(self._mark_file)
         if mark is None or mark == self.mark:
             return False
@@ -53,17 +53,17 @@ class RemoteRank(OneRank):
         return True
 
     def give_up(self, *, never_ran: bool) -> None:
-        """Record an end of which the rank left no mark; `never_ran`, on request, makes it stopped instead of failed."""
+        """Record the end of a rank whose mark shows none; if it `never_ran`, it counts as stopped, not as failed."""
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """Return when the rank left its last record, or else was given up, in seconds since the epoch.
+        """Return when the rank wrote its last record, or else was given up, in seconds since the epoch.
 
-        The clock is that of the file system that all hosts share.
+        The time comes from the clock of the file system that all hosts share.
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
-        # A mark that tells of no end was written at the rank's start.
+        # A mark without an end was written when the rank started.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)
@@ -82,21 +82,21 @@ class RemoteRank(OneRank):
 
 
 def _last_cause(log: Path) -> str:
-    """Return the last line on what went wrong before ranks had logs.
+    """Return the last error line from before the ranks had logs.
 
-    Lines on how SLURM then ended the rest are no reason, and are skipped.
+    Lines about how SLURM then ended the other ranks are no cause, and are skipped.
     """
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")
 
 
 def _is_of_the_end(line: str) -> bool:
-    """Tell whether SLURM reports how it ended the job, not that a program could not be started."""
+    """Return whether SLURM reports in this line how it ended the job, and not that a program could not start."""
     return line.startswith(("srun:", "slurmstepd")) and "execve()" not in line
 
 
 def _first_modified(*files: Path, default: float | None) -> float:
-    """Return when the first of the files changed, in seconds since the epoch; without any, the default, or now."""
+    """Return when the first of the files changed, in seconds since the epoch; without files, the default or now."""
     times = []
     for file in files:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""The batch script of an attempt, and the command line that hands it to SLURM.
+"""The batch script of an attempt, and the sbatch command that submits it.
 
-No shell ever reads the job file: options are arguments of sbatch, and what stands in the script is quoted.
+No shell ever reads the job file: its options become arguments of sbatch, and words in the script are quoted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.rows import Device
 
-# Seconds before its time limit at which a job is told to save and stop; a quarter of a short limit.
+# Seconds before its time limit at which a job is asked to save and stop; a quarter of a short limit.
 SAVE_S = 120
 
-# The batch shell runs on the first node and hears of the time limit (128 + SIGUSR1 is 138). Ranks need no MPI.
+# The batch shell runs on the first node and receives the signal before the time limit (128 + SIGUSR1 is 138). Ranks
+# need no MPI.
 _SCRIPT = """\
 #!/bin/bash
 # {title}
@@ -50,7 +51,7 @@ _ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How the processes of an attempt, and its devices, are spread over nodes."""
+    """The number of nodes, and of processes and devices per node."""
 
     nodes: int
     per_node: int
@@ -62,7 +63,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """CPU cores of a process: one for each of its devices."""
+        """The CPU cores of a process: one for each of its devices."""
         return self.devices // self.per_node
 
 
@@ -83,7 +84,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 
 
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
-    """Return the argv that queues the script in `file`; its output goes to `log`. The user's own options come last."""
+    """Return the sbatch command for the script in `file`, which writes to `log`; the user's options come last."""
     layout, own = Layout.of(spec, launch), launch.sbatch_options or []
     options = {
         "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _default_name(spec),
@@ -95,20 +96,20 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
         "account": launch.account,
         "time": launch.time_limit,
         "chdir": "/",
-        # In a path for SLURM, a % begins a pattern.
+        # In a path given to SLURM, a % begins a pattern.
         "output": str(log).replace("%", "%%"),
         "open-mode": "append",
         "signal": f"B:USR1@{_save_s(launch.time_limit)}",
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    # A restart is another attempt, which the job's supervisor begins.
+    # A restart is a new attempt, which the job's supervisor starts.
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 
 def _save_s(limit: str | None) -> int:
-    """Return how many seconds before the time limit the job is told to save.
+    """Return how many seconds before the time limit the job is asked to save.
 
-    SLURM reads `90` as minutes, `90:00` too, `1:30:00` as hours; after days, hours come first.
+    SLURM reads `90` and `90:00` as minutes, and `1:30:00` as hours; after days, hours come first.
     """
     if limit is None:
         return SAVE_S
@@ -120,7 +121,7 @@ def _save_s(limit: str | None) -> int:
 
 
 def _exports(device: Device) -> str:
-    """Return the line that sets the variables of GPUs: of every vendor, since SLURM chooses the node and its cards."""
+    """Return the line that sets the GPU variables of every vendor, since SLURM chooses the node and its GPUs."""
     if device == "cpu":
         return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]

@@ -1,7 +1,7 @@
 """The ranks of one attempt on nodes that SLURM chooses.
 
-The supervisor stays on the host that submitted; what it knows of ranks and run are files in the run folder, which all
-nodes see.
+The supervisor stays on the host that submitted the job, and follows ranks and progress through files in the run folder,
+which all nodes can see.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# After a failure the job ends by itself, and SLURM then says why; nothing is ended by us before.
+# Seconds. After a failure the job ends on its own, and SLURM then reports the reason; do not cancel it before.
 ENDS_ITSELF_S = 15.0
-# A network file system may show late what a node wrote last.
+# Seconds. A network file system may be late to show the last data that a node wrote.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -42,7 +42,7 @@ _REASONS = {
 
 
 def cancel_left_behind(folder: Path) -> None:
-    """Cancel what SLURM still has of an attempt whose supervisor is gone."""
+    """Cancel the SLURM job of an attempt whose supervisor is gone."""
     try:
         SlurmJob.read(folder / _ID_FILE).cancel()
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def cancel_left_behind(folder: Path) -> None:
 
 
 class SlurmAttempt(Ranks[RemoteRank]):
-    """Submits the batch script, follows the job, and takes the run's progress into its store."""
+    """Submits the batch script, follows the job, and copies the run's progress into its store."""
 
     def __init__(self, beginning: Beginning) -> None:
         super().__init__(beginning)
@@ -60,7 +60,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._job = beginning.config
         self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
-        # What SLURM prints, and ranks before they have logs of their own.
+        # The output of SLURM, and of ranks that do not have their own logs yet.
         self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
@@ -72,7 +72,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
 
     @property
     def is_halted(self) -> bool:
-        """Always False: the state of a process on another host cannot be seen from here."""
+        """Always False: this host cannot see the state of a process on another host."""
         return False
 
     @property
@@ -80,9 +80,9 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return not self._has_run
 
     def start(self) -> None:
-        """Queue the attempt, or take up the one that was queued before; raise OSError where SLURM refuses it.
+        """Queue the attempt, or continue with the job queued before; raise `OSError` if SLURM refuses it.
 
-        SLURM gives out the GPUs, so that there are no locks to hand on.
+        SLURM allocates the GPUs, so there are no locks to inherit.
         """
         argv = self._command(write_spec(self._spec))
         id_file = self._folder / _ID_FILE
@@ -97,7 +97,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the job's number to a file, or cancel the job: one that nobody would find again must not run."""
+        """Write the job's number to a file, or cancel the job: a job that no process could find again must not run."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -106,14 +106,14 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._tell("slurm", f"is job {slurm.id} of SLURM")
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """Wait up to `timeout_s` seconds; return the ranks with news: that they ended, or as which process they run."""
+        """Wait up to `timeout_s` seconds; return the ranks that started or ended."""
         if not (news := self._news()):
             time.sleep(timeout_s)
             news = self._news()
         return [self._row(rank) for rank in news]
 
     def ask_to_stop(self) -> None:
-        """Write the file that tells rank 0 to stop; a job that still waits for nodes ends at once."""
+        """Write the file that asks rank 0 to stop; a job that still waits for nodes is cancelled at once."""
         if self._asked_to_stop:
             return
         try:
@@ -125,14 +125,14 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._end_if_pending()
 
     def ask_to_finish(self) -> None:
-        """Write the file that asks rank 0 to cool down, also while the job waits for nodes."""
+        """Write the file that asks rank 0 to cool down, even if the job still waits for nodes."""
         finish_file = self._paths.finish_file(self._spec.attempt)
         if not finish_file.exists():
             with tolerate_disk("asking the ranks to finish early"):
                 write_whole(finish_file, b"")
 
     def end(self) -> None:
-        """Cancel the job, which may save for SLURM's KillWait; called again, kill it once it has had 5 s."""
+        """Cancel the job, which then has SLURM's KillWait to save; in later calls, kill it after 5 s."""
         if self._slurm is None or self._ends_itself():
             return
         now = time.monotonic()
@@ -146,7 +146,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._cancelled_at = now
 
     def cause(self) -> str:
-        """Return why the attempt failed: SLURM's reason where it ended the job, else the rank that failed first."""
+        """Return why the attempt failed: SLURM's reason if SLURM ended it, else the error of the first failed rank."""
         self._await_end()
         state = self._state
         if state in _REASONS and not (state == "CANCELLED" and self._cancelled_at):
@@ -157,15 +157,15 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """Write on which nodes the ranks are: no process here can look into those of another host."""
+        """Write on which nodes the ranks run: this host cannot inspect processes of other hosts."""
         where = self.describe() or "SLURM has not answered"
         write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
 
-    # what is going on
+    # Following the job.
 
     @property
     def _state(self) -> str:
-        """The job's state in SLURM's word; empty where it has not answered yet."""
+        """The job's state as SLURM names it; empty until SLURM has answered."""
         latest = self._slurm.seen if self._slurm else None
         return latest.state if latest else ""
 
@@ -176,7 +176,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
-        # After the marks, so that nothing a rank has reported before its end is missing.
+        # After the marks, so that all progress reported before a rank's end is stored.
         with tolerate("taking in the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
@@ -185,7 +185,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return news
 
     def _follow(self) -> None:
-        """Ask SLURM for the job's state, and record it as an event where it changes."""
+        """Ask SLURM for the job's state, and record a change as an event."""
         if self._slurm is None or not self._slurm.look() or (latest := self._slurm.seen) is None:
             return
         if latest.is_over:
@@ -201,7 +201,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Cancel a job that was asked to stop and has not begun, so that nothing is lost.
+        """Cancel a job that was asked to stop before it began; nothing is lost.
 
         SLURM itself checks that it has not begun meanwhile.
         """
@@ -209,7 +209,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._slurm.cancel("--state=PENDING")
 
     def _give_up(self) -> list[RemoteRank]:
-        """Mark as ended the ranks that left no record although the job is over, and return them."""
+        """Mark ranks as ended that left no record although the job is over, and return them."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
@@ -217,7 +217,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return given_up
 
     def _ends_itself(self) -> bool:
-        """Tell whether the job ends without us: after a failure, srun ends the other ranks."""
+        """Return whether the job ends on its own: after a failure, srun ends the other ranks."""
         if self._over_since:
             return True
         if not self.has_failed:
@@ -230,14 +230,14 @@ class SlurmAttempt(Ranks[RemoteRank]):
             rank.ended_by_us = True
 
     def _await_end(self) -> None:
-        """Wait up to 15 s for SLURM's final state, which comes a moment after the last report of the ranks."""
+        """Wait up to 15 s for SLURM's final state, which follows shortly after the last report of the ranks."""
         deadline = time.monotonic() + ENDS_ITSELF_S
         while self._slurm and not self._over_since and time.monotonic() < deadline:
             self._follow()
             time.sleep(0.1)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
-        """Add an event to the job, unless the last one said the same."""
+        """Add an event to the job, unless the last one had the same message."""
         spec = self._spec
         if message == self._told or spec.control_db is None or spec.job_id is None:
             return

@@ -1,4 +1,4 @@
-"""Python stacks of a process that makes no step, also of one that is halted or waits in C++."""
+"""Dumps Python stacks of a process that makes no progress, even one that is halted or waits in C++."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trainer.contract.files import write_whole
 from trainer.contract.process import ProcessRef, state_of
 
 LIMIT_S = 20.0
-# Letters of /proc/<pid>/stat. "D" passes by itself in a moment, unless a disk or a driver hangs.
+# Letters of /proc/<pid>/stat. "D" normally lasts only a moment, unless a disk or a driver hangs.
 _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
 
 
 def odd_state(pid: int) -> str:
-    """Describe what keeps a process from running at all; return "" for one that runs or waits for others."""
+    """Describe what prevents a process from running; return "" for one that runs or waits for other processes."""
     return _ODD.get(state_of(pid), "")
 
 
 def is_halted(pid: int) -> bool:
-    """Tell whether a process is halted until somebody lets it run again."""
+    """Return whether a process is halted (SIGSTOP or a debugger) until it is continued."""
     return state_of(pid) in ("T", "t")
 
 
@@ -39,7 +39,7 @@ def _stack(process: ProcessRef) -> str:
         return "(py-spy is not installed)"
     if not process.is_alive():
         return "(it has ended)"
-    # The process is not stopped for this: one that hangs must not make us hang.
+    # Do not pause the process for the dump: a process that hangs must not make us hang.
     arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
     try:
         done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S)
@@ -49,6 +49,6 @@ def _stack(process: ProcessRef) -> str:
 
 
 def _py_spy() -> str | None:
-    """Return the path of py-spy, the one beside this Python first; None where there is none."""
+    """Return the path of py-spy, preferably next to this Python; None if it is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
