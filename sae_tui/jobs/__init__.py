@@ -1,1 +1,1 @@
-"""Choosing GPUs, launching, supervising and reading jobs; knows nothing of a screen."""
+"""Chooses GPUs for jobs, and launches, supervises and reads jobs; independent of the screens."""

@@ -1,4 +1,4 @@
-"""A process that goes on in the background, while the one that started it learns whether it came up."""
+"""Runs a process in the background; its parent learns whether it started successfully."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainer.contract.process import take_back_signals
 
 
 def go_on(begin: Callable[[], Callable[[], None]]) -> int:
-    """Fork; return in the first process 0 once `begin` has succeeded in the second, 1 if it could not.
+    """Fork; in the first process, return 0 once `begin` has succeeded in the second, 1 if it failed.
 
-    The second process calls what `begin` returned and exits; it never returns. It writes an error to stderr and then
-    exits with 1.
+    The second process calls the function that `begin` returned, then exits; it never returns. If there is an error, it
+    writes the error to stderr and exits with 1.
     """
     take_back_signals()
     reading, writing = os.pipe()
@@ -35,6 +35,6 @@ def go_on(begin: Callable[[], Callable[[], None]]) -> int:
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        # A sampling thread may hang in the driver, and would keep the process from ending.
+        # A sampling thread may hang in the driver and would keep the process alive.
         os._exit(code)
     return 0

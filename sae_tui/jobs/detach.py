@@ -1,4 +1,4 @@
-"""Starts a job's supervisor, or its evaluation, here in a session of its own that outlives app and terminal."""
+"""Starts a job's supervisor or evaluation on this host, in its own session, so that it outlives app and terminal."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ SESSION = re.compile(r"/session-[^/]+\.scope")
 
 
 class SlowStart(UserError):
-    """A program that has not answered in time."""
+    """A program has not started in time."""
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
-    """Start the supervisor of a job; return once it lives and has put itself into the job's row (0.1 s).
+    """Start the supervisor of a job; return once it has recorded itself in the job's row (0.1 s).
 
-    Raise `UserError` where it does not start.
+    Raise `UserError` if it does not start.
     """
     start_detached([*command, str(data.root), str(job_id)], data.run(job_id).supervisor_log, "its supervisor")
 
 
 def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
-    """Start a program that goes on in the background, with what it writes in a log; `who` it is begins each error.
+    """Start a background program that writes to a log; error messages begin with `who`, the program's name.
 
-    Raise `UserError` where it does not start. The process started here forks the program proper and ends, so that the
-    caller has no child left to wait for and the program can never get a controlling terminal.
+    Raise `UserError` if it does not start. The process started here forks the actual program and ends, so that the
+    caller has no child to wait for, and the program can never get a controlling terminal.
     """
     outside = _scope_prefix()
     if outside:
@@ -45,16 +45,17 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
             _start([*outside, *arguments], log_file, who)
             return
         except UserError as error:
-            # One that is slow may still come up, and a job has one supervisor.
+            # A slow supervisor may still start, and a job must not get two.
             if isinstance(error, SlowStart):
                 raise
     _start(arguments, log_file, who)
 
 
 def _scope_prefix() -> tuple[str, ...]:
-    """Return the words before a command that has to outlive the login session; () where that is impossible or needless.
+    """Return a command prefix for programs that must outlive the login session; () if impossible or not needed.
 
-    They start it in a scope of the user's service manager, which linger keeps whatever logind does to the session.
+    The prefix starts the program in a scope of the user's service manager. Lingering keeps that manager running,
+    whatever logind does to the session.
     """
     try:
         group = Path("/proc/self/cgroup").read_text()

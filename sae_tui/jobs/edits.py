@@ -1,4 +1,4 @@
-"""Changes a job: its name, tags and note, its place in the queue, and whether it runs."""
+"""Changes a job: its name, tags and note, its position in the queue, and whether it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.store.states import DONE, JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40
-# What is said of a job that is asked for something.
+# A reply to a request: the rest of a sentence that begins with the job's number.
 Words = Callable[[Job], str]
 
 
@@ -41,14 +41,14 @@ def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
 
 
 def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
-    """Add and remove tags, each a single word; adding one twice, or removing one that is absent, does nothing."""
+    """Add and remove tags, each a single word; adding a tag twice or removing an absent one does nothing."""
     tags = tuple(sorted({*control.job(job_id).tags, *as_tags(add)} - {*as_tags(remove)}))
     has = f"the tag{'s' * (len(tags) > 1)} {', '.join(tags)}" if tags else "no tags"
     return _change(data, control, job_id, f"has {has}", tags=tags)
 
 
 def as_tags(words: Iterable[str]) -> tuple[str, ...]:
-    """Return each tag once, sorted; raise `UserError` for a word that is no tag."""
+    """Return each tag once, sorted; raise `UserError` for a word that is not a valid tag."""
     return tuple(sorted({*map(_tag, words)}))
 
 
@@ -59,7 +59,7 @@ def tag_words(text: str) -> tuple[list[str], list[str]]:
 
 
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
-    """Set which of the queued jobs goes first (-100 to 100); a running job keeps it in case it waits again."""
+    """Set a job's priority in the queue (-100 to 100); a running job keeps it in case it is queued again."""
     if not -100 <= priority <= 100:
         raise UserError(f"a priority is -100 to 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)
@@ -75,13 +75,13 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def release(data: DataDir, control: Control, job_id: int) -> str:
-    """Take the hold or the pause off a queued job; it still waits for anything else that it waits for."""
+    """Release a queued job that is held or paused; it still waits for GPUs and other jobs."""
     job = control.job(job_id)
     resumes = job.state.is_final and job.state not in DONE
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
     refuse_if_silent(data, job)
     is_held = job.held or "pause" in control.open_requests(job_id)
-    # A pause that its supervisor has not seen yet would hold it again.
+    # Otherwise a pause request that the supervisor has not seen yet would hold the job again.
     control.answer(job_id, "pause")
     message = _release_message(job, is_held, describe_unfinished(data, control, job), data.run(job_id))
     return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
@@ -98,9 +98,9 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
-    """Describe what becomes of a queued job that is not held any more.
+    """Describe what a queued job does after its release.
 
-    `other` is the clause about a job that it comes after, or "".
+    `other` is the clause about jobs that must finish first, or "".
     """
     saved = newest_first(paths.checkpoints)
     starts = f"resumes from step {int(saved[0].name.removeprefix('step-'))}" if saved else "starts"
@@ -111,7 +111,7 @@ def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> st
 
 
 def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int]) -> str:
-    """Make a queued job wait until the jobs of `after` have finished."""
+    """Make a queued job wait until the jobs in `after` have finished."""
     job = control.job(job_id)
     _refuse_unless_queued(job, "only a job in line can wait for others")
     after = tuple(dict.fromkeys(after))
@@ -121,7 +121,7 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and end; return what happens now, in words."""
+    """Ask a job to save and end; return a message about what it does now."""
     return _ask(
         data,
         job_id,
@@ -155,7 +155,7 @@ def finish(data: DataDir, job_id: int) -> str:
 
 
 def kill(data: DataDir, job_id: int) -> str:
-    """Have a job's supervisor end its ranks: SIGTERM, and SIGKILL 5 s later."""
+    """Ask a job's supervisor to end its ranks: SIGTERM, and SIGKILL 5 s later."""
     return _ask(
         data,
         job_id,
@@ -166,7 +166,7 @@ def kill(data: DataDir, job_id: int) -> str:
 
 
 def pause(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and go back into the queue, held: its GPUs are free until it is released."""
+    """Ask a job to save and return to the queue, held; its GPUs are free until it is released."""
     return _ask(
         data,
         job_id,
@@ -189,8 +189,8 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
 def _text(text: str, allowed: str = "") -> str:
     """Remove the spaces around a text.
 
-    Raise `UserError` for control characters that are not in `allowed`, and for bytes of another encoding, which a
-    terminal may send and the store cannot hold.
+    Raise `UserError` for control characters that are not in `allowed`, and for text that is not UTF-8, which a terminal
+    may send but the store cannot hold.
     """
     if not is_utf8(text):
         raise UserError("names, tags and notes are UTF-8; set the terminal's encoding to it")

@@ -1,4 +1,4 @@
-"""How a job ended, as `exit.json` keeps it beside the run; a damaged store can be repaired from it."""
+"""How a job ended, as stored in `exit.json` in the run folder; a damaged store can be repaired from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.states import JobState
 
 
 class RankEnding(msgspec.Struct, frozen=True):
-    """How one rank ended; `exit_signal` is set instead of `exit_code` where a signal killed it."""
+    """How one rank ended; `exit_signal` is set instead of `exit_code` if a signal killed it."""
 
     rank: FewAtOnce
     exit_code: Number | None
@@ -22,7 +22,7 @@ class RankEnding(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The final state of a job and why."""
+    """The final state of a job, and its cause."""
 
     state: JobState
     ended: Time
@@ -33,7 +33,7 @@ class Ending(msgspec.Struct, frozen=True):
     first_failed: FewAtOnce | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the columns of the job's row that go with its final state."""
+        """Return the columns of the job's row that describe its end."""
         return {"ended": self.ended, "error": self.error, "output_path": self.output_path}
 
 
@@ -42,5 +42,5 @@ def write_ending(path: Path, ending: Ending) -> None:
 
 
 def read_ending(path: Path) -> Ending | None:
-    """Return how the job ended; None where it left no record, or none that can be read."""
+    """Return how the job ended; None if there is no readable record."""
     return read_json(path, Ending)

@@ -1,4 +1,4 @@
-"""What the energy of a job comes to: how much, how well it is known, its price and its CO₂, by the settings."""
+"""The energy of a job: the amount, the share that was measured, and its price and CO₂ according to the settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# Less than this share measured is told; the last seconds of a job may not be stored yet when it ends.
+# A smaller measured share is reported; the last seconds of a job may not be stored yet when it ends.
 WHOLE = 0.98
 
 
 class Energy(NamedTuple):
-    """The energy of a job; None where it, its price or its CO₂ is not known. `share` of its time was measured."""
+    """The energy of a job; unknown values are None. `energy_share` is the share of its time that was measured."""
 
     energy_wh: float | None = None
     energy_share: float | None = None
@@ -24,7 +24,7 @@ class Energy(NamedTuple):
 
 
 def energy_of(job: Job, settings: Settings) -> Energy:
-    """Return what a job has taken so far; nothing where nothing was measured."""
+    """Return the energy that a job has used so far; all fields are None if nothing was measured."""
     if job.energy_wh is None or not job.energy_known_s or not job.energy_s:
         return Energy()
     priced, kwh = settings.price_per_kwh > 0, job.energy_wh / 1000
@@ -39,12 +39,12 @@ def energy_of(job: Job, settings: Settings) -> Energy:
 
 
 def is_whole(energy: Energy) -> bool:
-    """Tell whether next to all of the job's time was measured."""
+    """Return whether almost all of the job's time was measured."""
     return (energy.energy_share or 0.0) >= WHOLE
 
 
 def energy_words(job: Job, settings: Settings) -> str:
-    """Return like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (samples for 83 % of its time)`; "" where it is unknown."""
+    """Return text like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (samples for 83 % of its time)`; "" if unknown."""
     energy = energy_of(job, settings)
     if energy.energy_wh is None or energy.energy_share is None:
         return ""
@@ -62,7 +62,7 @@ def watt_hours(energy_wh: float) -> str:
 
 
 def money(amount: float) -> str:
-    """Return an amount with cents, or `<0.01`."""
+    """Return an amount with two decimals, or `<0.01`."""
     return "<0.01" if 0 < amount < 0.01 else f"{amount:.2f}"
 
 
@@ -75,8 +75,8 @@ _SAMPLES, _COUNTER = "power samples", "counter"
 
 
 def _source(counted: float) -> str:
-    """Return what was read, by the share of the measured time that the counter has."""
-    # The last seconds before the end are always by samples.
+    """Return the source of the measurement; `counted` is the share of the measured time covered by the counter."""
+    # The last seconds before the end are always measured by samples.
     if counted > 0.9:
         return _COUNTER
     return _SAMPLES if counted < 0.1 else f"{_COUNTER} and {_SAMPLES}"

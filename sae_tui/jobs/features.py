@@ -1,4 +1,4 @@
-"""Where it is stored what the latents of a job's SAEs fire on, and how a latent is told in words."""
+"""Finds the stored features of a job's SAEs (the texts on which their latents fire), and formats them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import DENSE, FEATURES, Context, Feature, Features, Moved
 
-# How much of a latent's contexts its line in a list tells.
+# The most tokens of a latent that its row in a list shows.
 MOST_TOKENS = 6
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
 def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
-    """Return the files of a job's SAEs by their labels, "" for a single one; raise `UserError` where there is none."""
+    """Return the feature files of a job's SAEs by label ("" for a single SAE); raise `UserError` if there are none."""
     evaluate = f"`sae-tui eval {job_id}` finds out what its latents fire on"
     return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data tells its tokens")
 
 
 def has_features(data: DataDir, job_id: int) -> bool:
-    """Tell whether there is such a file of the job."""
+    """Return whether the job has a feature file."""
     try:
         return bool(features_of_job(data, job_id))
     except UserError:
@@ -30,13 +30,13 @@ def has_features(data: DataDir, job_id: int) -> bool:
 
 
 def features_in(folder: Path) -> dict[str, Path]:
-    """Return the files of the SAEs in a folder, or in that of a run; raise `UserError` where there is none."""
+    """Return the feature files of the SAEs in a folder or in a run's folder; raise `UserError` if there are none."""
     place = folder / "sae" if os.path.isdir(folder / "sae") else folder
     return _files(place, f"{folder} has no {FEATURES}; `sae-train eval` of the run writes it")
 
 
 def _files(folder: Path, problem: str) -> dict[str, Path]:
-    # os.path.exists is False, where Path.exists raises, in a folder that cannot be searched.
+    # In a folder that cannot be searched, os.path.exists returns False, while Path.exists raises.
     if os.path.exists(single := folder / FEATURES):
         return {"": single}
     if os.path.isdir(folder) and (files := {one.parent.name: one for one in sorted(folder.glob(f"*/{FEATURES}"))}):
@@ -56,7 +56,7 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Return how many latents are dense or never fire: `23 dense (on more than 10 % of the rows), 3 never fire`."""
+    """Return the numbers of dense and dead latents: `23 dense (on more than 10 % of the rows), 3 never fire`."""
     return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
 
 
@@ -67,17 +67,17 @@ def strongest_tokens(feature: Feature) -> str:
 
 
 def in_row(moved: Iterable[Moved]) -> str:
-    """Return tokens that a latent's direction moves, in a line with their logits."""
+    """Return the tokens that a latent promotes or suppresses, with their logits, in one line."""
     return "  ".join(f"{readable(one.text).strip() or repr(one.text)} {one.logit:+.2f}" for one in moved)
 
 
 def readable(text: str) -> str:
-    """Return the text of a token within a line."""
+    """Return the text of a token without line breaks and tabs."""
     return text.translate(_LINE_ENDS)
 
 
 def in_words(context: Context) -> str:
-    """Return a context as a line, its strongest token in brackets."""
+    """Return a context as one line, with its strongest token in brackets."""
     texts = [readable(token.text) for token in context.tokens]
     texts[context.at] = f"[{texts[context.at]}]"
     return "".join(texts)

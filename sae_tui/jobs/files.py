@@ -1,4 +1,4 @@
-"""Tells whether a folder was deleted, and follows logs as they grow."""
+"""Checks whether a folder was deleted, and follows logs as they grow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.runs import log_tail
 
 
 def is_gone(folder: Path) -> bool:
-    """Tell whether a folder was deleted; False where a file server in trouble cannot say."""
+    """Return whether a folder was deleted; False if that is unknown, as with a file server in trouble."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -21,7 +21,7 @@ def is_gone(folder: Path) -> bool:
 
 
 class Follower:
-    """Hands out what is appended to a log; starts anew when the log is replaced or cut."""
+    """Reads the lines appended to a log; starts over when the log is replaced or truncated."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -40,6 +40,6 @@ class Follower:
             return []
         self._offset += len(chunk)
         *lines, partial = (self._partial + chunk).split(b"\n")
-        # Only the end of a line that never ends is kept.
+        # Of a line without end, only the tail is kept.
         self._partial = partial[-log_tail.LONGEST :]
         return [log_tail.readable(line) for line in lines]

@@ -1,4 +1,4 @@
-"""The running evaluations and their progress: one small file each in the data folder's `evaluations`."""
+"""The running evaluations and their progress, each in a small file in the data folder's `evaluations`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from trainer.contract.progress import Reached
 from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import JobId, Time
 
-# The kinds of the events on an evaluation.
+# The kinds of events about an evaluation.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
 # Seconds. The file of a running evaluation is written at least this often.
 HEARTBEAT_S = 5.0
-# After this time without a write, an evaluation on another machine counts as ended.
+# Seconds. An evaluation on another machine counts as ended after this time without a write.
 _SILENT_S = 60.0
 _LONGEST_WAIT = 200
 
 
 class Going(msgspec.Struct, frozen=True, kw_only=True):
-    """A running evaluation of a job: its parts, start, device, progress, and in words what it waits for."""
+    """A running evaluation of a job: its parts, start, device, progress, and the reason why it waits."""
 
     job_id: JobId
     process: ProcessRef
@@ -49,7 +49,7 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """Write it as `evaluating 41 % · 3 min left · rows`, or what it waits for."""
+        """The state as text, such as `evaluating 41 % · 3 min left · rows`, or the reason why it waits."""
         if self.waits_for:
             return f"evaluation waits: {self.waits_for}"
         share, left, stage = self.reached.words_apart
@@ -76,14 +76,14 @@ def _file(data: DataDir, job_id: int) -> Path:
 
 
 class Evaluations:
-    """Follows the evaluations of a data folder; `going` has them by the id of their job."""
+    """Follows the evaluations of a data folder; `going` has them by job id."""
 
     def __init__(self, data: DataDir) -> None:
         self.going: Mapping[int, Going] = {}
         self._folder = data.evaluations
 
     def poll(self) -> bool:
-        """Read what is new and return whether anything changed; never raise, and cost microseconds without one."""
+        """Read the files and return whether anything changed; never raise; takes microseconds without evaluations."""
         going = {one.job_id: _shown(one) for entry, one in _files(self._folder) if _is_going(entry, one)}
         changed, self.going = going != self.going, going
         return changed
@@ -95,14 +95,14 @@ def left_behind(data: DataDir) -> list[int]:
 
 
 def _has_ended(data: DataDir, entry: os.DirEntry[str], going: Going) -> bool:
-    """Return whether an evaluation on this machine has ended; in another container, whether its lock is free."""
+    """Return whether an evaluation on this machine has ended; in another container, check whether its lock is free."""
     if going.process.is_elsewhere:
         return not _is_going(entry, going) and is_held(data.run(going.job_id).evaluation_lock) is False
     return _is_here(going) and not going.process.is_alive()
 
 
 def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
-    """Return the evaluations that have a file; half-written files, foreign files and links are ignored."""
+    """Return the evaluations that have a file; incomplete files, foreign files and links are ignored."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]

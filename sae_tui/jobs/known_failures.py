@@ -1,4 +1,4 @@
-"""The known causes of a failure, by what the ranks say, and what to do about each."""
+"""Known causes of failures, recognised by the ranks' error messages, and what to do about each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Kind = Literal[
 
 
 class Remedy(msgspec.Struct, frozen=True):
-    """A known cause; `may_repeat` says whether the same job could well run through the next time."""
+    """A known cause; `may_repeat` says whether the same job may succeed when it is repeated."""
 
     kind: Kind
     text: str
     may_repeat: bool = True
 
 
-# What to look for, the first that matches; texts of PyTorch, NCCL, the kernel and our own sentences.
+# Patterns in messages of PyTorch, NCCL, the kernel and our own code; the first match wins.
 _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"too little free memory|CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
@@ -174,5 +174,5 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
 
 
 def remedy(error: str | None) -> Remedy | None:
-    """Return what to do about an error; None where its cause is not a known one."""
+    """Return the remedy for an error; None if its cause is unknown."""
     return next((cause for pattern, cause in _KNOWN if error and re.search(pattern, error, re.IGNORECASE)), None)

@@ -1,7 +1,7 @@
 """Determines which machine a job is on.
 
-Host names do not identify machines: a laptop gets another name, a container is created again on the same volume, and
-two hosts that share a data folder may have the same name.
+Host names do not identify machines: a laptop changes its name, a container is created again on the same volume, and two
+hosts that share a data folder may have the same name.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# A supervisor touches the run's lock file every `SIGN_EVERY_S`. Clocks of two hosts may differ by a minute.
+# Seconds. A supervisor touches the run's lock file every `SIGN_EVERY_S`. Clocks of two hosts may differ by a minute.
 SIGN_EVERY_S = 30.0
 SILENT_S = 180.0
 
 
 def this_machine() -> dict[str, Any]:
-    """Return the columns of a job's row that say which machine it is on."""
+    """Return the columns of a job's row that identify its machine."""
     return {"host": socket.gethostname(), "boot_id": boot_id(), "machine_id": machine_id()}
 
 
@@ -44,7 +44,7 @@ def is_here(job: Job) -> bool:
 
 
 class Silence(NamedTuple):
-    """What this machine knows of a job on another machine."""
+    """What this machine knows about a job on another machine."""
 
     is_held: bool | None  # whether a process of the run is known to hold its lock
     age_s: float  # since its files last changed; infinite without files
@@ -52,7 +52,7 @@ class Silence(NamedTuple):
 
     @property
     def is_certain(self) -> bool:
-        """Whether no process of the run can be alive anywhere."""
+        """True if no process of the run can be alive anywhere."""
         return self.is_local and self.is_held is False
 
     @property
@@ -61,7 +61,7 @@ class Silence(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Describe it as `has not been heard of for 12 min`, or `was heard of 5 s ago`."""
+        """The silence as text: `has not been heard of for 12 min`, or `was heard of 5 s ago`."""
         if self.is_held:
             return "is alive"
         if math.isinf(self.age_s):
@@ -71,7 +71,7 @@ class Silence(NamedTuple):
 
 
 def silence(data: DataDir, job: Job) -> Silence:
-    """Return for how long a job on another machine has been silent, by its lock and the times of its files."""
+    """Return how long a job on another machine has been silent, from its lock and the times of its files."""
     paths = data.run(job.id)
     signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
     newest = -math.inf
@@ -82,7 +82,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 
 
 def elsewhere(data: DataDir, job: Job) -> str:
-    """Describe the state of an active job on another machine; return "" for any other job.
+    """Describe an active job on another machine; return "" for any other job.
 
     `its host gpu7 has not been heard of for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
@@ -90,9 +90,9 @@ def elsewhere(data: DataDir, job: Job) -> str:
         return ""
     heard = silence(data, job)
     if math.isinf(heard.age_s):
-        # The job has no files whose times could be a sign of life.
+        # The job has no files whose times could show that it is alive.
         return ""
-    # Imported only here: a waiting supervisor does not need it.
+    # Imported here, since a waiting supervisor does not need it.
     import shlex
 
     way = f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"

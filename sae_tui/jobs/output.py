@@ -1,4 +1,4 @@
-"""Where the result of a job lies: the folder of its SAE, or of the activations that it has extracted."""
+"""Finds the output of a job: the folder of its SAE, or of the activations that it has extracted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainer.contract.settings.job_file import is_extraction, parse_extraction, 
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 
-# Why an extraction begins anew.
+# The reason why an extraction starts over.
 NO_SHARD = "it had finished no shard"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return the folder of what a job has made so far; None where there is nothing yet."""
+    """Return the folder of a job's output so far; None if there is none yet."""
     if not extracts(job.config):
         return data.exported_folder(job.id)
     extraction, _ = parse_extraction(table_of(job.config))
@@ -31,18 +31,18 @@ def output_of(data: DataDir, job: Job) -> str | None:
 
 
 def rows_stored(job: Job) -> int:
-    """Return after how many rows an extraction would go on: those of whole shards, whatever its progress was."""
+    """Return the number of rows after which an extraction would resume: the rows in complete shards."""
     extraction = _extraction(job.config)
     return n_stored_rows(extraction) if extraction else 0
 
 
 def name_of_output(job: Job) -> str:
-    """Return what a job makes, as in "its SAE is in ..."."""
+    """Return the kind of a job's output, as in "its SAE is in ..."."""
     return "activations are" if extracts(job.config) else "SAE is"
 
 
 def names_of_hooks(job: Job) -> dict[str, list[str]]:
-    """Return the other names of the place of each hook of an extraction: its module's too, once rows are stored."""
+    """Return the other names of each hook's position in an extraction, including the module's once rows are stored."""
     extraction = _extraction(job.config)
     if extraction is None:
         return {}
@@ -58,12 +58,12 @@ def _extraction(config: str) -> ExtractJob | None:
 
 
 def may_tell_tokens(config: str) -> bool:
-    """Tell whether the data of a stored job file may tell its tokens: it is not known of data that is not here."""
+    """Return whether the data of a stored job file may contain its tokens; True if the data is not on this machine."""
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 
 
 @functools.lru_cache(maxsize=256)
 def extracts(config: str) -> bool:
-    """Tell whether a stored job file is that of an extraction."""
+    """Return whether a stored job file describes an extraction."""
     return is_extraction(table_of(config))

@@ -1,4 +1,4 @@
-"""Corrects the rows of jobs whose supervisor left without a record: `kill -9`, a crash, a restart of the machine."""
+"""Corrects the rows of jobs whose supervisor ended without a record: `kill -9`, a crash, a reboot."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import join_words
 
-# A launcher records the supervisor within a second; under heavy load it may take longer.
+# Seconds. A launcher records the supervisor within one second; under heavy load it may take longer.
 UNSUPERVISED_S = 30.0
-# Ranks get SIGTERM when their supervisor dies; this is the time they have to save.
+# Seconds. Ranks get SIGTERM when their supervisor dies, and then have this long to save.
 ORPHANS_S = 60.0
 
 
 def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
-    """Correct the rows of jobs whose supervisor is gone; return the ids of those whose state changed.
+    """Correct the rows of jobs whose supervisor is gone; return the ids of the jobs whose state changed.
 
-    Queued jobs stay queued; `revive` is called if one of them has no supervisor. Cheap if nothing has to be corrected.
+    Queued jobs stay queued; `revive` is called if one of them has no supervisor. Cheap if nothing needs a correction.
     """
     try:
         reader = Control(data.control_db, readonly=True)
@@ -120,7 +120,7 @@ def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
 
 
 def is_supervised(data: DataDir, job: Job) -> bool:
-    """Tell whether the job's supervisor lives; one in another PID namespace does while the run's lock is held."""
+    """Return whether the job's supervisor is alive; in another PID namespace, whether the run's lock may be held."""
     supervisor = job.supervisor
     if supervisor is None:
         return False
@@ -133,14 +133,14 @@ def has_lost_its_place(data: DataDir, job: Job) -> bool:
 
 
 def _is_mine(data: DataDir, job: Job) -> bool:
-    """Return whether this user owns a job: a command of another group member must not run it as its own."""
+    """Return whether this user owns a job: a group member's command must not run another member's job."""
     with contextlib.suppress(OSError):
         return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
     return False
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Return whether a new supervisor can take over a job: it is queued and its files exist, or cannot be seen."""
+    """Return whether a new supervisor can take over a job: it is queued, and its files exist or cannot be read."""
     paths = data.run(job.id)
     try:
         return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
@@ -149,12 +149,12 @@ def _can_go_on(data: DataDir, job: Job) -> bool:
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:
-    """Tell whether the supervisor is gone; False for a job on another machine, or whose supervisor is just starting."""
+    """Return whether the supervisor is gone; False for jobs on other machines and supervisors that are starting."""
     if not is_here(job):
         return False
     if job.supervisor is None:
-        # A resumed job was created long ago, so that its time in the queue counts. `abs`: a clock that was set back
-        # does not make it wait for longer.
+        # A resumed job was created long ago, so the time when it was queued counts. `abs` limits the wait if the clock
+        # was set back.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
 
@@ -165,18 +165,19 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # Where nobody holds the lock, a living process that a row names does not belong to the run, whoever wrote that row.
+    # If no process holds the lock, a living process that a row names does not belong to the run, whoever wrote that
+    # row.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
-    # Imported only here: a waiting supervisor does not need it.
+    # Imported here, since a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
     backend = LAUNCH_BACKENDS.get(job.backend)
-    # What a cluster still has of a job is ended by the cluster.
+    # The cluster itself ends the rest of a cluster's job.
     if living or (held and backend and not backend.cluster):
         _wait_or_kill(control, job, living, lock)
         return False
     if backend and backend.cancel:
-        # Before the row says so: whoever sees a lost job may start it again.
+        # Cancel before the row says that the job is lost: from then on a user may start it again.
         pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
     fields, has_finished = _final_progress(data, job)
     if has_finished:
@@ -193,7 +194,7 @@ def _end(control: Control, job: Job, state: JobState, message: str, level: str, 
 
 
 def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
-    """Return the columns that its ranks wrote after the supervisor had gone, and whether the job is complete."""
+    """Return the columns that the ranks wrote after the supervisor was gone, and whether the job is complete."""
     run = LiveRun(data.run(job.id))
     run.poll()
     fields, beat = run.fields(), run.heartbeat
@@ -201,17 +202,16 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     output = output_of(data, job)
     if output:
         fields["output_path"] = output
-    # A job that was to go on longer may have lost its supervisor before any rank began.
+    # A job that was extended may have lost its supervisor before any rank started.
     is_last = beat is not None and beat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 
 
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
-    """Let orphaned ranks save for a minute, counted from the event that says so, then kill them.
+    """Let orphaned ranks save for a minute after the event that reports them, then kill them.
 
-    The minute starts again if the clock was set back, and a jump ahead does not count. Other users may write rows too,
-    so kill only a process that holds the run's lock or, if that is unknown, one that was started as a rank of that
-    attempt.
+    The minute starts again if the clock was set back, and jumps forward do not count. Other users may write rows too,
+    so kill only processes that hold the run's lock or, if that is unknown, that were started as ranks of that attempt.
     """
     clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
@@ -232,14 +232,14 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
 
 
 def _wall_at_boot() -> float:
-    """Return the boot time by the present clock; it changes only when the clock jumps."""
+    """Return the boot time according to the current clock; it changes only when the clock jumps."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _is_of_the_run(rank: Rank, lock: Path) -> bool:
-    """Tell whether the rank's process holds the run's lock.
+    """Return whether the rank's process holds the run's lock.
 
-    Where that cannot be determined, tell whether it was started as a rank of the attempt.
+    If that cannot be determined, return whether it was started as a rank of the attempt.
     """
     if is_held(lock) is not None:
         return is_holder(rank.process, lock)

@@ -1,4 +1,4 @@
-"""`record.json` of a run: its row as it was last started or ended, from which a lost store is made again."""
+"""`record.json` of a run: its row at its last start or end, from which a lost store is rebuilt."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trainer.contract.store.rows import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:
-    """Write the row of a job, whole or not at all; a disk that does not take it must not keep the job from running."""
+    """Write the row of a job atomically; ignore disk errors, which must not keep the job from running."""
     with contextlib.suppress(OSError):
         write_json(paths.record_file, job)
 
 
 def as_recorded(paths: RunPaths, job: Job) -> Job:
-    """Return the row for a store that has lost it: as recorded, later edits included, in the state of `job`."""
+    """Return the row for a store that has lost it: as recorded, with later edits, in the state of `job`."""
     record = read_record(paths)
     return msgspec.structs.replace(record, state=job.state) if record and record.id == job.id else job
 
 
 def read_record(paths: RunPaths) -> Job | None:
-    """Return the recorded row; None where there is none, or none that can be read."""
+    """Return the recorded row; None if there is no readable record."""
     return read_json(paths.record_file, Job)

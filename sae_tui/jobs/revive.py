@@ -1,7 +1,7 @@
-"""Restarts the supervisors that queued jobs have lost, as after a restart of the machine.
+"""Restarts lost supervisors of queued jobs, as after a reboot.
 
-`python -m sae_tui.jobs.revive DATA_DIR` forks into the background and starts one after the other, in queue order, so
-that a command need not wait for them.
+`python -m sae_tui.jobs.revive DATA_DIR` forks into the background and starts one supervisor after the other, in queue
+order, so that commands need not wait for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# A supervisor that does not start is tried again after this time.
+# Seconds after which a supervisor that did not start is tried again.
 AGAIN_S = 60.0
 _COMMAND = (sys.executable, "-P", "-m", "sae_tui.jobs.revive")
 _again_at = 0.0
@@ -47,13 +47,13 @@ def revive(data: DataDir) -> None:
     if time.monotonic() < _again_at:
         return
     _again_at = time.monotonic() + AGAIN_S
-    # The next command tries again; the log has the reason.
+    # The log has the reason, and the next command tries again.
     with contextlib.suppress(UserError):
         detach.start_detached([*_COMMAND, str(data.root)], data.root / "revive.log", "the queue")
 
 
 def start_all(data: DataDir, start: Callable[[DataDir, int], None] = detach.start) -> list[int]:
-    """Start the missing supervisors of this user's queued jobs in queue order; return the ids of the jobs that got one.
+    """Start the missing supervisors of this user's queued jobs, in queue order; return the ids of these jobs.
 
     Only one process per host does this at a time.
     """

@@ -1,4 +1,4 @@
-"""What a job's state is called and which sign it has: the same on every screen, in every command and every filter."""
+"""The name and symbol of each job state, shared by all screens, commands and filters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.wording import plural
 
 
 class Shown(NamedTuple):
-    """A word and a sign for a state, since colour is never the only mark; `style` is the name of a colour."""
+    """The word and the symbol of a state, since colour must not be the only mark; `style` names a colour."""
 
     word: str
     sign: str
@@ -43,10 +43,10 @@ ENDED = {
 
 
 def describe_state(job: Job) -> Shown:
-    """Return the word and the sign of a job's state.
+    """Return the word and the symbol of a job's state.
 
-    A queued job that its user keeps from starting is held, or paused where it has run before. One that was asked to
-    finish early is cooling down.
+    A queued job that its user keeps from starting is held, or paused if it has run before. A running job that was asked
+    to finish early is cooling down.
     """
     if is_cooling(job):
         return COOLING_DOWN
@@ -61,7 +61,7 @@ def is_cooling(job: Job) -> bool:
 
 
 def phase_words(job: Job) -> str:
-    """Return the phase of a job: `cooling down, 40 steps left`; "" if it is not known."""
+    """Return the phase of a job, such as `cooling down, 40 steps left`; "" if unknown."""
     phase: str = getattr(job, "phase", "")
     if phase != COOLING or job.total_steps is None:
         return phase
@@ -71,14 +71,14 @@ def phase_words(job: Job) -> str:
 def is_ranked(job: Job) -> bool:
     """Return whether a job's quality can be compared with other jobs: its training has finished.
 
-    Most of the quality comes while the learning rate falls. Halfway, the FVU of a run is 15 % above a finished run a
-    quarter as long, and recipes that learn slower look better than they are.
+    Most of the quality comes while the learning rate falls. Halfway through a run, its FVU is 15 % above that of a
+    finished run a quarter as long, and recipes that learn slower look better than they are.
     """
     return job.state.is_final and job.state not in (JobState.STOPPED, JobState.FAILED, JobState.LOST)
 
 
 def was_resumed(job: Job) -> bool:
-    """Tell whether a job began again other than by an automatic restart; `started` is then its latest start."""
+    """Return whether a job was started again other than by an automatic restart; `started` is then its latest start."""
     return job.attempt > job.restarts + 1
 
 

@@ -1,4 +1,4 @@
-"""What a supervisor writes into its own log."""
+"""A supervisor's own log, and retries that log their errors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainer.contract.errors import UserError
 
 def note(text: str) -> None:
     """Write one line with the time to stderr; `logging` would cost a waiting supervisor 1 MB."""
-    # The log may lie on the full disk that the line reports.
+    # The log may be on the full disk that the line reports.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         sys.stderr.flush()
 
 
 _last = ""
-# A store that fails at once is tried for a minute, one that is locked, and waited for at each try, for six.
+# With a store that fails at once, all tries take a minute; with a locked store, where each try waits, six minutes.
 STORE_TRIES = 60
 STORE_PAUSE_S = 1.0
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def tolerate(action: str) -> Iterator[None]:
-    """Note an error of the store, and go on: one that is locked, full or just replaced must not end a training.
+    """Log an error of the store and continue: a store that is locked, full or just replaced must not end a training.
 
     The caller tries again later.
     """
@@ -40,7 +40,7 @@ def tolerate(action: str) -> Iterator[None]:
 
 
 def _note_once(error: str) -> None:
-    """Write down an error, unless it is the last one again: a waiting job would fill the disk with it."""
+    """Log an error, unless it repeats the last one: a waiting job would fill the disk with repetitions."""
     global _last
     previous, _last = _last, error
     if previous != _last:
@@ -48,9 +48,9 @@ def _note_once(error: str) -> None:
 
 
 def retry(action: str, attempt: Callable[[], T]) -> T:
-    """Call `attempt` until it succeeds and return its result.
+    """Call `attempt` until it succeeds, and return its result.
 
-    An error of the store is noted and tried again for a minute or more; then it is raised.
+    Errors of the store are logged, and the call is tried again for at least a minute; then the error is raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:
@@ -63,7 +63,7 @@ def retry(action: str, attempt: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def tolerate_disk(action: str) -> Iterator[None]:
-    """Note that a disk is full or read-only, and go on without what was to be written."""
+    """Log that a disk is full or read-only, and continue without the write."""
     try:
         yield
     except OSError as error:
