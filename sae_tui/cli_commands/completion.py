@@ -107,7 +107,7 @@ def _install(context: Context, shell: str) -> int:
 
 
 def file_for(shell: str) -> Path:
-    """Return the user's file from which a shell loads the completions of this program."""
+    """Return the file in this user's folders where a shell looks for the completions of this program."""
     home = home_folder()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")

@@ -58,7 +58,7 @@ class Context:
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
-        # Flags with which another sae-tui process finds the same jobs and GPUs.
+        # Flags that let another sae-tui process find the same jobs and GPUs.
         self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
         self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
         self.as_json: bool = getattr(flags, "json", False)

@@ -212,7 +212,7 @@ def _devices(where: Placement, job: AnyJob) -> str:
 
 
 def _source(context: Context) -> str:
-    """Return the source name with which a supervisor finds these GPUs again."""
+    """Return the source name that lets a supervisor find these GPUs again."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 

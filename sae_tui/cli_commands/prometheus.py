@@ -44,7 +44,7 @@ class Figures(Collector):
         self._lock = threading.Lock()
 
     def text(self) -> str:
-        """Return the current metrics as text, without those that cannot be read."""
+        """Return the current metrics as text; metrics that cannot be read are omitted."""
         with self._lock:
             self._jobs.poll()
             self._report(self._jobs.problem, self._gpu_problem())

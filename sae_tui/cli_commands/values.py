@@ -75,7 +75,7 @@ def seconds(text: str) -> float:
 
 
 def step(text: str) -> int:
-    """Return a whole number of seconds, so that steps divide a time without a remainder."""
+    """Return a whole number of seconds, so that a time divides into steps without a remainder."""
     value = seconds(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')

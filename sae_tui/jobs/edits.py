@@ -121,7 +121,7 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and end; return a message about what it does now."""
+    """Ask a job to save and end; return a message about what will happen."""
     return _ask(
         data,
         job_id,

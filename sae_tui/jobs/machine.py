@@ -44,7 +44,7 @@ def is_here(job: Job) -> bool:
 
 
 class Silence(NamedTuple):
-    """What this machine knows about a job on another machine."""
+    """The signs of life of a job on another machine, as seen from this machine."""
 
     is_held: bool | None  # whether a process of the run is known to hold its lock
     age_s: float  # since its files last changed; infinite without files

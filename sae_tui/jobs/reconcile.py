@@ -165,8 +165,8 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # If no process holds the lock, a living process that a row names does not belong to the run, whoever wrote that
-    # row.
+    # If no process holds the lock, a living process named in a row does not belong to the run: other users may write
+    # rows.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
     # Imported here, since a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS

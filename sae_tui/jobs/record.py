@@ -1,4 +1,4 @@
-"""`record.json` of a run: its row at its last start or end, from which a lost store is rebuilt."""
+"""`record.json` of a run: its row at its last start or end, used to rebuild a lost store."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Beginning(msgspec.Struct, frozen=True):
 
 
 class Attempt(Protocol):
-    """All ranks of an attempt. Only `wait` blocks, and at most for its timeout."""
+    """All ranks of an attempt. `wait` blocks for at most its timeout; with SLURM, other calls may take up to 15 s."""
 
     @property
     def alive(self) -> bool:

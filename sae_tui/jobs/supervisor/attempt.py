@@ -116,7 +116,7 @@ class OneAttempt:
                 attempt.end()
 
     def _begin(self) -> Attempt:
-        """Start the ranks; if one cannot start, return those that did, with the reason in `_failure`."""
+        """Start the ranks; if one fails to start, set `_failure` and return the attempt with the started ranks."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
         # The launch has already checked the packages of another Python.

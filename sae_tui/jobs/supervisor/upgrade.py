@@ -64,7 +64,7 @@ def _state() -> int:
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
-    """Yield path, time and size of each module below a folder; files that are missing during an upgrade are skipped."""
+    """Yield path, time and size of each module below a folder; zeros for a missing folder."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
