@@ -40,6 +40,6 @@ class Follower:
             return []
         self._offset += len(chunk)
         *lines, partial = (self._partial + chunk).split(b"\n")
-        # Of a line without end, only the tail is kept.
+        # Keep only the tail of a line that never ends.
         self._partial = partial[-log_tail.LONGEST :]
         return [log_tail.readable(line) for line in lines]
