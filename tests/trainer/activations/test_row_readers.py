@@ -252,7 +252,12 @@ def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_not_for_data(
 
 
 # Ranks, the mode, and the number of ranks with different tokens.
-GRIDS = {"tensor-2": (2, "tensor", 1), "tensor-3": (3, "tensor", 1), "hybrid-4": (4, "hybrid", 2)}
+GRIDS = {
+    "tensor-2": (2, "tensor", 1),
+    "tensor-3": (3, "tensor", 1),
+    "tensor-4": (4, "tensor", 1),
+    "hybrid-4": (4, "hybrid", 2),
+}
 
 
 OF_TIME = "_s$|_ms$|memory|data_wait|core_share|foreign"
