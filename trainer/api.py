@@ -4,7 +4,7 @@ from trainer.api import train
 
 # Tensors [n_tokens, d_in], or pairs of them for a transcoder.
 fitted = train(batches, d_sae=3072, k=32, n_steps=500, held_out=rows)
-print(fitted.values["heldout_fvu"], fitted.encode(x).shape)  # "fvu" is that of the last batches
+print(fitted.values["heldout_fvu"], fitted.encode(x).shape)  # "fvu" is measured on the last training batches
 fitted.save("my-sae")  # SAELens' format
 """
 
@@ -64,7 +64,7 @@ class Fitted:
         return self.sae.raw(self._run(x).x_hat)
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
-        """Write the SAE as SAELens loads it, a TopK transcoder as sparsify does; replace what is there."""
+        """Write the SAE in SAELens' format (a TopK transcoder in sparsify's); replace existing files."""
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 
@@ -84,13 +84,13 @@ def train(
     on_log: Callable[[int, Mapping[str, float]], None] | None = None,
     **settings: Any,
 ) -> Fitted:
-    """Train for `n_steps` batches of raw activations and return the SAE, starting over when re-iterable `data` ends.
+    """Train for `n_steps` batches of raw activations and return the SAE; `data` restarts at its end if re-iterable.
 
     `settings` are those of `[sae]` and `[train]` in a job file, by their names. Raise `JobFileError` if one is unknown
     or wrong, `UserError` if the data cannot be trained on; warn if there is too little of it.
     `on_log(step, values)` is called every `log_every` steps; values are means over the steps since the last call.
-    `held_out` are rows that `data` does not have: the result's `values` then have `heldout_fvu` and `heldout_l0` as
-    well, and a BatchTopK or Matryoshka SAE gets a threshold at which L0 is k on these rows.
+    `held_out` are rows that are not in `data`: they add `heldout_fvu` and `heldout_l0` to the result's `values` and
+    set the threshold of a BatchTopK or Matryoshka SAE so that L0 is k on these rows.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)
@@ -147,7 +147,7 @@ _NOT_HERE = {
 
 def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfig:
     train = {"n_steps": n_steps, "batch_size": batch_size}
-    # The data comes as tensors; a job file just has to have this section.
+    # Placeholder: a job requires a [data] section, but here the data are tensors.
     table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": train}
     for name, value in settings.items():
         if name in _NOT_HERE:
@@ -190,7 +190,7 @@ class _HeldOutRows:
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = self._pair
         if half is not None:
-            # The texts are not known: neighbouring rows are kept together.
+            # Text boundaries are unknown, so keep neighbouring rows in the same half.
             own = torch.from_numpy(halves_of(np.arange(len(x)) // BLOCK) == half)
             x, y = (x[own], x[own]) if y is x else (x[own], y[own])
         for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
@@ -209,7 +209,7 @@ def _refuse_bad_rows(found: LeftOut) -> None:
 
 
 def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: Parallel) -> tuple[Learner, Outliers]:
-    """Return what learns, and what finds rows that fp32 cannot compute with."""
+    """Return an initialised learner and the detector of rows that fp32 cannot compute with."""
     x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
     finite = are_finite(x, y)
     if not finite.any():
@@ -231,7 +231,7 @@ def _interval(learner: Learner) -> dict[str, float]:
 
 
 def _pairs(data: Iterable[Rows]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets, over and over where `data` can be iterated more than once."""
+    """Yield inputs and targets; repeat `data` endlessly if it can be iterated more than once."""
     shapes = None
     while True:
         n_batches = 0
@@ -260,7 +260,7 @@ def _shapes(x: Tensor, y: Tensor) -> str:
 
 
 def _until(batches: Iterator[tuple[Tensor, Tensor]], n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the first batches, until they hold `n_tokens` tokens or end."""
+    """Yield batches until they contain at least `n_tokens` tokens in total, or until the data ends."""
     n_so_far = 0
     while n_so_far < n_tokens and (pair := next(batches, None)) is not None:
         n_so_far += len(pair[0])

@@ -62,9 +62,9 @@ from trainer.ranks.foreground import (
 if TYPE_CHECKING:
     from trainer.training.push import Push
 
-# The commands that need none; `rank` records what it lacks as the reason why its run has failed.
+# Commands that start without torch; `rank` records a missing package as the reason why the run failed.
 _WITHOUT_TORCH = ("estimate", "rank")
-# The default folder of runs.
+# The default parent folder for runs.
 RUNS = Path("runs")
 J = TypeVar("J", bound=AnyJob)
 
@@ -95,9 +95,9 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
-    """Say what is wrong, to a script in JSON and to a person in a line for each problem; return the exit code."""
+    """Report an error, in JSON or as one line per problem, and return the exit code."""
     if isinstance(error, OSError):
-        # A disk that is full or read-only, or a folder that belongs to somebody else.
+        # For example, a full or read-only disk, or a folder that belongs to another user.
         error = UserError(f"{error.filename or 'failed'}: {error.strerror or error}")
     if as_json:
         show_failure(error)
@@ -117,7 +117,7 @@ def _warn(text: str) -> None:
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
-    """Return all paths among the flags, by their text, and where `run` would make its folder."""
+    """Return all paths among the flags, keyed by their text, plus the default parent folder of `run`."""
     values = [*vars(flags).values(), *getattr(flags, "paths", ())]
     paths = {str(value): value for value in values if isinstance(value, Path)}
     return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
@@ -247,7 +247,7 @@ def _print_result(result: dict[str, Any], code: int, cards: Sequence[str], *, as
 
 
 def _quality(values: dict[str, Any]) -> str:
-    """Write the results of an SAE as `held-out FVU 0.1463, L0 32.0, 1.2% dead`."""
+    """Format the results of an SAE, e.g. `held-out FVU 0.1463, L0 32.0, 1.2% dead`."""
     where = "held-out " if values[held_out(CRITERION)] is not None else ""
     if not where and values[CRITERION] is None:
         return "not measured"
@@ -276,7 +276,7 @@ def _export(flags: argparse.Namespace) -> int:
 
 
 def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Write the SAEs of one checkpoint, or a set of several runs; return what was done, and the same in lines."""
+    """Export the SAEs of one checkpoint, or a set from several runs; return the JSON result and its text lines."""
     from trainer.evaluation.firings import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set, is_set
@@ -302,7 +302,7 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _push_of(flags: argparse.Namespace) -> Push | None:
-    """Return what sends the export to the hub; None where that is not asked for: then the hub is not contacted."""
+    """Return the uploader for `--push`; None without that flag, so that the hub is not contacted."""
     if flags.push is None:
         for flag, is_given in (("--public", flags.public), ("--yes", flags.yes)):
             if is_given:
@@ -373,7 +373,7 @@ def _bench(flags: argparse.Namespace) -> int:
     job, shape = bench_job(flags.job, flags.overrides)
     job = here(job)
     gpus = [] if job.on_cpu else visible_gpus()
-    # Without a job file there is no data to look at.
+    # Without a job file there is no data to check.
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
     with Progress(f"measuring {flags.steps} steps"):
