@@ -1,4 +1,4 @@
-"""An SAE as tools exchange it, and the interface of a format: what it holds, and how it is written and read."""
+"""The exchange form of an SAE, and the interface for reading and writing file formats."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from trainer.saes.base import Sae
 
 # The metadata key of the dimension scales, {dimension: factor}.
 SCALES = "dimension_scales"
-# What `eval` writes beside the weights, and how its model card begins.
+# The model card that `eval` writes next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
-# How it says what lies beside it.
+# The sentence in the model card that refers to `card.json`.
 CARD_REST = " `card.json` has all figures."
-# The most characters of an architecture name, which a foreign file may state.
+# Maximum length of an architecture name; longer names from imported files are cut.
 _LONGEST_NAME = 60
 
 
 class Firings(NamedTuple):
-    """Where latents fire in a text: tokens [n_contexts, length], places and activations.
+    """Where latents fire in a text: tokens [n_contexts, length], places [n, 3] and activations [n].
 
-    A place [n, 3] is a context, a position in it and a latent; activations [n] are above 0.
+    Each row of `places` is (context, position in the context, latent); all activations are positive.
     """
 
     tokens: Tensor
@@ -46,13 +46,13 @@ class Firings(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """An SAE in the form in which it is exchanged: raw activations go in and come out.
+    """An SAE in its exchange form: it maps raw activations to raw activations.
 
-    `config` and `weights` are what SAELens keeps of its architecture. The encoder sees x − b_dec, that of a transcoder
-    x itself. `k` is the latents per token that it was trained for, None where nobody knows; `levels` are the widths of
-    a Matryoshka SAE's prefixes; `features` is what `eval` has stored of these weights, `firings` finds out where its
-    latents fire in the run's data, for a format that needs it, None if the tokens of the data are unknown. `l0` is the
-    L0 stated in its files; `notes` are sentences about the files that were read.
+    `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, a transcoder x itself.
+    `k` is the number of latents per token in training, None if unknown. `levels` are the widths of a Matryoshka SAE's
+    prefixes. `features` is the file that `eval` stored for these weights. `firings` computes where latents fire in the
+    run's data, for formats that need it; None if the tokens of the data are unknown. `l0` is the L0 stated in the
+    files; `notes` are sentences about the files that were read.
     """
 
     config: dict[str, Any]
@@ -69,24 +69,24 @@ class Shared(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """What it computes, by SAELens' name: "jumprelu" is one that was trained as BatchTopK, too."""
+        """SAELens' name of the architecture at inference; an SAE trained as BatchTopK is "jumprelu"."""
         return str(self.config["architecture"])
 
     @property
     def form(self) -> str:
-        """What its activations are: SAELens' name of an SAE with the same ones, "standard" for a plain transcoder."""
+        """SAELens' name of an SAE with the same activation function; "standard" for a plain transcoder."""
         name = self.architecture
         end = next((end for end in ("skip_transcoder", "transcoder") if name.endswith(end)), "")
         return name.removesuffix(end).removesuffix("_") or "standard"
 
     @property
     def has_skip(self) -> bool:
-        """Whether W_skip [d_out, d_in] maps its input to the output, too."""
+        """Whether a skip connection W_skip [d_out, d_in] adds the mapped input to the output."""
         return "W_skip" in self.weights
 
     @property
     def trained_as(self) -> str:
-        """Our name of the architecture that it was trained with, on one line; "" if unknown."""
+        """Our name of the training architecture, printable and cut to 60 characters; "" if unknown."""
         return printable(str(self.metadata.get("training_architecture", "")))[:_LONGEST_NAME]
 
     @property
@@ -117,22 +117,22 @@ NOTHING_GIVEN = Given()
 
 
 class Format(ABC):
-    """How a tool keeps an SAE: a folder of files."""
+    """A tool's file format for SAEs: a folder of files."""
 
-    # The files that it may write, as patterns.
+    # Glob patterns of the files that `write` may create.
     files: ClassVar[tuple[str, ...]] = ()
     # The sets of files that an SAE can be read from.
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    # Whether it shows where latents fire in the run's data.
+    # Whether `write` needs `Shared.firings`.
     needs_firings: ClassVar[bool] = False
 
     def refusal(self, sae: Shared) -> str | None:
-        """Return why it cannot hold this SAE without changing what that computes; None where it can."""
+        """Return why the format cannot store this SAE without changing its output; None if it can."""
         return None
 
     @abstractmethod
     def write(self, sae: Shared, folder: Path) -> list[str]:
-        """Write an SAE that is not refused, whole or not at all; return a sentence for everything left out."""
+        """Write an SAE atomically; return one sentence for each thing left out. Check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""
@@ -166,14 +166,14 @@ def format_in(place: Path) -> str | None:
 
 
 def count_saes(names: Sequence[str]) -> str:
-    """Return the number of SAEs with these names, and the first of them, in words."""
+    """Return the number of SAEs in words, with up to three names as examples."""
     shown = [printable(name) for name in names[:3]]
     return f"{len(names)} SAEs, e.g. {join_words(shown)}" if len(names) > 1 else f"an SAE in {shown[0]}"
 
 
 @torch.no_grad()
 def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> Shared:
-    """Return an SAE, in evaluation mode, in the form in which it is exchanged."""
+    """Return the exchange form of an SAE, which must be in evaluation mode."""
     return Shared(
         config=sae.export_config(),
         weights=sae.export_weights(),
@@ -205,7 +205,7 @@ def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
 
 
 def public_name(value: Any) -> Any:
-    """Return what a fact is called elsewhere: of a path of this machine, which tells nobody anything, its last part."""
+    """Return a value for publication: the last component of an absolute path, any other value unchanged."""
     is_path = isinstance(value, str) and Path(value).is_absolute()
     return Path(value).name or value if is_path else value
 

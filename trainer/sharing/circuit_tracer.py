@@ -1,4 +1,4 @@
-"""circuit-tracer: a layer of a transcoder set, `layer_N.safetensors`, and the set's `config.yaml`."""
+"""circuit-tracer: transcoder sets with one `layer_N.safetensors` per layer and a shared `config.yaml`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.sharing.reading import checked, converted, read_safetensors, read_t
 CONFIG = "config.yaml"
 _THRESHOLD = "activation_function.threshold"
 _TOPK, _MOST_DIGITS = "topk", 10
-# Without TopK the files decide: a threshold, or else a ReLU.
+# Without TopK, a threshold tensor means JumpReLU; otherwise the activation is a ReLU.
 _ACTIVATIONS = ("", "null", "relu", "jumprelu", "jump_relu", _TOPK)
 _OF_TOPK = (
     "circuit-tracer reads TopK from version 0.5.0 on, by activation and k in config.yaml; it also keeps negative "
@@ -32,7 +32,7 @@ _SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
 
 
 class CircuitTracer(Format):
-    """Holds transcoders of one width with a ReLU, a threshold or TopK; the files of all layers together make a set."""
+    """Stores sets of transcoders with d_in = d_out and a ReLU, JumpReLU or TopK; each layer has its own file."""
 
     files = (CONFIG, "layer_*.safetensors")
     reads = ((CONFIG, "layer_N.safetensors"),)
@@ -51,7 +51,7 @@ class CircuitTracer(Format):
         return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[Shared], folder: Path) -> None:
-        """Write transcoders of different layers, none of which is refused, as one set, whole or not at all."""
+        """Write transcoders of different layers as one set, atomically. Check `refusal` for each first."""
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
                 write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))
@@ -106,7 +106,7 @@ def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 class Member(NamedTuple):
-    """What transcoders must agree on to be a set, all but the layer."""
+    """A transcoder's properties that must match within a set, plus its layer, which must differ."""
 
     layer: int | None
     d_in: int
@@ -117,12 +117,12 @@ class Member(NamedTuple):
 
 
 def member_of(sae: Shared) -> Member:
-    """Return what counts of a transcoder for its set."""
+    """Return the properties of a transcoder that matter for its set."""
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
-    """Return why transcoders cannot be one set; None where they can."""
+    """Return why the transcoders cannot form a set; None if they can."""
     layers = [one.layer for one in members]
     if None in layers:
         return f"the data of transcoder {layers.index(None) + 1} does not tell its layer; export it alone and rename it"
@@ -149,7 +149,7 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
 
 
 def layer_of(sae: Shared) -> int | None:
-    """Return the layer that a transcoder reads, a part of its file's name; None where nobody knows."""
+    """Return the layer that a transcoder reads, used in its file name; None if unknown."""
     layer = sae.metadata.get("hook_layer")
     return layer if isinstance(layer, int) and layer >= 0 else None
 
@@ -171,7 +171,7 @@ def _tensors(sae: Shared) -> dict[str, Tensor]:
 
 
 def _config(sae: Shared) -> str:
-    """Return the set's settings; texts in JSON are texts in YAML."""
+    """Return the set's settings as YAML; JSON strings are valid YAML strings."""
     facts = sae.metadata
     settings = {
         "model_kind": "transcoder_set",

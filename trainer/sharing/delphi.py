@@ -1,4 +1,4 @@
-"""EleutherAI's delphi: where latents fire in a text, `FIRST_LAST.safetensors` by latents and `config.json`."""
+"""EleutherAI's delphi: latent activations on a text, one `FIRST_LAST.safetensors` per latent range, `config.json`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainer.contract.errors import UsageError
 from trainer.sharing.base import Firings, Format, Shared
 
 CONFIG = "config.json"
-# As delphi's own settings have it.
+# delphi's default.
 MOST_SPLITS = 5
 # Larger activations are infinite in the fp16 in which delphi stores them.
 _LARGEST_HALF = 65504
 
 
 class Delphi(Format):
-    """Holds where latents fire and on which tokens, not the SAE itself."""
+    """Stores where latents fire and the tokens of the text, but no SAE weights."""
 
     files = ("[0-9]*_[0-9]*.safetensors", CONFIG)
     needs_firings = True
@@ -51,9 +51,9 @@ class Delphi(Format):
 
 
 def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
-    """Return the first and the last latent of each file, which together have all latents.
+    """Return the first and last latent of each file; the files cover all latents.
 
-    Each has one that fires, since delphi cannot read a file without any.
+    Every file contains at least one firing latent, because delphi cannot read a file without activations.
     """
     latents = firings.places[:, 2].contiguous()
     for n_splits in range(min(MOST_SPLITS, d_sae), 1, -1):
@@ -64,7 +64,7 @@ def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
 
 
 def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
-    """Return the tensors of a file; latents count from its first one."""
+    """Return the tensors of a file; its latent indices start at 0."""
     latents = firings.places[:, 2]
     is_in = (latents >= first) & (latents <= last)
     places, activations = firings.places[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]
@@ -77,7 +77,7 @@ def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
 
 
 def _config(sae: Shared, firings: Firings, n_splits: int) -> dict[str, object]:
-    """Return what delphi's CacheConfig has, and the name of the model, whose tokenizer delphi loads."""
+    """Return the fields of delphi's CacheConfig and the name of the model whose tokenizer delphi loads."""
     n_contexts, n_tokens = firings.tokens.shape
     return {
         "dataset_repo": str(sae.metadata.get("dataset_path") or ""),

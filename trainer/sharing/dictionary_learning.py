@@ -35,9 +35,9 @@ _OWN = {name: name for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
 
 
 class _Kind(NamedTuple):
-    """One of its classes: SAELens' architecture that computes the same, and what its tensors are called.
+    """A dictionary_learning class: the equivalent SAELens architecture and the tensor names.
 
-    `transposed` are stored as an nn.Linear has them; `extra` are tensors that say how it is used.
+    `transposed` means that matrices are stored as in an nn.Linear; `extra` are optional tensors such as k.
     """
 
     architecture: str
@@ -78,10 +78,10 @@ _TRAINERS = {
     "JumpReluAutoEncoder": "jump",
     "GatedAutoEncoder": "gated",
 }
-# By what an SAE was trained as, and by what it computes.
+# Class names, first by training architecture, then by SAELens architecture.
 _TRAINED = {"batch_topk": "BatchTopKSAE", "matryoshka_batch_topk": "MatryoshkaBatchTopKSAE"}
 _COMPUTED = {
-    # AutoEncoder scales its activations by the norms of decoder rows as it is loaded; this one does not.
+    # AutoEncoder scales its activations by the decoder norms on loading; AutoEncoderNew does not.
     "standard": "AutoEncoderNew",
     "topk": "AutoEncoderTopK",
     "jumprelu": "JumpReluAutoEncoder",
@@ -90,7 +90,7 @@ _COMPUTED = {
 
 
 class DictionaryLearning(Format):
-    """Holds every SAE that we train, and no transcoder."""
+    """Stores every SAE that we train, but no transcoders."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
