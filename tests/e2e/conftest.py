@@ -1,4 +1,4 @@
-"""A user's box: a data folder, the demo app in pseudo-terminals on it, shell commands."""
+"""A user's box: a data folder, the demo app in pseudo-terminals, and shell commands."""
 
 from __future__ import annotations
 

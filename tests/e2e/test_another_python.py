@@ -1,4 +1,4 @@
-"""A job that is trained and evaluated by the Python of another environment, which the settings name."""
+"""A job is trained and evaluated by the Python of another environment, which the settings name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_ranks_and_evaluations_are_run_by_the_python_of_the_settings(box: Box, t
     job_id = box.shell("launch", str(box.job_file(2)), *quick)["id"]
     assert box.wait_for_state(job_id, "finished", "failed")["state"] == "finished"
     assert f'\npython = "{python}"\n' in box.data.run(job_id).job_file.read_text()
-    # What the settings say now is no matter for a job that has its Python.
+    # A job that has recorded its Python ignores later settings.
     box.data.settings_file.unlink()
     assert "is evaluated: " in box.shell("eval", str(job_id), "--cpu", "--wait")["message"]
     starts = (tmp_path / "starts").read_text()

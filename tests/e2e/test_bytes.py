@@ -1,4 +1,4 @@
-"""Bytes that are not keys, and output of libraries: the app survives, its screen stays, and a crash is reported."""
+"""The app survives input that is not keys and output from libraries: its screen stays intact, and crashes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the app shows of cards that report little, and on terminals that can show little."""
+"""Display of GPUs that report few values, and display on limited terminals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.driver import environment
 def test_a_full_card_whose_user_cannot_be_seen_is_neither_idle_nor_ticked(box: Box, drivers: Path) -> None:
     hidden = environment(drivers, GPUS=3, PIDS="", FAULTS="1:idle") | {"CUDA_VISIBLE_DEVICES": "0,1"}
     terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **hidden)
-    # The screen is written from above, and may have been read in the middle.
+    # The screen is drawn from the top and may have been read halfway.
     text = terminal.wait_for(
         lambda text: "in use, cannot be seen" in text and "idle" in text and text.count("H200") == 2
     )

@@ -1,4 +1,4 @@
-"""The frame around the content, in a terminal of 256 colours as ssh leaves it."""
+"""The frame around the content, in a 256-colour terminal as over ssh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def row_of(terminal: Terminal, text: str) -> int:
 
 
 def is_box(terminal: Terminal, y: int, page: str) -> bool:
-    """Tell whether what is typed into stands out from its line and the page."""
+    """Return whether an input field stands out from its row and the page."""
     line = backgrounds(terminal, y)
     return line[30] not in (page, line[0])
 
@@ -33,10 +33,10 @@ def footer(terminal: Terminal) -> str:
 
 
 def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -> None:
-    # A job that was stopped keeps its bar; a finished one says in its place how long it took.
+    # A stopped job keeps its bar; a finished job shows its duration instead.
     box.record_job("done", JobState.STOPPED, total_steps=100, step=100)
     terminal = box.app(80, 24, colours="")
-    # A full bar is full, and one that is not has a rail of another colour.
+    # A full bar has no rail; a partial bar has a rail of another colour.
     terminal.wait_for("━" * 10 + " 100%")
     terminal.wait_for(lambda screen: re.search("Power.*━─", screen) is not None)
     page, y = backgrounds(terminal, row_of(terminal, "NAME"))[0], row_of(terminal, "Power")
@@ -47,7 +47,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     assert backgrounds(terminal, 23)[0] != page
     terminal.send("n")
     terminal.wait_for("expansion_factor")
-    # A frame may come in two pieces.
+    # A frame may arrive in two parts.
     terminal.wait_for(lambda _: is_box(terminal, row_of(terminal, "expansion_factor"), page))
     terminal.send(ESC)
     terminal.wait_for(lambda screen: "JOB NAME" in screen and "expansion_factor" not in screen)
@@ -99,7 +99,7 @@ def test_a_message_is_one_line_above_the_footer_and_goes_and_an_error_waits_for_
     terminal.wait_for("Name of job 1")
     terminal.press("\x15", "\r")
     terminal.wait_for("✗ ")
-    terminal.read(4)  # longer than what is no error is shown
+    terminal.read(4)  # longer than a temporary message stays
     assert "✗ " in terminal.text
     terminal.send("v")
     terminal.wait_for(lambda text: "✗ " not in text)

@@ -1,4 +1,4 @@
-"""What the dashboard draws of the GPUs, in a real terminal, on cards that are slow, hang or are lost."""
+"""The dashboard's GPU display in a real terminal, with GPUs that are slow, hang or are lost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SILENT = "has not answered for"
 
 
 def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
-    """Return the heights of the bars from a column on, in the line that begins with `start`; 0 for a gap."""
+    """Return the bar heights from a column on, in the row that begins with `start`; 0 for a gap."""
     line = next((line for line in terminal.screen.display if line.startswith(start)), "")
     return [BLOCKS.index(char) for char in line[first_column:] if char in BLOCKS]
 
 
 def drawn(terminal: Terminal, card: int) -> int:
-    """Return how many columns the history of a card's utilisation has."""
+    """Return the number of columns in a GPU's utilisation history."""
     line = next((line for line in terminal.screen.display if line.startswith(f" {card} H200")), "")
     return sum(char in BLOCKS[1:] for char in line[29:44])
 
@@ -42,7 +42,7 @@ def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_t
     terminal.wait_for("Utilisation")
     terminal.send("?")
     terminal.wait_for("A job runs on its own")
-    # The newest columns of a plot, right of the dialog.
+    # The newest columns of a plot, to the right of the dialog.
     behind = [line[110:] for line in terminal.screen.display[2:11]]
     terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)
 

@@ -1,4 +1,4 @@
-"""What the app draws of the time before it was started."""
+"""History from before the app was started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.store.database import open_writer
 
 
 def store(box: Box, index: int, uuid: str, utilization: int) -> None:
-    """Store five minutes of a card, up to now."""
+    """Store the last five minutes of a GPU."""
     box.data.create()
     begin, host = time.time() - 299, socket.gethostname()
     with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
@@ -25,14 +25,14 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """Return the utilisation line of each of the three cards that stand side by side."""
+    """Return the utilisation row of each of three GPUs that are shown side by side."""
     line = next(line for line in text.splitlines() if line.count(" util ") == 3)
     return [line[start : start + 40] for start in (0, 40, 80)]
 
 
 def test_the_past_of_another_card_is_not_drawn_as_this_ones(box: Box) -> None:
     store(box, 0, "GPU-of-before-the-reboot", 90)
-    store(box, 1, uuid_of(2), 60)  # which has moved since
+    store(box, 1, uuid_of(2), 60)  # its index has changed since
     terminal = box.app(120, 40)
     terminal.press("v")
     terminal.wait_for(lambda text: text.count(" util ") >= 3 and "▅▅▅" in utilization(text)[2])

@@ -79,7 +79,7 @@ CTRL_E, CTRL_R, F1, DOWN = "\x05", "\x12", "\x1bOP", "\x1b[B"
 
 
 def editor(box: Box, *lines: str) -> str:
-    """Write a script that edits the file it is called with and leaves its exit code, and return the script's path."""
+    """Write a shell script of these lines to use as an editor; return its path."""
     path = box.folder / "editor"
     path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
     path.chmod(0o755)
@@ -206,7 +206,7 @@ def gives_the_terminal_away(terminal: Terminal) -> bool:
 
 
 def times_open(box: Box) -> int:
-    """Return how often the only program on the stand-in library has NVML open."""
+    """Return NVML's open count in the only program that uses the stand-in library; -1 if unknown."""
     (file,) = box.folder.glob("open.*")
     return int(file.read_text() or -1)
 

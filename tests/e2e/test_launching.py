@@ -1,4 +1,4 @@
-"""Launching in a real terminal: a job that can never run is refused, one that has to wait asks first."""
+"""Launching in a real terminal: a job that can never run is refused, and a job that must wait is confirmed first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes
 
 HOME, DOWN = "\x1b[H", "\x1b[B"
-# With 1.2 million latents too wide for a GPU of 10 GiB alone, while its checkpoints need 35 GiB of a real disk.
+# 1.2 million latents do not fit a GPU of 10 GiB alone, and checkpoints need 35 GiB of a real disk.
 WIDE = """
 name = "wide"
 [data]
@@ -51,7 +51,7 @@ def open_file(terminal, path: Path, shows: str) -> str:
 
 
 def type_setting(terminal, name: str, value: str) -> None:
-    """Find a setting of the form by its name, and type its value over what is there."""
+    """Find a setting in the form by name and replace its value."""
     terminal.send("\x06")  # ctrl+f
     terminal.wait_for("Find a setting")
     terminal.send(f"{name}\r")
@@ -64,7 +64,7 @@ def one_line(screen: str) -> str:
 
 
 def asked_in(screen: str) -> str:
-    """Return the text of the dialog in front."""
+    """Return the text of the front dialog."""
     return one_line(" ".join(re.findall(r"│(.*?)│", screen)))
 
 
@@ -76,7 +76,7 @@ def recorded(box: Box) -> list[Job]:
 
 
 def told_need(screen: str) -> str:
-    """Return the memory that each GPU needs, as the review tells it."""
+    """Return the memory that each GPU needs according to the review."""
     found = re.search(r"needs ([\d.]+ GiB) per GPU", one_line(screen))
     assert found, screen
     return found[1]

@@ -1,4 +1,4 @@
-"""A metric of one file and one entry in the registry is trained with and then shown like those there are."""
+"""A new metric needs one file and one registry entry; it is then trained with and shown like the built-in metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainer.ranks.foreground import BAR, Foreground, result, write_job
 from trainer.reporting.progress import StoredProgress
 from trainer.training.loop import Trainer
 
-N_STEPS = {1: 5, 2: 20}  # of the two jobs that are trained
+N_STEPS = {1: 5, 2: 20}  # for each of the two trained jobs
 Shell = Callable[..., str]
 
 
@@ -54,7 +54,7 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train in this process, with the files and the row that a supervisor and a rank would leave; return the id."""
+    """Train in this process, leave the files and the row that a supervisor and a rank would write, and return the id."""
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
     paths.create()
@@ -75,7 +75,7 @@ def train(data: DataDir, job: JobConfig) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    """Register a metric: what a new one needs beside its own file."""
+    """Register a metric, the only step besides its own file."""
     series = Series("SNR", unit="dB", better="higher", format=".1f")
     entry = MetricEntry("support.snr:Snr", "Signal-to-noise ratio of x_hat.", series, held_out=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -85,7 +85,7 @@ def registered() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
-    """Return a data folder with two jobs that were trained."""
+    """Return a data folder with two trained jobs."""
     folder = DataDir(tmp_path_factory.mktemp("new_metric") / "data")
     folder.create()
     for job_id, n_steps in N_STEPS.items():
@@ -95,14 +95,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
 
 @pytest.fixture
 def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Return a function that gives the output of a command of the app, or with `program` of the trainer."""
+    """Return a function that returns a command's output, from the app or, with `program`, from the trainer."""
 
     def run(*arguments: object, program: str = "sae-tui") -> str:
         capsys.readouterr()
         if program == "trainer":
             assert trainer.cli.main([*map(str, arguments)]) == 0
         else:
-            # Not `main`, which takes back signals, sets the umask and leaves by `_exit` where a driver hangs.
+            # Not `main`: it restores signals, sets the umask, and exits by `_exit` if a driver hangs.
             assert sae_tui.cli._main(["--data-dir", str(data.root), *map(str, arguments)]) == 0
         return capsys.readouterr().out
 

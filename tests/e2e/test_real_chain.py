@@ -1,7 +1,7 @@
-"""The whole way with a language model that was trained: text, activations, SAEs, their cards, other tools.
+"""The complete chain with a trained language model: text, activations, SAEs, report cards, other tools.
 
-Each step is the command that a user types, in a process of its own. What is asserted holds on every machine: no figure
-here hangs on how a sum is rounded.
+Each stage is a command that a user types, in its own process. The assertions hold on every machine: no asserted number
+depends on how a sum is rounded.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-# Contexts that SAELens evaluates too, and their tokens: the model reads them ten times.
+# Number and length of the contexts that SAELens evaluates too; the model reads them ten times.
 N_JUDGED, SHORT = 4, 32
-# Our figures of all tokens, and what SAELens calls them.
+# Our metrics over all tokens, and their names in SAELens.
 OF_SAELENS = {
     "ce": "ce_loss_without_sae",
     "ce_with_sae": "ce_loss_with_sae",
@@ -55,11 +55,11 @@ class Chain:
         self._env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "SAE_TUI_DATA_DIR": str(folder)}
 
     def trainer(self, *arguments: object) -> Any:
-        """Run a command of the trainer and return its last line, which is JSON."""
+        """Run a trainer command and return its last line, parsed as JSON."""
         return json.loads(self._run("trainer", *arguments).splitlines()[-1])
 
     def app(self, *arguments: object) -> Any:
-        """Run a command of the app and return what it prints, which is JSON."""
+        """Run an app command and return its output, parsed as JSON."""
         return json.loads(self._run("sae_tui", *arguments))
 
     def _run(self, module: str, *arguments: object) -> str:
@@ -75,7 +75,7 @@ class Chain:
         return name
 
     def rows(self, hook: str) -> dict[str, Tensor]:
-        """Return the rows of a hook [n, d_in] and where each is from [n], in the order of its files."""
+        """Return the rows of a hook [n, d_in] and the origin of each row [n], in file order."""
         shards = [load_file(file) for file in sorted((self.folder / "rows" / hook).glob("*.safetensors"))]
         return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
@@ -105,7 +105,7 @@ def extract(chain: Chain) -> None:
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
-    # Each context begins with a first token, as does each document in it; the last batch may be read in vain.
+    # Each context begins with a first token, and so does each document in it; part of the last batch may be unused.
     n_contexts = N_ROWS // CONTEXT
     assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
     origins = []
@@ -124,7 +124,7 @@ def inspect(chain: Chain) -> None:
         assert (facts["n_tokens"], facts["d_in"], facts["not_finite"]) == (N_ROWS, D_MODEL, 0)
         assert facts["constant_dimensions"] == 0
         assert facts["outliers"] < N_ROWS / 100
-        # With the rows of first tokens it is 0.1 or less behind the layers where these are enormous.
+        # gamma of all rows, first tokens included, is at most 0.1 after the layers in which those tokens are enormous.
         assert 0.2 < facts["gamma"] < 2
         assert facts["largest_norm"] < 15 * facts["median_norm"]
         rows = chain.rows(hook)["activations"].double()
@@ -141,7 +141,7 @@ def train(chain: Chain, name: str, out: str, **data: str) -> None:
     told = chain.trainer("run", job, "--out", out)
     assert (told["state"], told["steps"], told["tokens"]) == ("finished", 80, 80 * 256)
     assert 0 < told["heldout_fvu"] < 1
-    # A threshold that was learnt for k latents on average lets about as many through.
+    # A threshold learned for k latents on average keeps about k latents.
     assert K / 3 < told["heldout_l0"] < 3 * K
 
 
@@ -154,7 +154,7 @@ def judge(chain: Chain) -> None:
     assert 0 < figures["fvu"] < 1
     assert figures["explained_variance"] == pytest.approx(1 - figures["fvu"])
     assert spliced["is_unseen"]
-    # A model that knows nothing of English is at ln 49,152 = 10.8 nats.
+    # A model without any knowledge of English has a loss of ln 49,152 = 10.8 nats.
     assert 0.5 < spliced["ce"] < 5
     assert spliced["ce"] - 0.05 < spliced["ce_with_sae"] < spliced["ce_with_zeros"]
     assert 0 < spliced["kl_with_sae"] < spliced["kl_with_zeros"]
@@ -187,7 +187,7 @@ def give_to_saelens(chain: Chain) -> None:
 
 
 def judge_as_saelens(chain: Chain) -> None:
-    """Compare every figure that claims SAELens' definition with its own evaluation, on the same contexts."""
+    """Compare every metric that claims SAELens' definition with SAELens' own evaluation, on the same contexts."""
     sae_lens = pytest.importorskip("sae_lens")
     from datasets import Dataset
     from sae_lens.evals import get_eval_everything_config, run_evals
@@ -199,7 +199,7 @@ def judge_as_saelens(chain: Chain) -> None:
     model = AutoModelForCausalLM.from_pretrained(chain.model, dtype=torch.float32)
     text = "".join(json.loads(line)["text"] for line in (chain.folder / "text.jsonl").open())
     ids = torch.tensor(tokenizer(text[: 10 * N_JUDGED * SHORT])["input_ids"][: N_JUDGED * SHORT]).view(-1, SHORT)
-    # Each context is a document of its own.
+    # Each context is its own document.
     (chain.folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
     job = chain.write(
         "judge.toml",
@@ -223,7 +223,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first rows of contexts are of another kind, and no SAE of the others rebuilds them.
+    # The first rows of contexts are different, and an SAE of the other rows cannot reconstruct them.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 
@@ -242,7 +242,7 @@ def give_to_circuit_tracer(chain: Chain) -> None:
 
 
 def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
-    """Return what circuit-tracer makes of rows [n, d_in] with the transcoder of a file."""
+    """Return circuit-tracer's output for rows [n, d_in] with the transcoder in a file."""
     from circuit_tracer.transcoder.single_layer_transcoder import load_transcoder_set
 
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
@@ -253,13 +253,13 @@ def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
 
 
 def assert_judged_alike(chain: Chain, folder: str, hook: str, expected: float) -> None:
-    """Assert that the trainer finds the same FVU as `expected` for the SAE in a folder, on all rows of a hook."""
+    """Assert that the trainer measures the FVU `expected` for the SAE in a folder, on all rows of a hook."""
     (card,) = chain.trainer("eval", folder, "--data", f"rows/{hook}")["cards"]
     assert card["figures"]["fvu"] == pytest.approx(expected, rel=0.01)
 
 
 def ordinary(rows: Tensor) -> Tensor:
-    """Leave out rows of more than ten times the median norm, as every figure does."""
+    """Drop rows with more than ten times the median norm, as every metric does."""
     norms = rows.norm(dim=1)
     return rows[norms <= 10 * norms.median()]
 

@@ -1,4 +1,4 @@
-"""Text that somebody else has written does not steer the terminal, on any screen and by any command."""
+"""Text written by other users cannot control the terminal, on any screen or in any command."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ k = 16
 gpus = [0]
 """
 CTRL_E, CTRL_F = "\x05", "\x06"
-# In a row that can be read these columns have words and lists of their own; all others are free text.
+# In a readable row these columns have fixed words and lists; all others are free text.
 OWN_WORDS = {
     "state", "device", "mode", "backend", "gpu_source", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level",
 }  # fmt: skip
-# Of these the usual job has any; an odd one has anything.
+# A normal job has any text in these columns; an invalid job has it in any column.
 FREE = {"name", "user", "note", "error", "waits_for", "output_path", "overfitting"}
 STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
 USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
 
 
 class World:
-    """A box on which every text is a stranger's, each marked by a core of its own."""
+    """A box in which another user wrote every text; each text has a unique core."""
 
     def __init__(self, box: Box, drivers: Path, seed: int = 0) -> None:
         self.box, self.texts, self.folder = box, Texts(seed), box.folder
@@ -74,7 +74,7 @@ class World:
         self.process = self._start_stranger()
         fake = environment(drivers, GPUS=2, NAME=self.texts.short("GPU"), PIDS=self.process.pid)
         path = f"{self._write_programs()}:{os.environ['PATH']}"
-        # A variable of the environment holds no NUL, and on a terminal nothing but UTF-8.
+        # An environment variable holds no NUL, and in a terminal only UTF-8.
         self.environment = fake | {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EDITOR": "cat"}
 
     def _write_files(self) -> None:
@@ -105,7 +105,7 @@ class World:
         self.box.data.alerts("x").write_text(json.dumps([alert | {"raised": time.time()}]))
 
     def _write_programs(self) -> Path:
-        """Write programs in place of SLURM's that answer whatever they like."""
+        """Write stand-ins for SLURM's programs that return arbitrary text."""
         programs = self.folder / "programs"
         programs.mkdir()
         (self.folder / "partitions").write_text(self.texts.line("partition").replace(" ", ""))
@@ -116,7 +116,7 @@ class World:
         return programs
 
     def _far_side(self) -> list[str]:
-        """Return a command in place of ssh, and of a host behind it that tells whatever it likes."""
+        """Return a stand-in for ssh whose remote host returns arbitrary text."""
         name, holder, job, line = map(self.texts.text, ("far card", "far holder", "far job", "far log"))
         jobs = f'say({{"type": "jobs", "jobs": [JOB | {{"name": {job!r}}}]}})'
         gpus = f'say({{"type": "gpus", "cards": [CARD | {{"name": {name!r}, "holder": {holder!r}}}]}})'
@@ -124,7 +124,7 @@ class World:
         return far_side(self.folder / "far", f"say(HELLO); {jobs}; {gpus}; {log}; stay()")
 
     def _record_jobs(self) -> None:
-        """Record jobs as a member of the group could who writes into the store what no command would."""
+        """Record jobs with values that no command writes, as a group member with write access to the store could."""
         config = tomli_w.dumps(
             {"name": "x", "data": {"path": self.texts.line("stored data path")}, "sae": {"architecture": "topk"}}
         )
@@ -142,7 +142,7 @@ class World:
                 odd = f" WHERE id = {ODD}" if table == "jobs" and column not in FREE else ""
                 odd = f" WHERE job_id = {FAILED}" if table == "events" else odd
                 db.execute(f"UPDATE {table} SET {column} = ?{odd}", [self.texts.text(f"{table}.{column}")])
-            # The reason of an end would be shown in place of what the job waits for.
+            # The reason of an end would replace the reason why the job waits.
             db.execute("UPDATE jobs SET error = NULL WHERE id = ?", [WAITING])
             db.execute("UPDATE jobs SET tags = json_array(?)", [self.texts.text("jobs.tags")])
 
@@ -166,7 +166,7 @@ class World:
         put_card(folder, name=self.texts.short("card"), latents=[{"latent": 0, "density": 0.1, "texts": [fires_on]}])
 
     def _start_stranger(self) -> subprocess.Popen[bytes]:
-        """Start a process on the GPUs, with a command line of its own choice."""
+        """Start another user's process on the GPUs, with a command line of its own choice."""
         name = os.fsencode(self.texts.file("process"))
         return subprocess.Popen([name, "-c", "import time; time.sleep(600)"], executable=sys.executable)
 
@@ -176,7 +176,7 @@ class World:
 
 
 def _texts_of(db: sqlite3.Connection) -> list[tuple[str, str]]:
-    """List every text column of the store that strangers can fill, as (table, column)."""
+    """List every text column of the store that other users can fill, as (table, column)."""
     tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     columns = [(table, *row[1:3]) for table in tables for row in db.execute(f"PRAGMA table_info({table})")]
     return [(table, name) for table, name, kind in columns if kind == "TEXT" and name not in OWN_WORDS]
@@ -190,7 +190,7 @@ def world(box: Box, drivers: Path) -> Iterator[World]:
 
 
 class Visit:
-    """The app in a terminal, the texts that were on its screens, and checks that only the app steered the terminal."""
+    """The app in a terminal, the texts shown on its screens, and checks that only the app controlled the terminal."""
 
     def __init__(self, world: World) -> None:
         self.world, box = world, world.box
@@ -205,7 +205,7 @@ class Visit:
         self.to(world.texts.core("GPU"))
 
     def to(self, shows: str) -> None:
-        """Wait until the screen shows this, then note and check what is on it."""
+        """Wait until the screen shows this text, then record and check the screen."""
         self.terminal.wait_for(shows)
         self.seen |= self.world.texts.seen(self.terminal.text)
         assert leaked(bytes(self.terminal.raw)) == [], shows
@@ -213,7 +213,7 @@ class Visit:
 
     def press(self, *keys: str, to: str) -> None:
         for key in keys:
-            # Each key waits for what it opens or closes; text is sent as fast as a person types.
+            # Each key waits for the screen that it opens or closes; text is sent at typing speed.
             self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
         self.to(to)
 
@@ -222,7 +222,7 @@ class Visit:
         return set((self.world.folder / "screens.txt").read_text().split())
 
 
-# By job file: the text that is shown when it is opened.
+# For each job file, the text that is shown when it is opened.
 REFUSED = {
     "key": "key of a job", "section": "key of a section", "word": "architecture", "name": "name in a file",
     "cluster": "partition asked for", "path": "data path",
@@ -297,7 +297,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
 
 
 def unseen_screens(shown: set[str]) -> list[str]:
-    """List the screens of the app of which neither they nor a subclass were shown."""
+    """List the app's screens that were shown neither directly nor through a subclass."""
     for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."):
         if module.name != "sae_tui.__main__":
             importlib.import_module(module.name)
@@ -312,7 +312,7 @@ def unseen_screens(shown: set[str]) -> list[str]:
     return [one.__name__ for one in below(Screen) if one.__module__.startswith("sae_tui.") and not is_shown(one)]
 
 
-# By command: the arguments to try; `{...}` is the name of a file of the world.
+# For each command, the arguments to try; `{...}` names a file of the world.
 WORDS = {
     "gpus": [[], ["0"]],
     "export-metrics": [["--once"]],
@@ -398,7 +398,7 @@ for argv in lines:
 """
 
 
-# A bar of progress goes back to the beginning of its line: before its words, and to blank them.
+# A progress bar returns to the start of its line before its text, and to erase itself.
 PROGRESS = re.compile(rb"\r([ \w]*\|)|\r +\r")
 
 

@@ -1,4 +1,4 @@
-"""The app's wording about jobs, in a terminal: their states, why they wait, and its questions."""
+"""The app's wording about jobs in a terminal: their states, why they wait, and its questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.states import JobState
 
 
 def in_line(box: Box, name: str, **fields: object) -> int:
-    """Record a job that waits, and whose supervisor seems to be alive."""
+    """Record a queued job whose supervisor seems to be alive."""
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     return box.record_job(name, JobState.QUEUED, **alive, **fields)
@@ -66,7 +66,7 @@ def test_a_paused_job_is_called_so_everywhere_and_resumes_at_its_step(box: Box) 
     terminal = box.app(120, 40)
     box.launch_by_keys(terminal, steps=100_000)
     terminal.wait_for('Job 1 "e2e" started on GPU 0,1. It keeps running', 60)
-    # The log of the preview has the step.
+    # The log in the preview has the step.
     terminal.wait_for(re.compile(r"step [1-9]\d+/100000").search, 90)
     terminal.press("p")
     terminal.wait_for(re.compile(r"‖ paused +at step \d+, until resumed").search, 60)
