@@ -1,4 +1,4 @@
-/* As much of a CUDA driver as loading torch and Triton asks for: there is none, and no context is active. */
+/* The part of a CUDA driver that torch and Triton need while loading: no GPU exists, and no context is active. */
 int cuInit(unsigned flags) { return 100; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 0; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "no driver"; return 0; }

@@ -1,4 +1,6 @@
-"""Every Triton kernel as real steps launch it, compiled for every card without having one: spills, shared memory."""
+"""Compiles every Triton kernel that real steps launch, for every GPU type without a GPU; checks spills and shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from support.fake_gpu import job_of, one_of_ranks
 from support.step_ops import Op, Operand, Step, recorded_step
 from triton.backends.compiler import GPUTarget
 
-# Shared memory that one program may have, in KiB, by compute capability.
+# Shared memory limit of one program, in KiB, by compute capability.
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, "gfx90a": 64, "gfx942": 64}
 SHAPES = ((2304, 65536, 64), (768, 24576, 32), (384, 3072, 32), (2300, 8192, 16))
 ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
@@ -32,7 +34,7 @@ OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 @functools.cache
 def launches() -> dict[str, Op]:
-    """Return a launch of each kind that is compiled by itself, by a name that says what it is."""
+    """Return one launch per distinct compilation, keyed by a descriptive name."""
     found: dict[str, Op] = {}
     for op in itertools.chain.from_iterable(step.ops for step in _steps()):
         if op.is_kernel:
@@ -41,7 +43,7 @@ def launches() -> dict[str, Op]:
 
 
 def _steps() -> Iterator[Step]:
-    """Take a step of every architecture on a lone GPU and on one of two, which share either tokens or latents."""
+    """Take a step of every architecture on one GPU, and on one of two GPUs that share tokens or latents."""
     for architecture, (d_in, d_sae, k), precision in itertools.product(ARCHITECTURES, SHAPES, ("bf16", "fp16", "fp32")):
         sae = {"architecture": architecture, "d_sae": d_sae, "k": k}
         train = {"precision": precision, "batch_size": 4096}
@@ -65,7 +67,7 @@ def test_launches_have_all_types_and_entries_of_which_some_do_not_count() -> Non
     assert any(name == "n_filled" and value is not None for name, value in called)
 
 
-# Up to four minutes of a core, of which a test may have a share.
+# Takes up to four minutes of a core, which the test may have to share.
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", SHARED, ids=str)
 def test_every_kernel_compiles_without_spills_and_fits(target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +92,7 @@ def _compiled(op: Op, target: int | str) -> Any:
 
 
 def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
-    """Return all that is known when the launch's kernel is compiled: types, constants, what is divisible, options."""
+    """Return everything known when the launch's kernel is compiled: types, constants, divisibility, options."""
     called = dict(op.arguments)
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(op.kernel.params):
@@ -101,7 +103,7 @@ def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
             signature[parameter.name] = f"*{TYPES[value.dtype]}"
             attributes[place,] = [["tt.divisibility", 16]]
         elif isinstance(value, int) and value == 1:
-            # So does Triton where it launches.
+            # Triton does the same at launch.
             signature[parameter.name], constants[parameter.name] = "constexpr", 1
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs the tests of a GPU's step with a build of torch for CUDA, on tensors that say cuda:0, without GPU and driver.
+# Runs the tests of a GPU step with a CUDA build of torch, on tensors that report cuda:0, without a GPU or driver.
 #
 #   tests/fake_cuda/run.sh [FOLDER [PYTEST ARGUMENTS]]    FOLDER (default build/fake_cuda) gets that torch: 5 GB
 set -euo pipefail

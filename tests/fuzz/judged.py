@@ -1,4 +1,4 @@
-"""Gives bytes to one of the readers, and judges the outcome."""
+"""Passes bytes to a reader and checks the outcome."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# Seconds of this process's CPU time, so that a busy machine makes no test fail; a reader takes milliseconds.
+# CPU seconds of this process, so that a busy machine fails no test; a reader takes milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20
 LONGEST_SENTENCE = 3000
 
 
 class Wrong(AssertionError):
-    """What a reader did that it must not."""
+    """A reader broke its contract."""
 
 
 def judge(reader: Reader, home: Home, content: bytes) -> None:
-    """Give bytes to a reader; raise `Wrong`, or the reader's own error, if the outcome is not as promised."""
+    """Pass bytes to a reader; raise `Wrong`, or the reader's own error, if the reader breaks its contract."""
     home.put(reader.seeds, content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     try:
@@ -67,9 +67,9 @@ def _bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def home() -> Iterator[Home]:
-    """Yield a data folder to read in, in memory where there is a file system for it."""
+    """Yield a data folder to read, in memory if such a file system exists."""
     in_memory = Path("/dev/shm")
-    # It starts a process for every store that is opened.
+    # The check starts a process for every store that is opened.
     local = mock.patch.object(database, "network_file_system", return_value=None)
     with local, tempfile.TemporaryDirectory(prefix="fuzz-", dir=in_memory if in_memory.is_dir() else None) as folder:
         yield Home(Path(folder))

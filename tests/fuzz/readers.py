@@ -1,4 +1,4 @@
-"""THE LIST of the code that reads bytes written by others, one line each; how each reads is in `uses`."""
+"""The list of all code that reads bytes written by others, one entry each; `uses` defines how each one reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = type(None)
 
 
 class Reader(NamedTuple):
-    """`read` gets bytes in the file of `seeds`; returns one of `kinds`, or raises `UserError` or one of `raises`."""
+    """`read` gets bytes in the file of `seeds`; it returns one of `kinds`, or raises `UserError` or one of `raises`."""
 
     name: str
     seeds: str
@@ -47,7 +47,7 @@ READERS = (
     Reader("exit.json, repaired", "exit", uses.repaired, (str, NOTHING)),
     Reader("exit.json of a failure", "exit", uses.why, (str, NOTHING)),
     Reader("last word of a rank", "rank_exit", uses.why, (str, NOTHING)),
-    # Raises `ValueError` with the reason; a rank that is told so ends, and who resumes looks at the attempt before.
+    # Raises `ValueError` with the reason: the rank then ends, and a resume reads the attempt before.
     Reader("ranks.json", "ranks", uses.ranks, (dict,), (ValueError,)),
     Reader("progress.jsonl", "progress", uses.progress, (int,)),
     Reader("log", "log", uses.log, (list,)),

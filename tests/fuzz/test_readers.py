@@ -1,4 +1,4 @@
-"""Any bytes in any file give a value or a one-sentence error, within a moment and in little memory."""
+"""Any bytes in any file give a value or a one-sentence error, quickly and with little memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fuzz.readers import READERS, Reader
 from fuzz.uses import CORPUS, Home
 from hypothesis import HealthCheck, Phase, given, settings
 
-# A quarter of a minute of one core for all readers; `python -m fuzz` goes on for as long as one likes.
+# All readers take 15 s of one core; `python -m fuzz` runs for any length of time.
 EXAMPLES = 150
 
 

@@ -1,4 +1,4 @@
-"""Reads a file of a data folder as the product does, and uses the value as the product does next."""
+"""Reads a file of a data folder as the product does, and then uses the value as the product does."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from trainer.contract.store.states import JobState
 
 CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
-# Where the files of a corpus lie in a data folder; any other is at its root.
+# Locations of corpus files in a data folder; other files are at its root.
 PLACES = {
     "arrow_file": "arrow-acts/acts.arrow",
     "box": "box.json",
@@ -96,7 +96,7 @@ MACHINE = Machine(
 
 
 class Home:
-    """A data folder as the product leaves it, in which one file holds the bytes to be read."""
+    """A data folder as the product leaves it; one file holds the bytes to read."""
 
     def __init__(self, root: Path) -> None:
         self.data = DataDir(root)
@@ -125,7 +125,7 @@ class Home:
 
 
 def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[Any] = ()) -> Job:
-    """Restore a job that a store had lost, and return it as the store gives it back."""
+    """Restore a job that was missing from a store, and return it as the store returns it."""
     control = Control(home.made("control"))
     try:
         control.restore(job, events, ranks)
@@ -138,7 +138,7 @@ def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[A
 
 
 def shown(job: Job) -> str:
-    """Return the text of a job as screens and commands show it."""
+    """Return a job's text as screens and commands show it."""
     view = _view(job, None, False)
     detail = JobDetail(view, "", {}, (), (), 0, None)
     texts = [
@@ -197,7 +197,7 @@ def checkpoint(home: Home) -> int | None:
 
 
 def tensors(home: Home) -> dict[str, Any]:
-    """Export tensors that are whole by their manifest, whatever they contain."""
+    """Export tensors whose manifest is complete, whatever they contain."""
     from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent
@@ -300,7 +300,7 @@ def log(home: Home) -> list[str]:
 
 
 def search(home: Home) -> int:
-    """Search all lines of a log for the first line; return the number of hits."""
+    """Search all lines of a log for its first line; return the number of hits."""
     lines = [line.decode(errors="replace") for line in home.path("log").read_bytes().split(b"\n")]
     view = LogView()
     view._resize = lambda: None  # type: ignore[method-assign]
@@ -315,7 +315,7 @@ class NvmlStub(SimpleNamespace):
 
 
 def driver(home: Home) -> list[str]:
-    """Ask a driver that answers these bytes for a card's name, UUID and a command line."""
+    """Query a driver that returns these bytes for a GPU's name, UUID and a command line."""
     name, uuid, command, *_ = *home.path("nvml").read_bytes().split(b"\n"), b"", b""
     answers: dict[str, Callable[..., Any]] = {
         "nvmlDeviceGetHandleByIndex": lambda index: index,
@@ -333,7 +333,7 @@ def driver(home: Home) -> list[str]:
 
 
 def read_cards(home: Home) -> int:
-    """Read the cards as another process printed them, and share them as the queue does; return how many there are."""
+    """Parse the GPU list that another process printed, share it as the queue does, and return the number of GPUs."""
     reader = card_reader.CardReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     samples = reader.samples()
@@ -390,7 +390,7 @@ def words(home: Home) -> list[int]:
 
 
 def number(home: Home) -> int:
-    """Parse text as numbers, as flags and fields of the form do."""
+    """Parse text as numbers, as flags and form fields do."""
     text = home.text("seconds")
     for word in (text, *text.split(" ")):
         for several in (False, True):
