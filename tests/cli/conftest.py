@@ -1,4 +1,4 @@
-"""The commands as a script calls them: real processes, a data folder of their own."""
+"""Fixtures for the command-line tests: real processes with their own data folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shell:
         return [sys.executable, "-m", "sae_tui", "--demo", *map(str, arguments)]
 
     def run(self, *arguments: object, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a command; fail unless it exits with `code`, where None allows any exit code."""
+        """Run a command; fail unless it exits with `code` (None allows any exit code)."""
         done = run_command(["--demo", *map(str, arguments)], self.env | env, self.folder, timeout=120)
         assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
@@ -66,9 +66,9 @@ class Shell:
         return self.run(*arguments, code=code, **env).stderr.splitlines()
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """Start a command that goes on, with its output in a pipe."""
+        """Start a long-running command with its output in a pipe."""
         argv = self.argv(*arguments)
-        # A Ctrl-C that is ignored, as in what nohup starts, is inherited.
+        # If SIGINT is ignored in the parent, as under nohup, the child inherits that.
         process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env, preexec_fn=_obey_ctrl_c
         )

@@ -1,4 +1,4 @@
-"""Two runs as trainers leave them: one of a single SAE, one of a sweep."""
+"""Two recorded runs: one with a single SAE and one with a sweep."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def runs(data: DataDir, pair: tuple[int, int]) -> Iterator[Runs]:
 
 
 def write(data: DataDir, job_id: int, rows: list[Row], steps: int = 20) -> None:
-    """Write metrics as rank 0 does, at 100 tokens a step."""
+    """Write metrics as rank 0 does, with 100 tokens per step."""
     paths = data.run(job_id)
     paths.create()
     with closing(SeriesWriter(paths.metrics_db)) as writer:

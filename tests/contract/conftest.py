@@ -26,7 +26,7 @@ from trainer.contract.store.rows import Job
 
 
 def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:
-    """Return a safetensors file built by hand, so that tests can spoil any part of it."""
+    """Return a safetensors file built by hand, so that tests can corrupt any part of it."""
     size = n_tokens * d_in * {"F16": 2, "BF16": 2, "F32": 4}.get(dtype, 8)
     header = json.dumps({name: {"dtype": dtype, "shape": [n_tokens, d_in], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
@@ -47,7 +47,7 @@ def write_shard(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_job() -> Callable[..., JobConfig]:
-    """Return a function that makes a job from the keys of its sections; the default data path is only a name."""
+    """Return a function that makes a job from the keys of its sections; the default data path does not exist."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         job, problems = parse_job({"data": {"path": "acts"}} | sections)
@@ -61,7 +61,7 @@ def make_job() -> Callable[..., JobConfig]:
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
     """Return a function that puts an empty, migrated store at a path.
 
-    It copies one, since migrating takes a process and half a second.
+    It copies an existing store, since a migration needs a process and takes half a second.
     """
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
     for schema, path in originals.items():
@@ -105,7 +105,7 @@ class Child:
         self.process.stdin.flush()
 
     def hear(self) -> str:
-        """Return the next line that the process prints; empty when it has ended."""
+        """Return the next line that the process prints; empty after it has exited."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -117,7 +117,7 @@ class Child:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Return a function that starts processes, which are gone after the test."""
+    """Return a function that starts processes and ends them after the test."""
     started: list[Child] = []
 
     def start(code: str, *arguments: object, **options: Any) -> Child:
@@ -155,7 +155,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def ordinary_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context in which the process is nobody, since file permissions do not bind root."""
+    """Return a context in which the process runs as the user `nobody`, since file permissions do not restrict root."""
 
     @contextlib.contextmanager
     def become() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A box with the faults that a test puts into it: real files, programs, limits and mounts."""
+"""A sandbox with injected faults: real files, programs, limits and mounts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sandbox:
-    """A root folder, a PATH and an environment of its own."""
+    """A root folder with its own PATH and environment."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "root"
@@ -96,7 +96,7 @@ print(msgspec.json.encode(list({function}(box))).decode())
 
 @pytest.fixture
 def mounts() -> None:
-    """Skip the test where a process cannot make a namespace of its own and mount in it."""
+    """Skip the test if a process cannot create a mount namespace and mount in it."""
     program = shutil.which("unshare")
     if program is None or subprocess.run([program, "-rm", "true"], capture_output=True).returncode:
         pytest.skip("mounting needs user namespaces")

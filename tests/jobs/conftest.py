@@ -1,4 +1,4 @@
-"""Real supervisors and ranks as processes, over a data folder of their own."""
+"""Real supervisor and rank processes with their own data folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Box:
     def launch(
         self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
     ) -> int:
-        """Launch fake ranks, which do what the words of the name say; `place` holds options of its place in line."""
+        """Launch fake ranks that do what the job name says; `place` holds queue options."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
         self.make_store()
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
@@ -89,7 +89,7 @@ class Box:
         return resume(self.data, job_id, lambda _: self.placement(gpus), overrides, start=start_fake)
 
     def make_store(self) -> None:
-        """Make the list of jobs, empty, unless it is there."""
+        """Create an empty job list unless one exists."""
         self.data.create()
         put_store(self.data.control_db, "control")
 
@@ -125,13 +125,13 @@ class Box:
         return self.job(job_id)
 
     def wait_steps(self, job_id: int, rank_count: int = 1) -> Job:
-        """Wait until the job makes steps and all its ranks live."""
+        """Wait until the job advances and all its ranks are alive."""
         wait_for(lambda: self.job(job_id).step > 0, f"steps of job {job_id}")
         assert len(self.living(job_id)) == rank_count
         return self.job(job_id)
 
     def living(self, job_id: int) -> list[int]:
-        """Return the pids of the job's ranks that live."""
+        """Return the pids of the job's ranks that are alive."""
         return [rank.pid for rank in self.control.ranks(job_id) if rank.process.is_alive()]
 
     def end_everything(self) -> None:
@@ -156,7 +156,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def locked_store(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Lock the store, as another process in the middle of a write does, and yield that process."""
+    """Lock the store as another process does during a write, and yield that process."""
     command = [sys.executable, "-c", LOCKER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
         assert locker.stdout.readline() == "locked\n"

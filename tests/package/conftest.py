@@ -1,4 +1,4 @@
-"""The packages as `build` makes them, and a virtual environment into which pip put one of them without a network."""
+"""The packages that `build` makes, and a virtual environment with one of them, installed by pip without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[[str, Callable[[Path], None]], Path]
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Make:
-    """Return a function that makes a folder once, whichever of the processes that run tests asks first."""
+    """Return a function that makes a folder once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     base = base if worker_id == "master" else base.parent
 
@@ -40,13 +40,13 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Make:
 
 @pytest.fixture(scope="session")
 def dist(once: Make) -> Path:
-    """Return a folder with the sdist, and the wheel that is made of it."""
+    """Return a folder with the sdist and the wheel built from it."""
     return once("dist", lambda folder: build(ROOT, folder))
 
 
 @pytest.fixture(scope="session")
 def watching(once: Make, dist: Path) -> Path:
-    """Return the programs of an environment into which the sdist was installed, without an extra or a network."""
+    """Return the programs of an environment with the installed sdist, without extras or network."""
 
     def fill(folder: Path) -> None:
         locked = (ROOT / "requirements" / "watch.txt").read_text()

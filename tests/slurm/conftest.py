@@ -1,4 +1,4 @@
-"""Attempts on a real SLURM of two nodes; one for all tests of a process."""
+"""Attempts on a real SLURM cluster of two nodes, which all tests of a process share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROJECT = Path(__file__).parents[2]
 def cluster() -> Iterator[Cluster]:
     if reason := obstacle():
         pytest.skip(reason)
-    # pytest's own folders have names too long for the path of a socket.
+    # pytest's folder names are too long for a socket path.
     started = Cluster(Path(tempfile.mkdtemp(prefix="slurm-")))
     try:
         started.start()
@@ -41,7 +41,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Submission:
-    """What a supervisor does with an attempt, and what a test wants to know of it."""
+    """Performs a supervisor's actions on an attempt, and exposes the data that tests check."""
 
     def __init__(self, data: DataDir, job: AnyJob, control: Control) -> None:
         self.data, self.job, self.control = data, job, control
@@ -105,11 +105,11 @@ class Submission:
 
 @pytest.fixture
 def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Return a function that makes a job for SLURM, in a folder whose name an unquoted shell would take apart."""
+    """Return a function that makes a SLURM job in a folder whose name requires shell quoting."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # One file system, and a controller that has nothing else to do.
+    # Both share a file system, and the controller is otherwise idle.
     monkeypatch.setattr(slurm, "WORDS_S", 1.0)
     monkeypatch.setattr(cluster_of_job, "LOOK_EVERY_S", 0.3)
     data = DataDir(tmp_path / 'it\'s 100 % "$(data)"')

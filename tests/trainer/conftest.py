@@ -1,4 +1,4 @@
-"""Tiny language models, activations, jobs, trainers in this process and ranks as real processes."""
+"""Tiny language models, activations, jobs, trainers in this process, and ranks as real processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ D_IN = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_data_folder() -> Iterator[None]:
-    """Keep tests from writing measured speeds into the user's data folder, and from using those there."""
+    """Keep tests from reading or writing measured speeds in the user's data folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAE_TUI_DATA_DIR", "/dev/null/none")
         yield
@@ -43,13 +43,13 @@ def _no_data_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the folder of a tiny model of a family, made once."""
+    """Return a function that returns the folder of a tiny model of a family, made once."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda family: make_model(root / family, family))
 
 
 class Kept(Progress):
-    """A `Progress` that keeps what a trainer reports."""
+    """A `Progress` that stores what a trainer reports."""
 
     def __init__(self) -> None:
         self.reported: list[Row] = []
@@ -67,7 +67,7 @@ class Kept(Progress):
 
 @pytest.fixture(autouse=True)
 def answers_as_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check all that commands answer in JSON in this process against the schemas of the trainer's answers."""
+    """Check all JSON answers of commands in this process against the trainer's schemas."""
     for module, name in ((cli, "_say"), (foreground_extraction, "show_text")):
         monkeypatch.setattr(module, name, functools.partial(_check_and_tell, getattr(module, name)))
 
@@ -80,9 +80,9 @@ def _check_and_tell(tell: Callable[[str], None], text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seed the random numbers, and use one thread, since several wait for each other by spinning.
+    """Seed the random numbers and use one thread, since threads wait for each other by spinning.
 
-    That makes small products 20 times slower on a busy machine.
+    On a busy machine spinning makes small products 20 times slower.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -91,7 +91,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def activations(tmp_path: Path) -> Path:
-    """Write 3,000 tokens in two shards of different types, each token made of a few of 40 directions."""
+    """Write 3,000 tokens in two shards of different dtypes; each token combines a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, D_IN, generator=generator)
     used = torch.rand(3000, 40, generator=generator) * (torch.rand(3000, 40, generator=generator) < 0.1)
@@ -105,7 +105,7 @@ def activations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(activations: Path) -> Callable[..., JobConfig]:
-    """Return a function that makes a small job; its keyword arguments are sections with keys to change."""
+    """Return a function that makes a small job; its keyword arguments are sections with changed keys."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         table: dict[str, Any] = {
@@ -126,7 +126,7 @@ def make_job(activations: Path) -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """Return a function that makes a trainer in this process, of one rank unless it is told others."""
+    """Return a function that makes a trainer in this process, with one rank by default."""
 
     def make(job: JobConfig, progress: Progress | None = None, **options: Any) -> Trainer:
         arguments: dict[str, Any] = {
@@ -151,7 +151,7 @@ def kept() -> Kept:
 
 
 class Ranks:
-    """The ranks of one attempt as processes, and the files that they share."""
+    """The rank processes of one attempt, and the files that they share."""
 
     def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, prepare: Prepare | None) -> None:
         self.spec = spec
@@ -172,9 +172,9 @@ class Ranks:
 
 @pytest.fixture
 def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """Return a function that starts a job's ranks; those that still live when the test is over are killed.
+    """Return a function that starts a job's ranks; ranks that are alive after the test are killed.
 
-    They are forked from a process that has torch loaded, and `prepare` is called in each, unless there is a `command`.
+    They are forked from a process that has torch loaded, and each calls `prepare`, unless there is a `command`.
     """
     started: list[Ranks] = []
 
@@ -211,7 +211,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Return a function that waits for a condition, and fails where it does not come true in time."""
+    """Return a function that waits for a condition and fails on a timeout."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

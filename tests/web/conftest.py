@@ -1,4 +1,4 @@
-"""`sae-tui serve` in a process of its own, with the app or with what a test has in its place."""
+"""`sae-tui serve` as a separate process, with the app or a test program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture
 def serve(box: Box) -> Iterator[Callable[..., Served]]:
-    """Start `sae-tui --demo serve` on the box."""
+    """Start `sae-tui --demo serve` with the box's data folder."""
     started: list[Served] = []
 
     def start(*options: str) -> Served:
@@ -47,7 +47,7 @@ READY = 'os.write(1, b"__GANGLION__\\n")\ndef packet(kind, body): return kind + 
 
 @pytest.fixture
 def serve_fake() -> Iterator[Callable[[str], Served]]:
-    """Start the server with this in place of the app."""
+    """Start the server with a test program in place of the app."""
     started: list[Served] = []
 
     def start(script: str) -> Served:

@@ -1,4 +1,4 @@
-"""A text for tiny language models, and extractions of it."""
+"""A text for tiny language models, and extractions from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ N_DOCUMENTS = 60
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write short documents of some 2,000 tokens."""
+    """Write short documents with about 2,000 tokens in total."""
     file = tmp_path_factory.mktemp("text") / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(N_DOCUMENTS)))
     return file
@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path) -> Callable[..., ExtractJob]:
-    """Return a function that makes a small job of a family; its folder is `name`."""
+    """Return a function that makes a small job for a model family in the folder `name`."""
 
     def make_job(family: str = "gpt2", name: str = "activations", text: Path = corpus, **settings: Any) -> ExtractJob:
         return extraction_job(tiny(family), text, tmp_path / name, **settings)

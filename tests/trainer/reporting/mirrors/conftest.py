@@ -19,7 +19,7 @@ Train = Callable[..., Path]
 def train(make_job: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Return a function that trains two SAEs of 20 steps with a mirror and returns the run's folder.
 
-    Nothing of the user's, such as that they are logged in, is seen.
+    The user's own configuration, such as a login, is hidden.
     """
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
