@@ -1,4 +1,4 @@
-"""A machine that restarts, pids that were reused, and a clock that is set: each function does one of them once."""
+"""Injects machine restarts, reused pids and clock changes: each function injects one fault once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HELD = {"hold": True}
 
 
 def machine_restarted(root: Path, like: Result) -> float:
-    """Leave a job as a restart does: its processes are gone, its rows name another boot and strangers' pids.
+    """Leave a job as a restart does: its processes are gone, its rows name another boot and other users' pids.
 
     Return the seconds until the job is lost.
     """
@@ -55,7 +55,8 @@ def machine_restarted(root: Path, like: Result) -> float:
 def queue_restarted(root: Path) -> float:
     """Restart a machine with queued jobs under another name; return the seconds until the queue runs again.
 
-    One job runs, one comes after it, one is held. They keep their places; the second runs once the first is resumed.
+    One job runs, one waits for it, and one is held. The queue keeps its order; the second job runs once the first is
+    resumed.
     """
     with boxed(root) as box, stranger() as other:
         job = RealJob(box, n_steps=200).at_step(20)
@@ -96,7 +97,7 @@ def renamed(root: Path) -> float:
 
 
 def pids_reused(root: Path) -> float:
-    """Give the pids of supervisor and ranks to a stranger that started at another time; return the seconds to LOST."""
+    """Give the pids of supervisor and ranks to a process that started at another time; return the seconds to LOST."""
     with boxed(root) as box, stranger() as other:
         job = _cut_power(RealJob(box).at_step(60))
         _make_rows(job, other, start_ticks=other.start_ticks - 1)
@@ -110,7 +111,7 @@ def pids_reused(root: Path) -> float:
 
 
 def clock_set_back(root: Path, like: Result) -> float:
-    """Set the clock back by an hour, then kill a rank: only what is shown may follow the clock."""
+    """Set the clock back by an hour, then kill a rank: only displayed times may follow the clock."""
     with boxed(root) as box:
         clock = Clock(root)
         job = RealJob(box, launch={"max_restarts": 1}, start=clock.start).at_step(60)
@@ -133,9 +134,11 @@ def clock_set_back(root: Path, like: Result) -> float:
 
 
 def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Set the clock a day ahead or back and then right again, under a job and one that waits for its GPUs.
+    """Set the clock a day ahead or back and then right again, while one job runs and another waits for its GPUs.
 
-    No job may end early, be called stalled or lose a step. Return the seconds from the first step to the end of both.
+    Neither job may end early, be reported as stalled or lose a step. Return the seconds from the first step to the end
+    of
+    both.
     """
     with boxed(root) as box:
         clock = Clock(root)
@@ -163,7 +166,7 @@ def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1)
 
 
 def orphans_while_clock_is_set_back(root: Path) -> float:
-    """Halt ranks that lost their supervisor and were first seen at a time now in the future: they have to be ended."""
+    """Halt ranks that lost their supervisor and whose first sighting is now in the future: they must be ended."""
     with boxed(root) as box:
         job = RealJob(box).at_step(60)
         job.kill(0, 1, number=signal.SIGSTOP)
@@ -194,7 +197,7 @@ def stranger() -> Iterator[ProcessRef]:
 
 
 class Clock:
-    """The wall clock of the processes of a job, which may be set. Clocks that count from boot continue."""
+    """The adjustable wall clock of a job's processes. Clocks that count from boot continue."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "steps"
@@ -211,14 +214,14 @@ class Clock:
             file.write(lines)
 
     def say(self, box: Box) -> None:
-        """Run a command under this clock that looks whether a job is lost, as any other command does."""
+        """Run a command under this clock that checks whether a job is lost, as every command does."""
         command = [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "jobs"]
         done = subprocess.run(command, env=os.environ | self._variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
 def _cut_power(job: RealJob) -> RealJob:
-    """Leave the job as a power cut would: no process lives, and its rows say that it runs."""
+    """Leave the job as a power cut would: no process is alive, and its rows report that it runs."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
@@ -238,7 +241,7 @@ def _shift_events(control: Control, seconds: float) -> None:
 
 
 def _require_ordered(job: RealJob) -> None:
-    """Require that a reader shows curves by step, and the events of each source in the order in which they came."""
+    """Require that a reader shows curves by step, and the events of each source in order of arrival."""
     reader = JobReader(job.box.data, job.id)
     reader.poll()
     steps = [point.step for point in reader.series[("loss", 0)]]

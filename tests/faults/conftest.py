@@ -1,4 +1,4 @@
-"""Real trainings, and disks that are small enough to be filled."""
+"""Fixtures with real trainings, and with disks that are small enough to fill."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Training:
         return max((int(match[1]) for match in matches if match), default=0)
 
     def go_on(self, n_steps: int) -> None:
-        """Wait until the training has made so many more steps."""
+        """Wait until the training has taken `n_steps` more steps."""
         first = self.step()
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Halt the ranks for so long, since a training that has nothing else to show takes whole cores."""
+        """Halt the ranks for this many seconds, since an idle test would leave them using full cores."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)
@@ -96,7 +96,7 @@ ONE_THREAD = "OMP_NUM_THREADS", "1"
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread: several wait for each other by spinning, on a busy machine 50 times as long as they work."""
+    """Use one thread: threads wait for each other by spinning, on a busy machine 50 times as long as they work."""
     monkeypatch.setenv(*ONE_THREAD)
 
 
@@ -109,7 +109,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Return the result of a job on two ranks that nothing disturbs."""
+    """Return the result of an undisturbed job on two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*ONE_THREAD)
         return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
@@ -130,7 +130,7 @@ def small_disk() -> Iterator[Callable[[Path], Path]]:
 
     yield mount
     for folder in mounted:
-        # A process that is just being killed may still be in it.
+        # A process that is being killed may still use it.
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 

@@ -1,4 +1,4 @@
-"""A rank that is halted, or files that hang: each function does it once, and raises where a guarantee fails."""
+"""Halts a rank or makes files hang: each function injects one fault once, and raises if a guarantee fails."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# Both limits, the 5 s that a halted process has to end, and what a busy machine and two dumps of stacks add.
+# Both limits, the 5 s that a halted process has to end, and the extra time for a busy machine and two stack dumps.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
 def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None = None, **train: int) -> float:
-    """Halt a rank by SIGSTOP: it has to be reported as stalled with the stacks of all ranks, ended, and started again.
+    """Halt a rank by SIGSTOP: it must be reported as stalled with the stacks of all ranks, ended, and restarted.
 
-    It goes on from its checkpoint. Return the seconds until the ranks were ended.
+    It continues from its checkpoint. Return the seconds until the ranks were ended.
     """
     with boxed(root) as box:
         job = RealJob(box, launch=WATCHED, **train).at_step(dice.randint(110, 300))
@@ -57,12 +57,13 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
 
 
 def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
-    """Halt a rank where rank 0 has just saved: a save may take long, the step after it may not."""
+    """Halt a rank just after rank 0 has saved: a save may take long, but the next step may not."""
     return rank_halted(root, dice, 1, checkpoint_every=1, n_steps=400)
 
 
 def processes_hang(root: Path, dice: random.Random) -> float:
-    """Let reads of /proc hang for a process on the GPUs while the app lists them: its keys act, and it says so.
+    """Make reads of /proc hang for a process on the GPUs while the app lists it; the app must report it and accept
+    keys.
 
     Return the seconds from the keys to the end of the job that they stop.
     """
@@ -97,9 +98,9 @@ def processes_hang(root: Path, dice: random.Random) -> float:
 
 
 def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Let the data folder hang for a while under a job and the app: both continue, and the job learns the same.
+    """Make the data folder hang for a while under a job and the app: both continue, with the same training result.
 
-    Return the seconds until the job makes steps again.
+    Return the seconds until the job advances again.
     """
     with boxed(root) as box, contextlib.ExitStack() as stack:
         hangs = Hangs(root, [box.data.root])
@@ -128,7 +129,7 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
 
 
 class Hangs:
-    """Calls on files below these paths hang in all processes that have its `variables`, while it is entered."""
+    """A context in which calls on files below these paths hang in all processes that have its `variables`."""
 
     def __init__(self, root: Path, paths: list[Path]) -> None:
         self._flag = root / "hangs"

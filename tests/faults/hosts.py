@@ -1,4 +1,4 @@
-"""Hosts that restart, get another name, or share a data folder: each function does one of them once, by commands."""
+"""Restarts or renames hosts, or lets them share a data folder: each function injects one fault once, using commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ENDLESS, QUICK = "steps=100000 save=5", "steps=20"
 
 
 def power_cut(root: Path, dice: random.Random) -> float:
-    """Cut the power at any time while jobs wait for one GPU; the first command after the restart has to start it again.
+    """Cut the power at any time while jobs wait for one GPU; the first command after the restart must restart the
+    queue.
 
     Return the seconds from that command to the first start.
     """
@@ -51,7 +52,7 @@ def power_cut(root: Path, dice: random.Random) -> float:
 
 
 def renamed_running(root: Path, dice: random.Random) -> float:
-    """Rename a host while jobs run and wait: commands act at once, and the line for its GPU stays one line.
+    """Rename a host with running and queued jobs: commands still work at once, and its GPU keeps a single queue.
 
     Return the seconds until the rows have the new name.
     """
@@ -76,9 +77,10 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 
 
 def made_again(root: Path, dice: random.Random) -> float:
-    """Make a container again on the same volume, so that its name and boot differ and all its processes are gone.
+    """Recreate a container on the same volume, so that its name and boot differ and all its processes are gone.
 
-    No command may claim what it cannot do; `repair` ends its jobs, which continue here. Return the seconds of `repair`.
+    No command may claim what it cannot do; `repair` ends the container's jobs, which resume here. Return the seconds of
+    `repair`.
     """
     with boxed(root) as box, RealHost(box, "container1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -108,9 +110,9 @@ def made_again(root: Path, dice: random.Random) -> float:
 
 
 def two_on_one_folder(root: Path, dice: random.Random) -> float:
-    """Let two hosts share a data folder: each uses its own GPU only, and neither ends the jobs of the other.
+    """Let two hosts share a data folder: each uses only its own GPU, and neither ends the other's jobs.
 
-    Return the seconds that all jobs take.
+    Return the total seconds of all jobs.
     """
     with boxed(root) as box, RealHost(box, "gpu1", 1) as one, RealHost(box, "gpu2", 2) as two:
         began = time.monotonic()
@@ -131,7 +133,7 @@ def two_on_one_folder(root: Path, dice: random.Random) -> float:
 
 
 def _require_own_end(box: Box, one: RealHost, two: RealHost) -> None:
-    """Require that a host leaves a job of the other alone, alive or dead, and can stop it while it is alive."""
+    """Require that a host leaves the other host's job alone, alive or dead, and can stop it while it is alive."""
     (theirs,) = two.launch(ENDLESS)
     two.trains(theirs)
     assert "gpu2" in one.run("stop", theirs)
@@ -155,9 +157,9 @@ def _place(box: Box, job_id: int) -> tuple[object, ...]:
 
 
 def _go_on(host: RealHost, job_id: int, step: int) -> None:
-    """Resume a job that had got to a step at least; require that it continues from its last checkpoint."""
+    """Resume a job that had reached at least a step; require that it continues from its last checkpoint."""
     saved = read_state(newest_first(host.box.data.run(job_id).checkpoints)[0]).position.step
-    total = max(step, saved) + 50  # the step of the job's row is some seconds old
+    total = max(step, saved) + 50  # the step in the job's row may be seconds old
     host.run("resume", job_id, "--set", f"train.n_steps={total}")
     host.box.wait_ended(job_id)
     host.require(JobState.FINISHED, job_id)

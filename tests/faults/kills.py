@@ -1,6 +1,6 @@
-"""Processes of a job killed without warning: each function does it once, and raises where a guarantee does not hold.
+"""Kills processes of a job without warning: each function does it once, and raises if a guarantee does not hold.
 
-They return the seconds until what they wait for has happened.
+Each returns the seconds until the expected event.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState
 
-# What is promised after the kill of one rank: its peers are gone, and a crash trains again.
+# The guarantees after the kill of one rank: its peers have ended, and a crashed job trains again.
 PEERS_GONE_AFTER_S = 10.0
 AGAIN_AFTER_S = 10.0
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def launcher_killed(root: Path, dice: random.Random) -> float:
-    """Kill `sae-tui launch` by SIGKILL at any time, whether its job is recorded or not."""
+    """Kill `sae-tui launch` by SIGKILL at any time, before or after its job is recorded."""
     with boxed(root) as box:
         command = subprocess.Popen(
             _launch_command(box), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -51,7 +51,7 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
-            # Under nohup it would be ignored.
+            # nohup would make the process ignore it.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.execv(sys.executable, [*_launch_command(box), "--wait"])
         wait_for(lambda: box.data.control_db.exists() and box.control.jobs(), "the job", 30)
@@ -63,7 +63,7 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """Kill the supervisor (SIGKILL): ranks save and end, the job is lost, and resumed it ends as if undisturbed."""
+    """Kill the supervisor (SIGKILL): ranks save and end, the job is lost, and after a resume it ends as if undisturbed."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
         _wait_for_some_moment(job, dice)
@@ -81,7 +81,7 @@ def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: in
 
 
 def rank_killed(root: Path, rank: int, like: Result) -> float:
-    """Kill a rank (SIGKILL): it is named by its number, the others end, and all go on from the checkpoint."""
+    """Kill a rank (SIGKILL): the report names its number, the others end, and all continue from the checkpoint."""
     with boxed(root) as box:
         job = RealJob(box, launch={"max_restarts": 1}).at_step(150)
         others = [other.process for other in job.ranks if other.rank != rank]
@@ -124,7 +124,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
 
 
 def rank_raises(root: Path) -> float:
-    """Take away a shard before the ranks begin, and put it back before they are started anew."""
+    """Remove a shard before the ranks begin, and restore it before they are restarted."""
     with boxed(root) as box:
         shard, away = box.activations / "acts.safetensors", root / "away"
         job = RealJob(box, launch={"max_restarts": 3})
@@ -142,7 +142,7 @@ def rank_raises(root: Path) -> float:
 
 
 def rank_finds_nan(root: Path) -> float:
-    """Fill a shard with NaN: nothing can be learnt from it, and no restart helps."""
+    """Fill a shard with NaN: nothing can be learned from it, and a restart does not help."""
     with boxed(root) as box:
         (shard,) = box.activations.iterdir()
         content = bytearray(shard.read_bytes())
@@ -161,7 +161,7 @@ def rank_finds_nan(root: Path) -> float:
 
 
 def rank_out_of_memory(root: Path) -> float:
-    """Let the kernel kill rank 1 for its memory by a control group; where none can be made, limit its address space."""
+    """Let the kernel kill rank 1 for its memory by a control group; if none can be created, limit its address space."""
     with boxed(root) as box, _memory_group() as group:
         job = RealJob(box, launch={"max_restarts": 3}).with_ranks()
         (victim,) = [rank for rank in job.ranks if rank.rank == 1]
@@ -183,7 +183,7 @@ def rank_out_of_memory(root: Path) -> float:
 
 
 def two_at_once(root: Path) -> float:
-    """Launch two jobs within the same two seconds: each has to find its own ranks."""
+    """Launch two jobs within two seconds: each must find its own ranks."""
     with boxed(root) as box:
         jobs = [RealJob(box, cards=False, n_steps=60 + 20 * n) for n in range(2)]
         assert jobs[1].began - jobs[0].began < 2
@@ -202,7 +202,7 @@ def _launch_command(box: Box) -> list[str]:
 
 
 def _wait_until_finished(box: Box) -> float:
-    """Wait until the launched job, if there is one, has reached its end; return the seconds."""
+    """Wait until the launched job, if any, has finished; return the seconds."""
     began = time.monotonic()
     for row in box.control.jobs():
         while not box.job(row.id).state.is_final:
@@ -226,7 +226,7 @@ def _wait_for_some_moment(job: RealJob, dice: random.Random) -> None:
 
 @contextlib.contextmanager
 def _memory_group(limit_bytes: int = 48 * 2**20) -> Iterator[Path | None]:
-    """Make a control group with less memory than torch takes; yield None where none can be made."""
+    """Create a control group with less memory than torch needs; yield None if none can be created."""
     group = MEMORY_GROUPS / f"sae-tui-test-{os.getpid()}"
     try:
         group.mkdir()

@@ -1,4 +1,4 @@
-"""Queued jobs under an upgrade, a halted supervisor and a driver that hangs: each function does one once."""
+"""Queued jobs under an upgrade, a halted supervisor and a hung driver: each function injects one fault once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENAMED = ("is_gone", "run_hook", "write_ending", "write_record", "describe_stat
 
 
 def upgraded(root: Path, dice: random.Random) -> float:
-    """Replace the package at any time while jobs wait, file by file, by a version in which functions have other names.
+    """Replace the package file by file while jobs wait, at any time, by a version whose functions have other names.
 
     Return the seconds from the upgrade to the end of the queue.
     """
@@ -51,7 +51,7 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 def head_halted(root: Path, dice: random.Random) -> float:
     """Halt the supervisor at the head of the queue: the next job starts first, the halted one once it continues.
 
-    Return the seconds for which the GPU was free.
+    Return the seconds for which the GPU was idle.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -79,7 +79,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
 
 
 def gpu_hangs(root: Path, dice: random.Random) -> float:
-    """Let every call on one of two GPUs hang: it is named within seconds, and the queue continues with the other.
+    """Make every call on one of two GPUs hang: it is reported within seconds, and the queue continues with the other.
 
     Return the seconds that `gpus` takes.
     """
@@ -100,9 +100,9 @@ def gpu_hangs(root: Path, dice: random.Random) -> float:
 
 
 def driver_hangs(root: Path, dice: random.Random) -> float:
-    """Let the driver hang while jobs wait, and answer again later: jobs say why they wait, and start automatically.
+    """Make the driver hang while jobs wait, and recover later: jobs show why they wait, and start automatically.
 
-    Return the seconds to the start after it answers again.
+    Return the seconds from the recovery to the start.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -125,7 +125,7 @@ def driver_hangs(root: Path, dice: random.Random) -> float:
 
 
 def _put_driver(host: RealHost, name: str) -> None:
-    """Replace the library, as for all processes that load it from now on."""
+    """Replace the library for all processes that load it from now on."""
     other = host.driver.with_name("other")
     other.symlink_to(drivers() / name)
     other.replace(host.driver)

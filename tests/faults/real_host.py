@@ -1,4 +1,4 @@
-"""A host with a name, a boot, GPUs and a package of its own, made of namespaces of this machine (needs root)."""
+"""A simulated host with its own name, boot id, GPUs and package, built from namespaces of this machine (needs root)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ mount --bind "$0/boot_id" /proc/sys/kernel/random/boot_id
 [ ! -e /etc/machine-id ] || mount --bind "$0/machine_id" /etc/machine-id
 hostname "$1"; echo up; exec sleep infinity
 """
-# Ranks that need no torch, and a torch for GPUs as the checks before a launch see it.
+# Ranks that need no torch, and the torch for GPUs that the checks before a launch see.
 _FAKES = {
     "trainer/contract/runs/rank_spec.py": """
 
@@ -44,9 +44,9 @@ def cuda_problem(vendors=()):
 
 
 class RealHost:
-    """A host on which jobs are started and changed by commands. Its jobs train with `jobs/fake_rank.py`, without torch.
+    """A host on which commands start and change jobs. Its jobs train with `jobs/fake_rank.py`, without torch.
 
-    Its one GPU is that of a stand-in for NVIDIA's library; `number` makes its UUID another one on each host.
+    A stand-in for NVIDIA's library provides its one GPU; `number` gives that GPU a different UUID on each host.
     """
 
     def __init__(self, box: Box, name: str, number: int = 0, faults: str = "", gpus: int = 1) -> None:
@@ -76,7 +76,7 @@ class RealHost:
     # the machine
 
     def boot(self, name: str) -> None:
-        """Start it under a name, with a new boot id."""
+        """Start the host under a name, with a new boot id."""
         self.name = name
         (self._folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
         command = ["unshare", "--uts", "--mount", "sh", "-ec", _SCRIPT, str(self._folder), name]
@@ -95,10 +95,10 @@ class RealHost:
                 mark.unlink()
 
     def _kill(self, namespace: str) -> list[int]:
-        """Send SIGKILL to all processes of the host; return the pids of those that lived."""
+        """Send SIGKILL to all processes of the host; return the pids of those that were alive."""
         lived = []
         for entry in Path("/proc").iterdir():
-            # Of a zombie the link cannot be read.
+            # The link of a zombie cannot be read.
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and os.readlink(entry / "ns" / "uts") == namespace:
                     lived.append(int(entry.name))
@@ -110,7 +110,7 @@ class RealHost:
         self.name = name
 
     def signal(self, process: ProcessRef, number: signal.Signals) -> None:
-        """Send a signal to a process that was started on this host since it was booted."""
+        """Send a signal to a process that was started on this host since its boot."""
         assert os.readlink(f"/proc/{process.pid}/ns/uts") == os.readlink(f"/proc/{self._first.pid}/ns/uts")
         os.kill(process.pid, number)
 
@@ -124,7 +124,9 @@ class RealHost:
         )  # fmt: skip
 
     def run(self, *words: object, ok: bool = True) -> str:
-        """Run `sae-tui` with these words; return what it writes. Require that it succeeds, or fails, without a bug."""
+        """Run `sae-tui` with these words and return its output. Require success, or with `ok=False` a failure without a
+        crash.
+        """
         fixed = [sys.executable, "-P", "-m", "sae_tui", "--data-dir", str(self.box.data.root), "--gpu-source", "nvml"]
         done = self._inside(*fixed, *map(str, words))
         said = (done.stdout + done.stderr).strip()
@@ -133,7 +135,7 @@ class RealHost:
         return said
 
     def launch(self, *names: str, gpus: str = "auto:1", **place: object) -> list[int]:
-        """Launch jobs; a name says what its ranks do, and `place` has options like `after=3` or `hold=True`."""
+        """Launch jobs; a name describes what its ranks do, and `place` has options like `after=3` or `hold=True`."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         files = [folder / f"{n}.toml" for n in range(len(names))]
         for file, name in zip(files, names, strict=True):
@@ -143,7 +145,7 @@ class RealHost:
         return [one["id"] for one in (launched if isinstance(launched, list) else [launched])]
 
     def trains(self, job_id: int) -> Job:
-        """Wait until a job makes steps; return its row. `Box.wait_steps` looks for ranks of this machine's boot."""
+        """Wait until a job advances; return its row. `Box.wait_steps` expects ranks of this machine's boot."""
         wait_for(lambda: self.box.job(job_id).step, f"steps of job {job_id}", 60)
         return self.box.job(job_id)
 
@@ -166,13 +168,13 @@ class RealHost:
 
 
 def require_order(*rows: Job) -> None:
-    """Require that jobs have started one after the end of the other, in this order."""
+    """Require that each of these jobs started after the end of the one before it."""
     for one, other in itertools.pairwise(rows):
         assert (one.ended or 0) <= (other.started or 0), f"job {other.id} did not wait for job {one.id}"
 
 
 def require_nothing_left(box: Box) -> None:
-    """Require that no process and no lease is left, and that no GPU was given to two jobs at once."""
+    """Require that no process or lease is left, and that no GPU was given to two jobs at once."""
     folder = os.fsencode(box.data.root)
 
     def living() -> list[str]:
@@ -203,7 +205,7 @@ def install(folder: Path) -> None:
 
 @functools.cache
 def _libraries() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder that is removed as this process ends."""
+    """Return a temporary folder that is removed when this process exits."""
     return tempfile.TemporaryDirectory(prefix="sae-tui-libraries-")
 
 
@@ -224,7 +226,7 @@ def drivers() -> Path:
 
 @functools.cache
 def preloaded(name: str) -> Path:
-    """Build a library for LD_PRELOAD of a source in `support`."""
+    """Build a library for LD_PRELOAD from a source in `support`."""
     library = Path(_libraries().name) / f"{name}.so"
     source = Path(__file__).parents[1] / "support" / f"{name}.c"
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-o", library, source, "-ldl"], check=True)

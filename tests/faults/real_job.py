@@ -1,4 +1,4 @@
-"""A job on real training processes, the faults it can be subjected to, and what must hold once it is over."""
+"""A job on real training processes, the faults that can be injected, and the guarantees that hold afterwards."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer.contract.store.metrics_store import Heartbeat, SeriesReader
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
-# Cards that no process computes on: their leases and locks are real, the ranks are processes on the CPU.
+# GPUs on which no process computes: their leases and locks are real, the ranks are CPU processes.
 CARDS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
-# What the table of faults promises: nothing of a job lives, and it holds nothing, so long after a kill.
+# The guarantee in the table of faults: this long after a kill, no process of a job is alive and it holds nothing.
 GONE_AFTER_S = 15.0
-# A row for every step, since one that is stopped in an interval is told of differently, though it learns the same.
+# Log every step: a run that is stopped within a log interval records other averages, though it learns the same.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
 ENDLESS = SHORT | {"n_steps": 10**7}
 
@@ -69,7 +69,7 @@ class RealJob:
 
     @property
     def ranks(self) -> list[Rank]:
-        """Those of the present attempt."""
+        """The ranks of the current attempt."""
         attempt = self.row.attempt
         return [rank for rank in self.box.control.ranks(self.id) if rank.attempt == attempt]
 
@@ -98,7 +98,7 @@ class RealJob:
     def at_step(self, step: int) -> RealJob:
         wait_for(lambda: self.step >= step or self.row.state.is_final, f"step {step}", START_S)
         assert self.step >= step, f"{self.row.state} at step {self.step}: {self.row.error}"
-        # On a busy machine the ranks are at a step before their supervisor has looked at them.
+        # On a busy machine the ranks may take a step before their supervisor has checked them.
         wait_for(lambda: self.row.state != JobState.STARTING, "its supervisor to see it train", START_S)
         return self
 
@@ -111,7 +111,9 @@ class RealJob:
         return self.box.wait_ended(self.id, timeout_s)
 
     def mend(self) -> float:
-        """Wait until nothing of it lives or is held, reconciling as any app or command would; return the seconds."""
+        """Wait until the job has no process and holds nothing, reconciling as any app or command would; return the
+        seconds.
+        """
         began = time.monotonic()
         while not (self.row.state.is_final and not self.processes() and self.is_free()):
             reconcile(self.box.data)
@@ -121,7 +123,7 @@ class RealJob:
         return time.monotonic() - began
 
     def is_free(self) -> bool:
-        """Tell whether another job could have its GPUs."""
+        """Return whether another job could get its GPUs."""
         locks = GpuLocks(lock_folder(self.box.data, "simulated"), [uuid for _, uuid in CARDS])
         took = locks.take()
         locks.release()
@@ -144,16 +146,16 @@ class RealJob:
         resume(self.box.data, self.id, _nowhere_else)
         return self
 
-    # what came of it
+    # results
 
     def result(self) -> Result:
-        """Return the bytes of its SAE, and its loss at every step that was logged."""
+        """Return the bytes of its SAE, and its loss at every logged step."""
         weights = (self.box.data.sae(self.id) / "sae_weights.safetensors").read_bytes()
         with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
             return weights, [(point.step, point.value) for point in reader.points("loss")]
 
     def require_whole_checkpoints(self) -> None:
-        """Require that the checkpoint that a resume would take first is whole."""
+        """Require that the checkpoint that a resume would try first is complete."""
         checkpoints = newest_first(self.paths.checkpoints)
         assert checkpoints, "no checkpoint"
         assert damage(checkpoints[0]) is None, damage(checkpoints[0])
@@ -173,7 +175,7 @@ class RealJob:
 
 
 def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
-    """Return the result of such a job that nothing disturbs."""
+    """Return the result of an undisturbed job with these settings."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         job.ended()
@@ -183,7 +185,7 @@ def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
 
 @contextlib.contextmanager
 def boxed(root: Path) -> Iterator[Box]:
-    """Yield a data folder of which no process lives on afterwards."""
+    """Yield a data folder, and afterwards end all its processes."""
     root.mkdir(parents=True, exist_ok=True)
     box = Box(root)
     try:

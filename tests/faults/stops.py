@@ -1,4 +1,4 @@
-"""A stop asked for at an awkward moment: each function does it once, and returns the seconds to the end of the job."""
+"""Stops a job at an awkward moment: each function does it once, and returns the seconds to the end of the job."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _stop_while_training(root: Path, dice: random.Random, **train: int) -> float
 
 
 def _stop(job: RealJob) -> float:
-    """Stop the job; require that its work is saved and that every rank has ended by itself. Return the seconds."""
+    """Stop the job; require that its work is saved and that every rank has exited on its own. Return the seconds."""
     asked = time.monotonic()
     job.stop().ended()
     taken = time.monotonic() - asked

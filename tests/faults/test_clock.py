@@ -1,4 +1,4 @@
-"""Times and processes in the store may belong to another boot, another process, or another hour."""
+"""Times and processes in the store may belong to another boot, another process or another clock setting."""
 
 from __future__ import annotations
 

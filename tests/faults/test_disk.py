@@ -1,4 +1,4 @@
-"""A disk that fills up, or becomes read-only, under a running job: the job goes on, and saves when it can."""
+"""When a disk fills up or becomes read-only under a running job, the job continues and saves when it can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def fill(disk: Path) -> Path:
-    """Fill the disk with a file that leaves no room for any other, and return its path."""
+    """Fill the disk with a file until no space is left, and return its path."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -29,14 +29,14 @@ def fill(disk: Path) -> Path:
 
 
 def saved_steps(training: Training) -> list[int]:
-    """Return the steps of the checkpoints, newest first, all of which have to be whole."""
+    """Return the steps of the checkpoints, newest first; require that all are complete."""
     checkpoints = newest_first(training.paths.checkpoints)
     assert [damage(folder) for folder in checkpoints] == [None] * len(checkpoints)
     return [read_state(folder).position.step for folder in checkpoints]
 
 
 def newest_step(training: Training) -> int:
-    """Return the step of the newest checkpoint by its name; while the job saves and deletes, nothing else is safe."""
+    """Return the step of the newest checkpoint from its name; its files may change while the job saves and deletes."""
     return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
 
 
@@ -46,7 +46,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, beat = training.stored()
     assert steps == sorted({*range(LOG_EVERY, beat.step + 1, LOG_EVERY), beat.step})
-    # Beside them there may be the best one.
+    # The best checkpoint may be a third one.
     newest, other, *_ = saved_steps(training)
     assert newest == beat.step
     assert other > first_failed
@@ -86,7 +86,7 @@ def test_a_full_disk_costs_neither_the_last_good_checkpoint_nor_a_row(train, sma
 
 
 def remounted(disk: Path, how: str) -> bool:
-    """Remount the disk and tell whether it worked; it does not while a file there is being written."""
+    """Remount the disk and return whether it worked; it fails while a file there is being written."""
     return subprocess.run(["mount", "-o", f"remount,{how}", disk], capture_output=True).returncode == 0
 
 

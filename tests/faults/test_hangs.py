@@ -1,4 +1,4 @@
-"""A rank that is halted for good is noticed, reported, and started anew with the others."""
+"""A permanently halted rank is detected, reported, and restarted with the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a job killed without warning: what becomes of the job, and of the work it had done."""
+"""Processes of a job killed without warning: the outcome of the job and of its finished work."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def test_a_job_of_long_ago_that_is_resumed_just_now_still_has_time_to_get_its_su
     box.control.transition(job_id, JobState.QUEUED)
     assert reconcile(box.data) == []
     box.control.update(job_id, queued=time.time() + 3600)
-    # So late only by a clock that was set back since.
+    # It can be this late only if the clock was set back.
     assert reconcile(box.data) == [job_id]

@@ -1,4 +1,4 @@
-"""A stop asked for at an awkward moment saves what was trained, and is no failure."""
+"""A stop at an awkward moment saves the training and does not count as a failure."""
 
 from __future__ import annotations
 

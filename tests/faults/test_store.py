@@ -1,4 +1,4 @@
-"""A store that fails under a running job does not stop the training, and what is lost is reported."""
+"""A store that fails under a running job does not stop the training, and lost data is reported."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_store_that_is_deleted_is_made_anew_and_what_is_missing_told(train) ->
 def test_a_store_that_was_overwritten_is_kept_aside_and_made_anew(train) -> None:
     training = train()
     with contextlib.closing(sqlite3.connect(training.paths.metrics_db)) as other:
-        # Until then its log may hold all of it.
+        # Until then the write-ahead log may hold all rows.
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     training.paths.metrics_db.write_bytes(b"garbage " * 100_000)
     training.says("metrics.db was damaged and is kept as metrics.db.corrupt-1; ")
@@ -85,7 +85,7 @@ def test_a_job_list_that_is_locked_and_then_deleted_stops_no_training(train) -> 
         file.unlink()
     training.go_on(300)
     assert all(process.is_alive() for process in training.processes)
-    # As a machine that shuts down asks.
+    # The signal that a machine sends during shutdown.
     supervisor.send(15)
     wait_for(lambda: not any(process.is_alive() for process in training.processes), "everything to end", 60)
     assert training.paths.exit_file.exists()
