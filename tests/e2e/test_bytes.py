@@ -1,4 +1,4 @@
-"""The app survives input that is not keys and output from libraries: its screen stays intact, and crashes are reported."""
+"""The app survives input other than keys and library output: its screen stays intact, and crashes are reported."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train in this process, leave the files and the row that a supervisor and a rank would write, and return the id."""
+    """Train in this process, write the files and the row of a supervisor and a rank, and return the job's id."""
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
     paths.create()

@@ -63,7 +63,7 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """Kill the supervisor (SIGKILL): ranks save and end, the job is lost, and after a resume it ends as if undisturbed."""
+    """Kill the supervisor (SIGKILL): ranks save and end, the job is lost, and a resume ends as if undisturbed."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
         _wait_for_some_moment(job, dice)
