@@ -1,7 +1,7 @@
-"""A vendor of GPUs that nobody has heard of, as one file adds it: abacuses, each a JSON file in a folder.
+"""An example of a new GPU vendor in a single file: abacuses, each a JSON file in a folder.
 
-A frame is `{"beads": 16, "moved": 4, "warmth": 31}`: gibibytes of memory, how many are in use, and °C. With a `fault`
-it cannot be read.
+A frame is `{"beads": 16, "moved": 4, "warmth": 31}`: GiB of memory, GiB in use, and °C. A frame with a `fault` cannot
+be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FAULTS = {"jam": "a bead is jammed; shake the frame"}
 
 
 class Abacus:
-    """Reads the frames of the folder, in the order of their names."""
+    """Reads the frames of the folder in name order."""
 
     name = "abacus"
     cuda = False
@@ -58,7 +58,7 @@ class Abacus:
 
 
 def vendor() -> Vendor:
-    """Return the entry of the registry."""
+    """Return the registry entry."""
     return Vendor(
         "Abacus",
         "support.abacus:Abacus",
@@ -72,7 +72,7 @@ def vendor() -> Vendor:
 
 
 def hang_up(folder: Path, version: str = "2.1", **frames: dict[str, Any]) -> None:
-    """Make a machine with these frames."""
+    """Create a machine with these frames."""
     folder.mkdir(exist_ok=True)
     (folder / "driver").write_text(version)
     for name, state in frames.items():
@@ -80,7 +80,7 @@ def hang_up(folder: Path, version: str = "2.1", **frames: dict[str, Any]) -> Non
 
 
 def register(folder: str) -> None:
-    """Add the vendor to this process."""
+    """Register the vendor in this process."""
     global FOLDER
     FOLDER = Path(folder)
     VENDORS["abacus"] = vendor()

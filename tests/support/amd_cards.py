@@ -1,4 +1,4 @@
-"""Cards of AMD's that stand for CPU processes, as a job of a machine without such cards needs them."""
+"""AMD GPUs for machines without any: jobs on them run on the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from sae_tui.gpu.amd import Amd
 
 
 class OnCpu(Amd):
-    """Reads them through AMD SMI, and lets jobs on them run on the CPU."""
+    """Reads the GPUs through AMD SMI, and runs jobs on them on the CPU."""
 
     cuda = False

@@ -1,4 +1,4 @@
-"""A C library in place of AMD's libamd_smi.so: builds it, and the environment of a process that loads it."""
+"""A C library in place of AMD's libamd_smi.so: builds it, and makes the environment of a process that loads it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COMPILE = ["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-Wno-missing-field-initia
 
 
 def module_folder() -> Path | None:
-    """Return the folder of the installed amdsmi; None where it is not installed. It is not loaded."""
+    """Return the folder of the installed amdsmi without loading it; None if it is not installed."""
     spec = importlib.util.find_spec("amdsmi")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def build_library(root: Path, module: Path) -> Path:
-    """Make the library in a folder that can stand for ROCm's, with all functions that the module asks for."""
+    """Build the library in a folder that can replace ROCm's, with all functions that the module needs."""
     asked = re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", (module / "amdsmi_wrapper.py").read_text())
     stubs = root / "stubs.c"
     stubs.write_text(
@@ -35,7 +35,7 @@ def build_library(root: Path, module: Path) -> Path:
 
 
 def environment(rocm: Path, **variables: Any) -> dict[str, str]:
-    """Return the environment of a process on the library; GPUS=4 stands for FAKE_AMD_SMI_GPUS=4."""
+    """Return the environment of a process that uses the library; GPUS=4 sets FAKE_AMD_SMI_GPUS=4."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_AMD_SMI_")}
     fake = {f"FAKE_AMD_SMI_{key}": str(value) for key, value in variables.items()}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

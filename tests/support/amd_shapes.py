@@ -1,6 +1,6 @@
-"""What older versions of AMD's Python module answer, for a reader that is to know them all.
+"""Answers of older versions of AMD's Python module, all of which the reader must support.
 
-Only the shapes are here, as those modules make them: 6.0 passes numbers of all ones on, later ones say "N/A"; names of
+Only the shapes are recorded here: 6.0 passes numbers with all bits set on, later versions return "N/A"; names of
 entries changed in 6.2 (clocks), 6.4 (energy) and 7.0 (power).
 """
 
@@ -67,7 +67,7 @@ COMMON: dict[str, Any] = {
 
 
 def module(**answers: Any) -> Any:
-    """Return a stand-in for the module whose functions answer this; every other function is missing."""
+    """Return a stand-in for the module whose functions return these answers; all other functions are missing."""
     functions = {name: _answering(answer) for name, answer in {**COMMON, **answers}.items()}
     return SimpleNamespace(
         AmdSmiException=AmdSmiException, AmdSmiLibraryException=AmdSmiLibraryException,

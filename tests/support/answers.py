@@ -1,4 +1,4 @@
-"""Checks what a command has answered in JSON against its schema."""
+"""Validates JSON answers of commands against their schemas."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from sae_tui.cli_commands.schema import ERROR, schemas
 
 @functools.cache
 def validator(command: str) -> Draft202012Validator:
-    """Return what checks the answers of a command, such as `gpus` or `trainer run`."""
+    """Return a validator for the answers of a command, such as `gpus` or `trainer run`."""
     schema = schemas()[command]
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
 
 
 def check_answer(command: str, answer: Any) -> None:
-    """Require that an answer is as its schema says."""
+    """Require that an answer matches its schema."""
     fault = best_match(validator(command).iter_errors(answer))
     assert fault is None, f"{command}: {fault.json_path}: {fault.message}"
 
 
 def check_trainers_answer(answer: Any) -> None:
-    """Require that an answer is as the schema of one of the trainer's commands says."""
+    """Require that an answer matches the schema of one of the trainer's commands."""
     commands = [name for name in schemas() if name.startswith("trainer ")]
     faults = {name: best_match(validator(name).iter_errors(answer)) for name in commands}
     likeliest = {name: fault.message for name, fault in faults.items() if fault and "required" not in fault.message}
@@ -36,12 +36,12 @@ def check_trainers_answer(answer: Any) -> None:
 
 
 def is_refusal(answer: Any) -> bool:
-    """Tell whether a command has answered that it failed."""
+    """Return whether an answer reports a failed command."""
     return isinstance(answer, dict) and isinstance(answer.get("error"), dict)
 
 
 def check_output(arguments: Sequence[object], stdout: str) -> None:
-    """Check what `sae-tui` has printed on standard output, where it was asked for JSON."""
+    """Check the standard output of `sae-tui` if JSON was requested."""
     words = [str(one) for one in arguments]
     if "--json" not in words or not stdout.strip():
         return

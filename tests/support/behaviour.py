@@ -1,7 +1,7 @@
-"""Writes down what must stay the same to the bit while the code moves: weights, exported files and answers in JSON.
+"""Records outputs that must stay bit-identical during refactoring: weights, exported files and JSON answers.
 
 PYTHONPATH=tests python -m support.behaviour before.json
-PYTHONPATH=tests python -m support.behaviour after.json --like before.json      exits with 1 where they differ
+PYTHONPATH=tests python -m support.behaviour after.json --like before.json      exits with 1 if they differ
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Train every combination; yield hashes of all exported files, and the result as it is printed."""
+    """Train every combination; yield the hashes of all exported files, and the printed result."""
     (folder / "job.toml").write_text(JOB)
     for architecture, mode, optimizer in itertools.product(ARCHITECTURES, MODES, OPTIMIZERS):
         name = f"{architecture} {mode} {optimizer}"
@@ -94,7 +94,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what commands print with --json over a fixed store; of values that differ between calls only the keys."""
+    """Yield the JSON output of commands over a fixed store; for values that differ between calls only the keys."""
     data = DataDir(folder / "data" / "demo")
     data.create()
     (folder / "job.toml").write_text(JOB)
@@ -123,7 +123,7 @@ def _answer(folder: Path, *command: str) -> Any:
 
 
 def _form(answer: Any) -> Any:
-    """Return the keys of an answer and the kinds of its values."""
+    """Return the keys of an answer and the types of its values."""
     if isinstance(answer, dict):
         return {key: _form(value) for key, value in answer.items()}
     if isinstance(answer, list):

@@ -1,4 +1,4 @@
-"""One user's data folder with the demo app on it: in a pseudo-terminal, and by shell commands."""
+"""One user's data folder with the demo app, used in a pseudo-terminal and by shell commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Box:
         self, columns: int = 120, rows: int = 40, *options: str, shows: str = "RTX 3080", colours: str = "truecolor",
         controlling: bool = False, **environment: str,
     ) -> Terminal:  # fmt: skip
-        """Start the app in a terminal of its own and wait until it shows its GPUs; add `environment` to the box's."""
+        """Start the app in its own terminal and wait until it shows its GPUs; `environment` extends the box's."""
         argv = [sys.executable, "-m", "sae_tui", *(options or ("--demo",))]
         terminal = Terminal(
             argv, columns=columns, rows=rows, env=self.env | environment, colours=colours, controlling=controlling
@@ -60,7 +60,7 @@ class Box:
         return terminal
 
     def record_job(self, name: str, state: JobState, **fields: Any) -> int:
-        """Record a job of this host as its supervisor leaves it; one that has not ended lives as long as this test."""
+        """Record a job of this host as its supervisor leaves it; an unfinished job belongs to this test process."""
         self.data.create()
         here: dict[str, Any] = {"host": socket.gethostname()}
         return record_job(self.data, name, state, **(here | fields))
@@ -81,7 +81,7 @@ class Box:
         return path
 
     def launch_by_keys(self, terminal: Terminal, steps: int) -> None:
-        """Launch a job by keys: launch screen, job file, two of the three free cards."""
+        """Launch a job by keys: launch screen, job file, two of the three free GPUs."""
         terminal.send("n")
         terminal.wait_for("Review")
         terminal.send("\x0f")  # ctrl+o
@@ -89,7 +89,7 @@ class Box:
         terminal.send(f"{self.job_file(steps)}\r")
         terminal.wait_for("e2e")
         terminal.wait_for("3 GPUs, ")
-        terminal.send("\x1b[B\x1b[B ")  # down, down, space: leaves GPU 2
+        terminal.send("\x1b[B\x1b[B ")  # down, down, space: deselects GPU 2
         terminal.wait_for("2 GPUs, ")
         terminal.send("\x0c")  # ctrl+l
         if steps > 1000:
@@ -97,7 +97,7 @@ class Box:
             terminal.send("y")
 
     def close(self) -> None:
-        """Hang up every terminal and end whatever process of this box is left."""
+        """Close every terminal and end all remaining processes of this box."""
         for terminal in self.terminals:
             terminal.close()
         for pid in processes_of(self.folder):
@@ -110,7 +110,7 @@ def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 12
 
 
 def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
-    """Wait by asking the store itself: a command that asks again and again would take a core for itself."""
+    """Wait by polling the store directly: polling with a command would use a full core."""
     deadline = time.monotonic() + seconds
     while not (data.control_db.exists() and _holds(data, condition)):
         assert time.monotonic() < deadline
@@ -123,7 +123,7 @@ def _holds(data: DataDir, condition: Callable[[Control], bool]) -> bool:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """List every pid that names the folder in its command line: supervisors and ranks do, the app does not."""
+    """List every pid whose command line names the folder: supervisors and ranks, but not the app."""
     pids = []
     for entry in Path("/proc").iterdir():
         try:

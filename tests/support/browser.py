@@ -1,4 +1,4 @@
-"""What a browser does with a real `sae-tui serve`: requests, and looks whose screens are kept by pyte."""
+"""A browser's view of a real `sae-tui serve`: HTTP requests, and sessions whose screens pyte keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyte
 
 
 class ShownLook:
-    """What a browser has of a look."""
+    """The browser's side of one session."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, columns: int, rows: int) -> None:
         self.socket = socket
@@ -39,7 +39,7 @@ class ShownLook:
         await self.say("resize", {"width": columns, "height": rows})
 
     async def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 90) -> str:
-        """Return the screen once it shows this; raise `AssertionError` with the screen where it never does."""
+        """Return the screen once it shows this; raise `AssertionError` with the screen on a timeout."""
         shows = expected if callable(expected) else lambda text: expected in text
         try:
             async with asyncio.timeout(seconds):
@@ -63,7 +63,7 @@ class ShownLook:
 
 
 class Served:
-    """The server in a process of its own."""
+    """The server as a separate process."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -104,7 +104,7 @@ class Served:
 
     @property
     def below(self) -> list[psutil.Process]:
-        """The processes of its looks, without what these have started."""
+        """The processes of its sessions, without their descendants."""
         found: list[psutil.Process] = psutil.Process(self.process.pid).children()
         self._processes.update(found)
         return found
@@ -124,7 +124,7 @@ class Served:
 
 
 def _obey_ctrl_c() -> None:
-    # A Ctrl-C that is ignored, as in what nohup starts, is inherited.
+    # If SIGINT is ignored in the parent, as under nohup, the child inherits that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""A CUDA box that answers what a test wants it to."""
+"""A stand-in for a CUDA machine, configured by the test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NO_FACTS = GpuFacts()
 
 
 class Cards:
-    """A CUDA box as its driver would describe it."""
+    """A CUDA machine as its driver describes it."""
 
     name = "nvml"
     cuda = True
@@ -34,7 +34,7 @@ class Cards:
 
 
 class Box(Cards):
-    """A box with two cards, which another process finds by this name."""
+    """A machine with two GPUs, which another process can import by this name."""
 
     def __init__(self) -> None:
         super().__init__(2)

@@ -1,4 +1,4 @@
-"""A real Chromium without a window, steered by its own protocol: a page opened, keys pressed, the picture taken."""
+"""A real headless Chromium, controlled by its debugging protocol: opens pages, presses keys, takes screenshots."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _FLAGS = (
 
 
 class Chromium:
-    """One page of a browser with a profile of its own."""
+    """One page of a browser with its own profile."""
 
     def __init__(self, folder: Path) -> None:
         assert PROGRAM is not None
         self._folder = folder / "profile"
-        self.said: list[str] = []  # errors of the page, and what its policy has kept from loading
+        self.said: list[str] = []  # page errors, and loads blocked by the content security policy
         self._ids = itertools.count(1)
         argv = [PROGRAM, *_FLAGS, f"--user-data-dir={self._folder}", "about:blank"]
         quiet = subprocess.DEVNULL
@@ -54,7 +54,7 @@ class Chromium:
         self._process.wait()
 
     async def do(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Carry out a command of the protocol and return its result."""
+        """Run a protocol command and return its result."""
         number = next(self._ids)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(60):
@@ -71,7 +71,7 @@ class Chromium:
         await self.do("Page.navigate", url=url)
 
     async def value(self, script: str) -> Any:
-        """Return what an expression in the page is."""
+        """Return the value of an expression in the page."""
         result = await self.do("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         return result["result"].get("value")
 

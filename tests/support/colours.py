@@ -1,4 +1,4 @@
-"""How far colours are apart, for an eye of each kind and in a terminal of 256."""
+"""Colour distances for normal and colour-blind vision, in true colour and in 256 colours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.color import Color, ColorSystem
 from rich.style import Style
 
 Rgb = tuple[float, float, float]  # linear light, 0 to 1
-# Of linear light, for an eye without one kind of cones: Machado, Oliveira and Fernandes, "A physiologically-based model
+# In linear light, for an eye without one type of cone: Machado, Oliveira and Fernandes, "A physiologically-based model
 # for simulation of color vision deficiency", IEEE Trans. on Visualization and Computer Graphics 15 (2009), table 1.
 BLIND = {
     "protanopia": (
@@ -22,13 +22,13 @@ BLIND = {
         (-0.011820, 0.042940, 0.968881),
     ),
 }
-# sRGB to CIE XYZ under D65, each row over the white of that row (IEC 61966-2-1).
+# sRGB to CIE XYZ under D65; each row is divided by the white point's value (IEC 61966-2-1).
 _XYZ = ((0.4124 / 0.9505, 0.3576 / 0.9505, 0.1805 / 0.9505), (0.2126, 0.7152, 0.0722),
         (0.0193 / 1.089, 0.1192 / 1.089, 0.9505 / 1.089))  # fmt: skip
 
 
 def linear(color: Color, of_256: bool = False) -> Rgb:
-    """Return a colour in linear light, as a terminal of 256 colours shows it where `of_256`."""
+    """Return a colour in linear light; with `of_256`, as a terminal of 256 colours shows it."""
     shown = color.downgrade(ColorSystem.EIGHT_BIT) if of_256 else color
     red, green, blue = (share / 255 for share in shown.get_truecolor())
     return _unbend(red), _unbend(green), _unbend(blue)
@@ -39,7 +39,7 @@ def _unbend(share: float) -> float:
 
 
 def contrast(style: Style, of_256: bool = False) -> float:
-    """Return the contrast of text with what it stands on, 1 to 21, by WCAG 2."""
+    """Return the contrast of text with its background, 1 to 21, by WCAG 2."""
     assert style.color
     assert style.bgcolor
     lights = sorted(_times(_XYZ, linear(color, of_256))[1] for color in (style.color, style.bgcolor))
@@ -47,13 +47,13 @@ def contrast(style: Style, of_256: bool = False) -> float:
 
 
 def seen_by(color: Color, eye: str, of_256: bool = False) -> Rgb:
-    """Return what of a colour an eye of `BLIND` sees, in linear light."""
+    """Return a colour as the eye type of `BLIND` sees it, in linear light."""
     red, green, blue = (max(0.0, min(1.0, share)) for share in _times(BLIND[eye], linear(color, of_256)))
     return red, green, blue
 
 
 def difference(one: Rgb, other: Rgb) -> float:
-    """Return the distance of two colours in CIE L*a*b* (1976), where 2 is just seen side by side."""
+    """Return the distance of two colours in CIE L*a*b* (1976); 2 is barely visible for adjacent colours."""
     return math.dist(_lab(one), _lab(other))
 
 

@@ -1,4 +1,4 @@
-"""Reads the blocks of code in README.md and docs/, and the commands in those of a shell."""
+"""Reads code blocks and shell commands from README.md and docs/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "sh", "console")
 _FENCE = re.compile(r"^```(?P<language>\w*)(?:[ ]+title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
-# A command in a running text, such as `sae-tui job ID`.
+# A command inline in text, such as `sae-tui job ID`.
 _INLINE = re.compile(r"(?<!`)`((?:sae-tui|sae-train|python -m trainer) [^`]+)`(?!`)")
 _BORDERS = {"|", "||", "&&", ";", "&", "(", ")"}
 _INTO = {">", ">>"}
@@ -21,7 +21,7 @@ _SUBSTITUTED = re.compile(r"\$\(([^()]*)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code: where it stands, what it is written in, and the file that it is said to be."""
+    """A code block: its location, its language, and the name of the file that it shows."""
 
     place: str
     language: str
@@ -35,7 +35,7 @@ def pages() -> list[Path]:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Return the blocks in these languages, of all pages."""
+    """Return the blocks in these languages from all pages."""
     return [block for page in pages() for block in blocks_of(page) if block.language in languages]
 
 
@@ -48,18 +48,18 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Return every command of a block for a shell, with its place."""
+    """Return every command of a shell block, with its location."""
     return [(block.place, argv) for block in blocks(*SHELLS) for argv in commands_of(block)]
 
 
 def inline_commands() -> list[tuple[str, list[str]]]:
-    """Return every command of ours in a running text, with its page."""
+    """Return every inline command of ours, with its page."""
     found = [(page, span) for page in pages() for span in _INLINE.findall(page.read_text())]
     return [(str(page.relative_to(ROOT)), argv) for page, span in found for argv in _simple(span)]
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """Return the arguments of each command in a block; in a console those after the prompt."""
+    """Return the arguments of each command in a block; in a console block only the lines with a prompt count."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -67,7 +67,7 @@ def commands_of(block: Block) -> list[list[str]]:
 
 
 def _simple(line: str) -> Iterator[list[str]]:
-    """Split a line into commands without pipes, lists, assignments and substitutions, which are commands too."""
+    """Split a line into simple commands, dropping pipes, lists and assignments; a substitution is a command too."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     argv: list[str] = []

@@ -1,4 +1,4 @@
-"""A C library in place of libnvidia-ml.so.1: builds of it, and the environment of a process that loads one."""
+"""A C library in place of libnvidia-ml.so.1: builds it, and makes the environment of a process that loads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPILE = ["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-fvisibility=hidden", "-W
 
 
 def build_drivers(root: Path) -> Path:
-    """Make the libraries `new`, `old`, and `none` (a file that cannot be loaded), each in a folder under `root`."""
+    """Build the libraries `new`, `old`, and `none` (a file that cannot be loaded), each in a folder under `root`."""
     for name in ("new", "old", "none"):
         library = root / name / "libnvidia-ml.so.1"
         library.parent.mkdir()
@@ -26,7 +26,7 @@ def build_drivers(root: Path) -> Path:
 
 
 def environment(drivers: Path, driver: str = "new", **variables: Any) -> dict[str, str]:
-    """Return the environment of a process on the fake driver; GPUS=4 stands for FAKE_NVML_GPUS=4."""
+    """Return the environment of a process that uses the fake driver; GPUS=4 sets FAKE_NVML_GPUS=4."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_NVML_")}
     fake = {f"FAKE_NVML_{key}": str(value) for key, value in variables.items()}
     return {**inherited, **fake, "LD_LIBRARY_PATH": str(drivers / driver), "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Other environments than the one that tests run in: real ones, made in a moment, and stand-ins that answer at once."""
+"""Python environments other than the one that runs the tests: quickly made real ones, and instant stand-ins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.known import known_settings
 
 ROOT = Path(__file__).parents[2]
 TORCH = {"version": "2.9.0+cpu", "cuda": None, "hip": None, "gpus": 0}
-# Writes down how each Python of the environment was started.
+# Records how each Python of the environment was started.
 _TELLS = """
 import sys
 with open({file!r}, "a") as stream:
@@ -23,9 +23,9 @@ with open({file!r}, "a") as stream:
 
 
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
-    """Make a virtual environment and return its Python; one that trains has the packages of that of the tests.
+    """Create a virtual environment and return its Python; with `trains` it has the packages of the tests' environment.
 
-    What each process of it was started as stands in `starts` beside it.
+    The arguments of each of its processes are recorded in `starts` next to it.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
@@ -36,7 +36,7 @@ def make_environment(folder: Path, *, trains: bool = True) -> Path:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """Return what the Python of an environment answers in which all is installed."""
+    """Return the answer of a Python whose environment has everything installed."""
     told = {
         "version": [3, 12, 1],
         "paths": [],
@@ -49,7 +49,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 
 def stand_in(folder: Path, script: str, name: str = "python") -> Path:
-    """Write a shell script in the place of a Python, and return its path."""
+    """Write a shell script in place of a Python, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -58,7 +58,7 @@ def stand_in(folder: Path, script: str, name: str = "python") -> Path:
 
 
 def answering(folder: Path, told: object = None) -> Path:
-    """Write a stand-in that answers at once, and adds a line to `asked` beside it; return its path."""
+    """Write a stand-in that answers at once and appends a line to `asked` next to it; return its path."""
     text = json.dumps(answer() if told is None else told)
     (folder / "bin").mkdir(parents=True, exist_ok=True)
     (folder / "answer.json").write_text(text)

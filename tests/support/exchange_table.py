@@ -1,4 +1,4 @@
-"""A table of what ranks on GPUs read and exchange in a step, kept with the code so that a review sees a change.
+"""A table of the reads and exchanges of GPU ranks in a step, tracked in git so that a review sees changes.
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
@@ -40,13 +40,13 @@ SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32
 TOKENS = 4096
 CASES = ("no dead", "auxk")
 COLUMNS = "mode,ranks,shape,case,asked for by,over,collective,type,times,MB that a rank sends (or reads)"
-# Bytes/s that a GPU sends over NVLink, and seconds that a collective takes at least.
+# Bytes/s that a GPU sends over NVLink, and the minimum seconds of a collective.
 LINK, LATENCY = 360e9, 15e-6
 _TRAINER = f"{Path(groups.__file__).parents[1]}/"
 
 
 class Mode(NamedTuple):
-    """A parallel mode: how many ranks have different tokens, how many share latents, and other settings."""
+    """A parallel mode: the number of ranks with different tokens, the number that share latents, and other settings."""
 
     name: str
     n_data: int
@@ -68,7 +68,7 @@ MODES = (
 
 
 class CountedRanks(Ranks):
-    """One rank of a group whose collectives write to a log and do nothing else."""
+    """One rank of a group whose collectives are only logged."""
 
     def __init__(self, name: str, size: int, log: OpLog) -> None:
         Processes.__init__(self, size, 0, HostWaiting())
@@ -77,7 +77,7 @@ class CountedRanks(Ranks):
         self._together: Exchange | None = None
 
     def note(self, kind: str, tensor: Tensor, share: float, *, async_op: bool = False) -> _Transfer | None:
-        """Write down a collective in which a rank sends this share of a tensor."""
+        """Log a collective in which a rank sends this share of a tensor."""
         number = len(self._log.ops)
         one = self._together or Exchange(self.name, kind, {}, _asker(), number)
         one.sent[tensor.dtype] = one.sent.get(tensor.dtype, 0) + round(share * tensor.nbytes)
@@ -90,7 +90,7 @@ class CountedRanks(Ranks):
 
     @contextlib.contextmanager
     def together(self, *, async_ops: bool) -> Iterator[_Transfer]:
-        """Write down all collectives within the context as one."""
+        """Log all collectives within the context as one."""
         self._together = Exchange(self.name, "", {}, _asker(), len(self._log.ops))
         try:
             yield _Transfer(self._together, self._log)
@@ -111,7 +111,7 @@ class _Transfer(NamedTuple):
 
 
 def _asker() -> str:
-    """Return the innermost function of the trainer that asks a group for something, as "saes/topk.py TopK.score"."""
+    """Return the innermost trainer function that calls a group, as "saes/topk.py TopK.score"."""
     frame = sys._getframe(1)
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_qualname
@@ -123,7 +123,7 @@ def _asker() -> str:
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[None]:
-    """Let the collectives of `torch.distributed` note what they would send."""
+    """Make the collectives of `torch.distributed` log the data that they would send."""
 
     def rest(group: CountedRanks) -> float:
         return (group.size - 1) / group.size
@@ -156,7 +156,7 @@ def counted_collectives() -> Iterator[None]:
 
 
 def step_of(mode: Mode, shape: str, case: str) -> Step:
-    """Return a step of TopK in bf16 with the collectives that one of its ranks asks for."""
+    """Return a TopK step in bf16 with the collectives of one of its ranks."""
     log = OpLog()
     ranks, settings = one_of_ranks(mode.n_data, mode.n_latents, lambda name, size: CountedRanks(name, size, log))
     ranks.sends_bf16 = mode.settings.get("gradients") == "bf16"
@@ -173,7 +173,7 @@ def step_of(mode: Mode, shape: str, case: str) -> Step:
 
 
 def _readers(mode: Mode, shape: str, log: OpLog) -> Group:
-    """Return the ranks of which each reads a part of the stored rows, on one host of H200s."""
+    """Return a group whose ranks each read a share of the stored rows, on one host of H200s."""
     settings = {"mode": "hybrid", "latent_ranks": mode.n_latents} if mode.n_data > 1 else {"mode": "tensor"}
     sae, d_in = SHAPES[shape]
     train = {"precision": "bf16", "batch_size": TOKENS * mode.n_latents}
@@ -184,25 +184,25 @@ def _readers(mode: Mode, shape: str, log: OpLog) -> Group:
 
 
 def _rows_read(mode: Mode, shape: str) -> int:
-    """Return how many stored rows a rank reads for a step."""
+    """Return the number of stored rows that a rank reads for a step."""
     return len(own_rows(np.arange(TOKENS * mode.n_latents), _readers(mode, shape, OpLog())))
 
 
 def rows() -> Iterator[str]:
-    """Yield the table's lines, the names of its columns first."""
+    """Yield the rows of the table, the column names first."""
     yield COLUMNS
     for mode in MODES:
         for shape in SHAPES:
             for case in CASES:
-                # The sizes of others follow from these.
+                # The numbers of the other sizes follow from these.
                 if mode.ranks == 8 or shape == "A":
                     yield from rows_of(mode, shape, case)
 
 
 def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
-    """Yield the lines of one mode: one for all collectives that are alike, in the order of the first of each.
+    """Yield the rows of one mode: one for all equal collectives, in order of first use.
 
-    The first is what a rank reads of the host's memory.
+    The first row is the rank's read from host memory.
     """
     read = round(2 * _rows_read(mode, shape) * SHAPES[shape][1] / 1e6, 3)
     of_read = ("activations/training_data.py IndexedData.read", "host", "read", "bfloat16", 1, read)
@@ -220,7 +220,7 @@ def _mb(one: Exchange) -> float:
 
 
 class Times(NamedTuple):
-    """Seconds of a step, of its computation and of its transfers; the bytes that a rank sends, and its collectives."""
+    """Seconds of a step, its computation and its transfers; a rank's sent bytes and its number of collectives."""
 
     step_s: float
     computing_s: float
@@ -230,9 +230,9 @@ class Times(NamedTuple):
 
 
 def times_of(step: Step, sharing: int) -> Times:
-    """Place a step on a time line: transfers run one at a time, and operations wait for them where the trainer does.
+    """Place a step on a time line: transfers run one at a time, and operations wait for them as in the trainer.
 
-    The step is the second of two, of which the first may leave it transfers to wait for.
+    The step is the second of two; the first may leave transfers that the second waits for.
     """
     line, began = _TimeLine(), 0.0
     computing = [cost(_as_filled(op, sharing)).seconds for op in step.ops]
@@ -247,9 +247,9 @@ def times_of(step: Step, sharing: int) -> Times:
 
 
 class _TimeLine:
-    """The seconds at which a GPU ends the operations and the transfers so far.
+    """The times in seconds at which a GPU ends its operations and transfers so far.
 
-    Transfers of this step and of the one before, which are `later` waited for, end at these seconds, by their number.
+    `later` holds the end times, by number, of transfers that an operation waits for later, also from the step before.
     """
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class _TimeLine:
         self.later: dict[int, float] = {}
 
     def exchange(self, step: Step, number: int) -> None:
-        """Begin the transfers that begin before an operation, and wait for each transfer that ends before it."""
+        """Start the transfers that begin before an operation, and wait for each transfer that ends before it."""
         for at, one in enumerate(step.exchanges):
             if one.begins == number:
                 self.sent = self.ends_at[at] = max(self.sent, self.computed) + _seconds(one)
@@ -271,7 +271,7 @@ def _seconds(one: Exchange) -> float:
 
 
 def _as_filled(op: Op, sharing: int) -> Op:
-    """Return an operation with only the entries that count: about this rank's share of all."""
+    """Return an operation with only the valid entries: about this rank's share of the total."""
     arguments = dict(op.arguments)
     if arguments.get("n_filled") is None:
         return op
@@ -280,7 +280,7 @@ def _as_filled(op: Op, sharing: int) -> Op:
 
 
 def print_times() -> None:
-    """Print the modelled times of all modes on 8 ranks, and of one GPU, as a table."""
+    """Print a table of the modelled times of all modes on 8 ranks, and of one GPU."""
     print(
         "| mode | shape | case | step ms | computing | transfers | exposed | MB | collectives |",
         "|" + "---|" * 9,

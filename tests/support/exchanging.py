@@ -1,4 +1,4 @@
-"""A rank that exchanges tensors with others and saves the results."""
+"""A rank that exchanges tensors with other ranks and saves the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.parallel.process_group import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
-    """Exchange tensors of all kinds and sizes, so that some go through a slot at once and some in parts."""
+    """Exchange tensors of all kinds and sizes: some fit into a slot, others are sent in parts."""
     torch.manual_seed(group.index)
     tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
     tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
@@ -60,7 +60,7 @@ def exchange(group: Group) -> dict[str, Tensor]:
 
 
 def in_parts(world: World) -> dict[str, Tensor]:
-    """Sum the ranks' numbers over the first and last rank, and over the last two; a rank in neither keeps its own."""
+    """Sum over the first and last rank, and over the last two; a rank outside these groups keeps its value."""
     sums = {}
     for name, members in (("ends", [0, world.size - 1]), ("last two", [world.size - 2, world.size - 1])):
         sums[name] = torch.tensor([float(world.group.index)])
@@ -69,7 +69,7 @@ def in_parts(world: World) -> dict[str, Tensor]:
 
 
 def lose(group: Group) -> dict[str, Tensor]:
-    """Kill the last rank in the middle; return the seconds until the others know."""
+    """Kill the last rank during an exchange; return the seconds until the others detect it."""
     group.sum_(torch.ones(4))
     if group.index == group.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -82,15 +82,15 @@ def lose(group: Group) -> dict[str, Tensor]:
 
 
 def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
-    """Meet the other ranks by `file` and save what comes of it beside it, under the rank's number."""
+    """Meet the other ranks through `file` and save the results next to it, under the rank's number."""
     torch.set_num_threads(1)
     shared_memory.SLOT_BYTES = 2**16
     if is_apart and rank:
-        # On another machine nobody has the name of the first.
+        # Ranks on different machines cannot open rank 0's named memory.
         rendezvous.DOOR += "elsewhere-"
-    # As on a GPU, where several transfers begin together and parts are added by a collective.
+    # As on a GPU: several transfers start together, and a collective adds the parts.
     setattr(Ranks, "_adds_parts", lambda ranks, tensor: len(tensor) % ranks.size == 0)  # noqa: B010
-    # torch 2.6 fails where there is nothing to transfer.
+    # torch 2.6 fails if there is nothing to transfer.
     setattr(Ranks, "_at_once", lambda ranks, tensors: _coalescing(ranks._group) if tensors else nullcontext())  # noqa: B010
     world = join(torch.device("cpu"), rank, size, file)
     assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> ExtractJob:
-    """Return a small job; `settings` are those of any section by their names."""
+    """Return a small job; `settings` are from any section, by name."""
     table: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "hooks": ["resid_post.1", "mlp_out.0"]},
         "text": {"path": str(text), "context": 32},
@@ -42,12 +42,12 @@ def run(
 
 
 def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | None = None) -> list[Result]:
-    """Run an extraction by several ranks, each a thread of this process, and return what each came to.
+    """Run an extraction on several ranks, each a thread of this process, and return each rank's result.
 
     They meet in `folder`, which must be new.
     """
     stop = stop or threading.Event()
-    # One after the other, since transformers changes its own classes while it loads a model.
+    # Sequentially, since transformers changes its own classes while it loads a model.
     parts = [Extraction(job, CPU, Peers(folder, rank, size, stop)) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(Extraction.run, parts))

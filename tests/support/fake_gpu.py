@@ -1,8 +1,8 @@
-"""The path that a step takes on a GPU, on tensors without memory: shapes, types and operations without a driver.
+"""The GPU path of a step on tensors without memory: shapes, types and operations without a driver.
 
-With a build of torch for CPUs the tensors say "cpu" and only `is_cuda` is true, since autograd asks for a driver where
-they say "cuda". With one for CUDA and the stubs of `tests/fake_cuda` they say "cuda:0", so that a tensor that was left
-on the CPU shows. What asks a tensor for its numbers gets made-up ones.
+With a CPU build of torch the tensors report "cpu" and only `is_cuda` is true, since autograd needs a driver for
+"cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda` they report "cuda:0", so that a tensor left on the
+CPU is detected. Code that reads a tensor's numbers gets made-up ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda", 0) if SAYS_CUDA else CPU
 
 
 class Elsewhere(Group):
-    """A group of ranks that answers with tensors of the right size and nothing in them."""
+    """A group of ranks that returns empty tensors of the correct size."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,7 +51,7 @@ class Elsewhere(Group):
 
 
 class Unread:
-    """A reader of wishes that reads nothing; that of a GPU reads those of the step before, which are there."""
+    """A request reader that reads nothing; on a GPU the real one reads the previous step's requests."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return (False,) * len(total)
@@ -60,7 +60,7 @@ class Unread:
 def one_of_ranks(
     n_data: int, n_latents: int, group: Callable[[str, int], Group] = lambda _, size: Elsewhere(size)
 ) -> tuple[Parallel, dict[str, Any]]:
-    """Return one of so many ranks that have tokens of their own, or share the latents, and its job's settings.
+    """Return one of several ranks that have their own tokens or share the latents, and its job's settings.
 
     `group` makes a group from its name and size.
     """
@@ -78,7 +78,7 @@ def one_of_ranks(
 
 
 class ToldNumber:
-    """Stands in for a number that the host has of a batch: so many as `told`, at first more than there is room for."""
+    """Stands in for a number that the host reads from a batch: `told`, which first exceeds the buffer's capacity."""
 
     told = 2**62
 
@@ -91,10 +91,11 @@ class ToldNumber:
 
 @contextlib.contextmanager
 def fake_gpu(above: int | None = None) -> Iterator[None]:
-    """Let whatever is made on `DEVICE` within the context pass for a tensor on a GPU.
+    """Make everything created on `DEVICE` within the context behave like a GPU tensor.
 
-    Of each batch the host is told that `above` of its pre-activations are above the bound of a penalised SAE; else that
-    they are too many for anything but dense products.
+    For each batch, `above` pre-activations exceed a penalised SAE's threshold; by default there are too many for
+    anything
+    but dense products.
     """
     with contextlib.ExitStack() as stack:
         if above is not None:
@@ -115,13 +116,13 @@ def _anywhere(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def _half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
-    """Choose half of the candidates, since how many are chosen depends on numbers, which fake tensors do not have."""
+    """Choose half of the candidates; the real number depends on values, which fake tensors do not have."""
     places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64, device=mask.device)
     return places.unbind(1) if as_tuple else places
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """Make a module's tensors anew where they should be, since fake parameters cannot be moved."""
+    """Recreate a module's tensors on the target device, since fake parameters cannot be moved."""
     for part in module.modules():
         for name, one in part._parameters.items():
             part._parameters[name] = one if one is None else nn.Parameter(_like(one, device))
@@ -142,7 +143,7 @@ def _state_dtype_on_gpus(knobs: AdamKnobs, _device: str) -> str:
 
 
 def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
-    """Make a tensor of numbers of the host: filled on the device, since copying asks for a driver."""
+    """Make a tensor from numbers on the host: filled on the device, since copying needs a driver."""
     made = _TENSOR(*args, **others)
     return made if device is None else torch.full(tuple(made.shape), 1, dtype=made.dtype, device=device)
 
@@ -165,7 +166,7 @@ _ALWAYS = (
     (FakeTensor, "__bool__", _no),
     (AdamKnobs, "state_dtype", _state_dtype_on_gpus),
     (torch.cuda, "device_of", _anywhere),
-    # A GPU's allocator keeps the memory of a product by itself; nothing here may keep a reference, as a mock would.
+    # A GPU's allocator keeps a product's memory itself; nothing here may keep a reference, as a mock would.
     (reused_buffer, "put_back", _nothing),
     (first_look, "costs", lambda: None),
     (foreseen, "HostCopy", ToldNumber),
@@ -183,7 +184,7 @@ _WITH_CUDA = (
 
 
 def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any] | None = None) -> JobConfig:
-    """Return the job of these settings, with all others by default."""
+    """Return the job with these settings; all others are defaults."""
     table = {"data": {"path": "x"}, "sae": sae, "train": {"n_steps": 1000} | train, "parallel": parallel or {}}
     job, problems = parse_job(table)
     assert job is not None, problems

@@ -1,9 +1,9 @@
-"""Plays ssh and the host behind it: writes the lines of files as `sae-tui stream` would, in place of a connection.
+"""Stands in for ssh and the remote host: writes messages as `sae-tui stream` would, without a connection.
 
 python far_side.py FOLDER [ARGUMENTS OF ssh]
 
-`FOLDER/1` is a Python program for the first connection, `FOLDER/2` for the second; the last one is used again. It has
-`say(message)`, `words` (what is run there) and `stay()`, which waits as `stream` does for the end of standard input.
+`FOLDER/1` is a Python program for the first connection, `FOLDER/2` for the second; the last one is reused. Each can
+use `say(message)`, `words` (the remote command) and `stay()`, which waits like `stream` for the end of standard input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ JOB = {"id": 7, "name": "theirs", "state": "running", "gpu_ids": [0], "step": 10
 
 
 def far_side(folder: Path, *programs: str) -> list[str]:
-    """Return the argv to use as `ssh`; its connections run these programs one after the other."""
+    """Return the argv to use as `ssh`; its connections run these programs in order."""
     folder.mkdir(exist_ok=True)
     for place, program in enumerate(programs, start=1):
         (folder / str(place)).write_text(program)
@@ -32,7 +32,7 @@ def far_side(folder: Path, *programs: str) -> list[str]:
 
 
 def runs_of(folder: Path) -> list[list[str]]:
-    """Return what was run there, the words of `sae-tui` each."""
+    """Return the remote commands that were run, each as the words after `sae-tui`."""
     file = folder / "runs"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

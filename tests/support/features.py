@@ -1,4 +1,4 @@
-"""A small file of what the latents of an SAE fire on, written by hand."""
+"""A small handwritten file of the max-activating examples of an SAE."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 IDS = [[[5, 7, 9], [-1, 7, -1]], [[9, 5, 5], [-1, -1, -1]]]
 ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
 TEXTS = {5: " the", 7: " Lämb", 9: "s"}
-# The same two latents on text of a byte-level tokenizer: 天 is spread over two tokens, and a space is in one of them.
+# The same two latents on text of a byte-level tokenizer: 天 is split over two tokens, one of which includes a space.
 SPREAD = {5: b" \xe5\xa4", 7: b"\xa9", 9: "气".encode()}
-# What there is in addition where the language model was at hand: of both latents a token each.
+# Additional tensors if the language model was available: one token for each of the two latents.
 MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
     "promoted": ("I32", "i", [2, 1], [7, 5]),
     "promoted_logits": ("F32", "f", [2, 1], [1.5, 0.5]),
@@ -27,7 +27,7 @@ def flat(values: Any) -> list[Any]:
 
 
 def features_file(texts: Mapping[int, str | bytes] = TEXTS, **changes: tuple[str, str, list[int], list[Any]]) -> bytes:
-    """Return a file of this kind; `changes` are tensors as (type, struct's code, shape, values)."""
+    """Return such a file; `changes` are tensors as (type, struct code, shape, values)."""
     encoded = [text.encode() if isinstance(text, str) else text for text in texts.values()]
     ends = [sum(map(len, encoded[: number + 1])) for number in range(len(encoded))]
     tensors: dict[str, tuple[str, str, list[int], list[Any]]] = {
@@ -44,7 +44,7 @@ def features_file(texts: Mapping[int, str | bytes] = TEXTS, **changes: tuple[str
         "text_ids": ("I32", "i", [3], list(texts)),
         "text_ends": ("I64", "q", [3], ends),
         "text": ("U8", "B", [ends[-1]], list(b"".join(encoded))),
-        # " the" is in contexts of both latents, " Lämb" in those of latent 0, "s" in those of both.
+        # " the" is in contexts of both latents, " Lämb" only in latent 0's, "s" in both.
         "index_ends": ("I64", "q", [3], [2, 3, 5]),
         "index_latents": ("I32", "i", [5], [0, 1, 0, 0, 1]),
     }

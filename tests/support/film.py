@@ -1,7 +1,7 @@
-"""Composes screenshots of the app to one moving SVG: shared styles, CSS animation, no script, no font from elsewhere.
+"""Composes screenshots of the app into one animated SVG: shared styles, CSS animation, no script, no external font.
 
-What two pictures have in common is drawn once: a line of the screen is in the file as often as it differs, and is
-visible while a picture that has it is. Where nothing moves, one of the pictures is shown.
+Content shared by several pictures is drawn once: each version of a screen row is in the file once, and is visible
+while a picture that contains it is shown. Without animation one of the pictures is shown.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 _SVG = "{http://www.w3.org/2000/svg}"
-# As Textual draws: a cell in pixels, and the window round the cells.
+# Textual's geometry: a cell in pixels, and the window around the cells.
 _CELL, _LINE, _LEFT, _TOP = 12.2, 24.4, 10, 42
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FONTS = "Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
@@ -24,7 +24,7 @@ _RULE = re.compile(r"\.[\w-]+-(r\d+) \{ ([^}]*) \}")
 
 @dataclass(frozen=True)
 class Picture:
-    """A screenshot as SVG, for how many seconds it is seen, and what is told above it."""
+    """A screenshot as SVG, its duration in seconds, and the caption above it."""
 
     svg: str
     seconds: float
@@ -32,7 +32,7 @@ class Picture:
 
 
 class Styles:
-    """Names of one letter or two for the styles of all pictures."""
+    """Short class names for the styles of all pictures."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -45,11 +45,11 @@ class Styles:
 
 
 def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> str:
-    """Return the film; `still` is the number of the picture that is seen where nothing moves."""
+    """Return the film; `still` is the number of the picture shown without animation."""
     styles = Styles()
     columns, rows = _size(pictures[0].svg)
     width, height = columns * _CELL + 2 * _LEFT, rows * _LINE + _TOP + _LEFT
-    # What is drawn, and the numbers of the pictures that have it.
+    # Drawn elements, and the numbers of the pictures that contain them.
     seen: dict[str, set[int]] = {}
     for number, picture in enumerate(pictures):
         for part in [*_lines(picture.svg, styles), _caption(picture.caption, width, styles)]:
@@ -71,13 +71,13 @@ def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> s
 
 
 def _size(svg: str) -> tuple[int, int]:
-    """Return columns and rows of a screenshot."""
+    """Return the columns and rows of a screenshot."""
     _, _, width, height = (float(word) for word in re.findall(r'viewBox="([^"]+)"', svg)[0].split())
     return round((width - 19) / _CELL), round((height - 50) / _LINE)
 
 
 def _lines(svg: str, styles: Styles) -> list[str]:
-    """Return what stands on each line of a screenshot: surfaces, then texts."""
+    """Return the elements on each row of a screenshot: rectangles, then texts."""
     rules = dict(_RULE.findall(svg))
     by_row: dict[int, list[str]] = {}
     cells = [group for group in ET.fromstring(svg).iter(f"{_SVG}g") if (group.get("class") or "").endswith("matrix")]
@@ -99,7 +99,7 @@ def _row(element: ET.Element) -> int:
 
 def _surface(rect: ET.Element, styles: Styles) -> str:
     kind = styles.name(f"fill:{rect.get('fill')}")
-    width = float(rect.get("width", "0")) + 0.3  # no seam between two
+    width = float(rect.get("width", "0")) + 0.3  # no seam between adjacent rectangles
     return f'<rect class="{kind}" x="{_short(rect.get("x"))}" width="{_short(width)}" height="24.7"/>'
 
 
@@ -114,7 +114,7 @@ def _text(text: ET.Element, rules: dict[str, str], styles: Styles) -> str:
 
 
 def _bars(x: float, words: str, kind: str) -> Iterator[str]:
-    """Return blocks as surfaces: between those of a font there are seams."""
+    """Return block characters as rectangles: a font leaves seams between them."""
     for block, run in groupby(enumerate(words), lambda one: one[1]):
         places = [place for place, _ in run]
         if block != " ":
@@ -135,7 +135,7 @@ def _caption(words: str, width: float, styles: Styles) -> str:
 
 
 def _bounds(pictures: Sequence[Picture]) -> list[float]:
-    """Return when each picture begins, in seconds, and when the last ends."""
+    """Return the start of each picture in seconds, and the end of the last."""
     bounds = [0.0]
     for picture in pictures:
         bounds.append(bounds[-1] + picture.seconds)
@@ -143,7 +143,7 @@ def _bounds(pictures: Sequence[Picture]) -> list[float]:
 
 
 def _animation(name: str, numbers: frozenset[int], bounds: Sequence[float]) -> str:
-    """Return a rule that shows a layer while one of its pictures is seen."""
+    """Return a CSS rule that shows a layer during its pictures."""
     changes = [(0, 0 in numbers)]
     for here, group in groupby(range(len(bounds) - 1), lambda number: number in numbers):
         changes.append((next(group), here))

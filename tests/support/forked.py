@@ -1,4 +1,4 @@
-"""Real processes forked from one that has torch loaded: each starts with two seconds of a core less."""
+"""Real processes forked from one that has torch loaded, which saves two seconds of a core per start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-# Done in a rank that was forked, with its number, before it begins.
+# Called in a forked rank, with its number, before it begins.
 Prepare = Callable[[int], object]
 
 RANK = ["trainer.ranks.rank", "trainer.training.loop", "trainer.reporting.progress"]
@@ -20,20 +20,20 @@ LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
 
 
 def loaded_context() -> ForkServerContext:
-    """Return what starts processes by forking one that has torch loaded."""
+    """Return the context that forks processes from one with torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context
 
 
 def in_loaded_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a process of its own, which has torch loaded and one thread; return its result."""
+    """Call a function in a separate process with torch loaded and one thread; return its result."""
     with loaded_context().Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 class ForkedRank:
-    """A rank with the interface of a `subprocess.Popen`, as far as the tests of ranks use it."""
+    """A rank with the part of the interface of `subprocess.Popen` that the tests use."""
 
     def __init__(self, spec_file: Path, environment: Mapping[str, str], prepare: Prepare | None = None) -> None:
         context = loaded_context()
@@ -44,7 +44,7 @@ class ForkedRank:
 
     @property
     def stderr(self) -> StringIO:
-        """All that it has written so far."""
+        """All output so far."""
         self._said.seek(0)
         return StringIO(self._said.read())
 
@@ -67,7 +67,7 @@ class ForkedRank:
 
 
 def _run(spec_file: Path, environment: dict[str, str], said: str, prepare: Prepare | None) -> None:
-    """Do what `python -m trainer rank` does after torch is loaded."""
+    """Do the work of `python -m trainer rank` after torch is loaded."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir("/")

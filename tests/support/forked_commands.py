@@ -1,6 +1,6 @@
-"""Commands of `sae-tui` forked from a process that has its modules loaded: each a process of its own, started in 5 ms.
+"""Runs `sae-tui` commands as processes forked from one with loaded modules, each started in 5 ms.
 
-Starting Python and loading the modules takes 0.15 s of a core for every command otherwise.
+Starting Python and loading the modules would take 0.15 s of a core per command.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 TESTS = Path(__file__).parents[1]
-# Variables that may differ between commands; any other may matter while modules are loaded.
+# Variables that may differ between commands; any other may affect how modules load.
 FREE = ("SAE_TUI_", "PYTEST_")
 
 
 def run_command(
     arguments: Sequence[str], env: Mapping[str, str], cwd: Path, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m sae_tui` with these arguments and return its exit code and what it wrote.
+    """Run `python -m sae_tui` with these arguments and return its exit code and output.
 
-    It is forked where its environment is that of the process with the modules, and else started from nothing.
+    It is forked if its environment equals the preloaded process's; otherwise a new Python starts.
     """
     if _loading(env) != _loading(os.environ):
         argv = [sys.executable, "-m", "sae_tui", *arguments]
@@ -58,7 +58,7 @@ def _loading(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_both(outputs: Sequence[BinaryIO]) -> list[str]:
-    """Read both pipes to their ends at once, since a full one would hold up the command."""
+    """Read both pipes to their ends concurrently, since a full pipe would block the command."""
     texts = ["", ""]
 
     def read(number: int) -> None:
@@ -74,7 +74,7 @@ def _read_both(outputs: Sequence[BinaryIO]) -> list[str]:
 
 @functools.cache
 def _server(environment: tuple[tuple[str, str], ...]) -> str:
-    """Start the process with the modules in this environment and return the path of its socket."""
+    """Start the preloaded process in this environment and return the path of its socket."""
     folder = tempfile.TemporaryDirectory(prefix="sae-tui-")
     path = f"{folder.name}/socket"
     argv = [sys.executable, __file__, path]
@@ -95,17 +95,17 @@ def _server(environment: tuple[tuple[str, str], ...]) -> str:
 
 
 class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
-    """Forks for every request, so that commands run beside each other."""
+    """Forks for every request, so that commands run concurrently."""
 
     max_children = 1000
     request_queue_size = 100
 
 
 class Request(socketserver.BaseRequestHandler):
-    """A command that is asked for."""
+    """A request to run a command."""
 
     def handle(self) -> None:
-        """Run the command in a process of its own, whose exit code is known however it ends."""
+        """Run the command in a child process, so that its exit code is known however it ends."""
         size, outputs, _, _ = socket.recv_fds(self.request, 4, 2)
         request = json.loads(self.request.makefile("rb").read(int.from_bytes(size, "big")))
         pid = os.fork()
@@ -119,7 +119,7 @@ class Request(socketserver.BaseRequestHandler):
 
 
 def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], cwd: str) -> None:
-    """Be `python -m sae_tui` in this folder, as far as it can be told from inside."""
+    """Make this process equivalent to `python -m sae_tui` in this folder, as far as the command can observe."""
     from sae_tui import __main__, cli
 
     for descriptor, output in enumerate(outputs, start=1):
@@ -144,7 +144,7 @@ def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], c
 
 
 def serve(path: str) -> None:
-    """Load what commands load, and fork at every request until killed."""
+    """Load the modules that commands use, and fork for every request until killed."""
     import sae_tui.__main__
     import sae_tui.cli_commands
 

@@ -1,6 +1,6 @@
-"""Several attempts one after the other, the ranks of each forked from this process, which has torch loaded.
+"""Runs several attempts in sequence, each with ranks forked from this process, which has torch loaded.
 
-`forked_ranks.py SPEC.json...`; $WRITTEN_DOWN of the ranks is a file beside the spec.
+`forked_ranks.py SPEC.json...`; $WRITTEN_DOWN of the ranks is a file next to the spec.
 """
 
 from __future__ import annotations

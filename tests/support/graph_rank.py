@@ -1,7 +1,7 @@
-"""One rank of a deterministic job, with steps recorded or not; `tests/benchmarks/gpu_job.py` runs it.
+"""One rank of a deterministic job, with or without CUDA graphs; `tests/benchmarks/gpu_job.py` runs it.
 
-`graph_rank.py SPEC.json graphs|plain`; the number of replayed steps is written next to the job. Deterministic jobs are
-not recorded by themselves, since a run that is resumed elsewhere would differ, but here all runs are on one device.
+`graph_rank.py SPEC.json graphs|plain`; the number of replayed steps is written next to the job. By default
+deterministic jobs do not use graphs, since a run resumed on another device would differ; here all runs share one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.ranks import rank
 
 
 class Again:
-    """Does the work again instead of replaying it, where a device has no graphs."""
+    """Repeats the work instead of replaying it, on devices without graphs."""
 
     def __init__(self) -> None:
         self._work: Callable[[], None] = lambda: None

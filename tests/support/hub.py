@@ -1,4 +1,4 @@
-"""A local server with the part of the Hugging Face hub's API that its client needs to upload and download files."""
+"""A local server with the subset of the Hugging Face hub's API that its client needs for uploads and downloads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COMMIT = "5" * 40
 
 
 class Hub:
-    """Takes files as the hub does; `files` has what was committed, by repository and name, `asked` every request.
+    """Accepts uploads as the hub does; `files` holds commits by repository and name, `asked` every request.
 
-    `fails_at` is a part of the path of a request that is answered by 500 with a text that has the token in it.
+    A request whose path contains `fails_at` gets status 500 with a text that contains the token.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Hub:
         self._thread.join()
 
     def environment(self, home: str) -> dict[str, str]:
-        """Return the variables with which the client comes here, logged in."""
+        """Return the variables that direct the client to this server, logged in."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": home,
@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({})
 
     def _is_refused(self) -> bool:
-        """Answer a request without the right token, or one that is to fail."""
+        """Reject a request that lacks the token or is configured to fail; return whether it did."""
         self.of.asked.append(f"{self.command} {self.path}")
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             self._answer({"error": "Invalid credentials"}, 401)
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         return fails
 
     def _give(self, repo: str, name: str) -> None:
-        """Answer with a file, or only with its headers."""
+        """Respond with a file, or only with its headers."""
         if (content := self.of.files.get(repo, {}).get(name)) is None:
             self._answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return

@@ -1,4 +1,4 @@
-"""A file system that answers nothing, so that a process that reads there cannot be killed: as with a hung GPU."""
+"""A file system that never answers: a process that reads it cannot be killed, as with a hung GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def hung_mount(folder: Path) -> Iterator[threading.Event]:
-    """Mount it at a new folder; yield what is set once a process waits for an answer. Processes end when it is left.
+    """Mount it at a new folder; yield an event that is set once a process waits. Leaving the context ends the wait.
 
-    Once a request has been read, no signal interrupts it: state D. The test is skipped where
-    nothing may be mounted.
+    Once a request has been read, no signal interrupts the process: state D. The test is skipped if mounting is not
+    possible.
     """
     folder.mkdir()
     try:
@@ -42,7 +42,7 @@ def hung_mount(folder: Path) -> Iterator[threading.Event]:
 
 
 def _read_requests(device: int, asked: threading.Event) -> None:
-    """Answer the kernel's greeting and nothing else, until the file system is unmounted."""
+    """Answer only the kernel's init request, until the file system is unmounted."""
     while True:
         try:
             request = os.read(device, 1 << 17)

@@ -1,4 +1,4 @@
-"""Runs cases of Triton kernels in another process, since its interpreter has to be chosen before it is imported."""
+"""Runs Triton kernel cases in another process, since the interpreter must be chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from support.box import ROOT
 
 
 def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False) -> None:
-    """Assert that all cases of a file pass: on a GPU where there is one, unless `on_cpu`, else in the interpreter.
+    """Assert that all cases of a file pass: on a GPU if there is one and not `on_cpu`, else in the interpreter.
 
-    Cases of `compiles` only compile, for which they need neither.
+    With `compiles` the cases only compile, which needs neither.
     """
     pytest.importorskip("triton")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

@@ -1,4 +1,4 @@
-"""Which modules of the trainer ask for Triton's kernels as a step runs, and the kernels that each gets."""
+"""The trainer modules that request Triton kernels during a step, and the kernel module of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.saes.kernels import (
 )
 from trainer.training import gradients, triton_scale
 
-# By a function `_working_triton`. The optimizer's is asked for by another.
+# Requested by a function `_working_triton`. The optimizer's kernel uses another function.
 KERNELS: dict[ModuleType, ModuleType] = {
     encode: triton_encode,
     top_k: triton_top_k,

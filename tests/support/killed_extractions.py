@@ -1,9 +1,10 @@
-"""Extractions that are killed and begun again, in processes forked from this one, which has transformers loaded.
+"""Extractions that are killed and restarted, in processes forked from this one, which has transformers loaded.
 
-`killed_extractions.py JOB.toml DIR SEED N` extracts once undisturbed to DIR/whole. Then N times, each to a folder of
-its own: killed at one of the events that the interpreter reports, such as a file that is opened or replaced, and again
-after a random time, and run until it ends. The last, in DIR/interrupted, gets SIGINT after its first shard. Prints the
-exit codes of each as JSON, negative for a signal.
+`killed_extractions.py JOB.toml DIR SEED N` extracts once undisturbed to DIR/whole. Then it runs N times, each in its
+own
+folder: killed at an interpreter event, such as opening or replacing a file, killed again after a random time, and run
+to the end. The last run, in DIR/interrupted, gets SIGINT after its first shard. Prints the exit codes of each run as
+JSON, negative for a signal.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
 
 
 def interrupt_at_first_shard() -> None:
-    """Have this process get a SIGINT once its first shard is written, long before the last."""
+    """Send this process SIGINT once its first shard is written, long before the last."""
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
         if event == "os.rename" and str(arguments[1]).endswith("shard-00000.safetensors"):
@@ -47,7 +48,7 @@ def interrupt_at_first_shard() -> None:
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that has this process killed at an event that concerns the folder, by its number."""
+    """Return a function that kills this process at the event with this number, among the events of the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -60,7 +61,7 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that has this process killed after a time, since it does not take SIGALRM."""
+    """Return a function that kills this process after a time: it does not handle SIGALRM."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -79,10 +80,10 @@ def events_of(job: str, output: Path) -> int:
 
 if __name__ == "__main__":
     job, root, choose, n = sys.argv[1], Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4])
-    # It is ignored in what nohup starts, and that is inherited.
+    # nohup makes processes ignore it, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    # Imports what this model needs, which takes two seconds in each process otherwise.
+    # Import the modules of this model here, which would take two seconds in each process.
     LanguageModel(load_extraction(job), torch.device("cpu"))
     began = time.monotonic()
     n_events = events_of(job, root / "whole")

@@ -59,11 +59,11 @@ def run(job: ExtractJob, folder: Path, prepare: list[Callable[[], object]]) -> l
 
 
 def nothing() -> None:
-    """Leave a rank alone."""
+    """Do nothing to a rank."""
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that has this process killed at an event that concerns the folder, by its number."""
+    """Return a function that kills this process at the event with this number, among the events of the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -76,7 +76,7 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that has this process killed after a time, since it does not take SIGALRM."""
+    """Return a function that kills this process after a time: it does not handle SIGALRM."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     n, size = int(sys.argv[4]), int(sys.argv[5])
     torch.set_num_threads(1)
     asked = load_extraction(file)
-    # Imports what this model needs, which takes two seconds in each process otherwise.
+    # Import the modules of this model here, which would take two seconds in each process.
     LanguageModel(asked, torch.device("cpu"))
 
     def to(output: Path) -> ExtractJob:

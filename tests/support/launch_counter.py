@@ -1,4 +1,4 @@
-"""A driver of Triton for a GPU that is not there: kernels can be compiled for it, but not launched."""
+"""A Triton driver for a GPU that does not exist: kernels can be compiled for it, but not launched."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 
 
 class NoGpu:
-    """What Triton asks of a driver before it compiles."""
+    """The driver interface that Triton uses before it compiles."""
 
     def get_current_device(self) -> int:
         return 0

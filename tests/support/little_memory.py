@@ -1,4 +1,4 @@
-"""The errors of a matrix product for which there is too little memory, made in processes of their own."""
+"""The errors of a matrix product without enough memory, each produced in a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_BYTES, N_STEPS = 2**16, 24
 
 
 def errors() -> list[tuple[str, bool]]:
-    """Return what went wrong with ever more memory: its words, and whether it is recognised as a shortage."""
+    """Return the errors with increasing memory: the message, and whether it is recognised as out of memory."""
     # The same code on CPUs that could do more.
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     return [error for step in range(N_STEPS) for error in _error(step * STEP_BYTES)]

@@ -1,4 +1,4 @@
-"""Ranks as processes that exchange over gloo, as on several machines, and write down what each asks of it."""
+"""Rank processes that exchange over gloo, as on several machines, and log each rank's collective calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
 D_IN, N_STEPS = 12, 2
-# Until ranks that wait for one that asks for something else, or for nothing more, are let go.
+# Limit for ranks that wait for a rank that makes a different call, or none.
 PATIENCE_S = 60
 # By the names that `trainer.parallel.group` has for them.
 BOUND = ("_reduce_scatter", "_all_gather")
@@ -41,7 +41,7 @@ _packs = group.packs
 
 
 class Case(NamedTuple):
-    """A training of so many ranks with these settings; by `path` tensors say that they are on a "cpu" or a "gpu"."""
+    """A training on several ranks with these settings; `path` makes tensors report a "cpu" or a "gpu"."""
 
     size: int
     path: str
@@ -78,7 +78,7 @@ def calls_of_ranks(cases: Sequence[Case], folder: Path) -> list[list[list[Call]]
 
 def _calls_of_rank(rank: int, cases: Sequence[Case], folder: Path) -> list[list[Call]]:
     torch.set_num_threads(1)
-    # Its kernels need a real GPU; that they do not work is told.
+    # Its kernels need a real GPU, and a failure would be reported.
     sys.modules["triton"] = None  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     calls: list[list[Call]] = [[] for _ in cases]
@@ -127,7 +127,7 @@ class _Stored(IndexedSource):
 
 @contextlib.contextmanager
 def _noting(calls: list[Call]) -> Iterator[None]:
-    """Write down what is asked of any group meanwhile, by whichever function of `torch.distributed`."""
+    """Log all calls on any group within the context, made through any function of `torch.distributed`."""
     with contextlib.ExitStack() as stack:
 
         @contextlib.contextmanager
@@ -148,7 +148,7 @@ def _noting(calls: list[Call]) -> Iterator[None]:
 
 @functools.cache
 def _exchanging() -> list[tuple[Any, str, inspect.Signature]]:
-    """Return where all that exchanges over a group is found, and how it is called."""
+    """Return the owner, name and signature of every function that exchanges over a group."""
     public = [(dist, name) for name in vars(dist) if not name.startswith(("_", "get_", "destroy_", "new_"))]
     found = []
     for place, name in [*((group, name) for name in BOUND), *public]:
@@ -170,7 +170,7 @@ def _noted(function: Callable[..., Any], signature: inspect.Signature, calls: li
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(_call_of(function.__name__, signature.bind(*args, **kwargs).arguments))
-        # It would ask for the driver of a GPU.
+        # Otherwise it would need a GPU driver.
         with mock.patch.object(Tensor, "is_cuda", False):
             return function(*args, **kwargs)
 

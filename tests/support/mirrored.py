@@ -1,4 +1,4 @@
-"""What a run with a mirror has stored itself, and how it goes on."""
+"""The values that a run with a mirror has stored itself, and how the run continues."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def stored(run_dir: Path, name: str) -> dict[int, float | None]:
 
 
 def told(run_dir: Path) -> list[tuple[str, str]]:
-    """Return level and message of what was told of mirrors."""
+    """Return level and message of the reports about mirrors."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         return [(event.level, event.message) for event in reader.events() if event.kind == "mirror"]

@@ -1,4 +1,4 @@
-"""Children that are killed at every moment at which they call the disk."""
+"""Child processes that are killed at every disk call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.P
 
 
 def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], object]) -> int:
-    """Do `before` and then, in a child that is killed at its nth call of the disk, `act`, for n = 1, 2, ...
+    """Call `before`, then `act` in a child that is killed at its nth disk call, for n = 1, 2, ...
 
-    Both get n, as a name. Return at how many moments a child died; the one after that came to its end.
-    This process needs to have one thread, since it forks.
+    Both get n, as a name. Return the number of children that were killed; the next one runs to the end.
+    This process must have only one thread, since it forks.
     """
     for moment in range(1, 100):
         before(str(moment))

@@ -298,7 +298,7 @@ class Monkey:
         # Of a job's log that is on the screen, the lines are not followed by a line end.
         at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
-            self._read(0.5)  # the rest of it
+            self._read(0.5)  # the remaining output
             text = ESCAPE.sub(b"", bytes(raw[max(0, at - 3000) : at + 3000])).decode(errors="replace")
             self.result.tail = f"\n{text}"
         self._fail_if(at >= 0, "a traceback")
@@ -367,7 +367,7 @@ class Monkey:
         self._check()
 
     def _opens_help(self) -> bool:
-        """Tell whether `?` opens the help; it need not where a `q` that was typed before has just closed the app."""
+        """Return whether `?` opens the help; it need not if an earlier `q` has just closed the app."""
         if self._asks(3):
             return True
         # Dialogs may be open over dialogs, more of them than Escape was pressed for.

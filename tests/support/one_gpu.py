@@ -1,4 +1,4 @@
-"""Ranks that share one GPU: NCCL refuses them, so they exchange through the host's memory."""
+"""Ranks that share one GPU: NCCL rejects that, so they exchange through host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class QuietWaiting(HostWaiting):
-    """Hides the copies of an exchange from PyTorch's report of where the host waits for the GPU."""
+    """Hides the copies of an exchange from PyTorch's report of host waits for the GPU."""
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:

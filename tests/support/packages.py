@@ -1,4 +1,4 @@
-"""Builds packages of this tree, and keeps what steers pip and Python out of an environment."""
+"""Builds packages of this source tree, and removes variables that affect pip and Python from an environment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def build(source: Path, out: Path, *options: str) -> None:
-    """Build packages by what is installed here."""
+    """Build packages with the installed build tools."""
     argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(source)]
     subprocess.run(argv, check=True, capture_output=True, timeout=240)
 
 
 def plain_environment(**variables: str) -> dict[str, str]:
-    """Return this environment without what steers pip and Python, and with these variables."""
+    """Return this environment without the variables that affect pip and Python, and with these variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "NO_COLOR"))}
     return kept | variables

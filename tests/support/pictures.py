@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     flags.folder.mkdir(parents=True, exist_ok=True)
     scenes = [scene for scene in SCENES if flags.only in scene.name]
     sizes, themes = flags.size or SIZES, flags.theme or list(THEMES)
-    # Each by a process of its own, since an app leaves threads behind.
+    # A new process for each, since an app leaves threads behind.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         asked = [pool.submit(draw, SCENES.index(scene), flags.folder, sizes, themes) for scene in scenes]
         for one in asked:
@@ -109,7 +109,7 @@ def _figure(file: str, size: str, theme: str) -> str:
 
 
 def as_png(file: Path) -> None:
-    """Write a PNG beside an SVG, where something is installed that can."""
+    """Write a PNG next to an SVG, if a converter is installed."""
     if program := shutil.which("rsvg-convert"):
         subprocess.run([program, "--output", str(file.with_suffix(".png")), str(file)], check=True)
     elif find_spec("cairosvg"):

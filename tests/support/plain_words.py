@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# One regular expression per habit. A hit is not always wrong; the limit of `make check` leaves room for those.
+# One regular expression per habit. A hit is not always wrong; the limit of `make check` allows for those.
 MARKERS = (
     r"told|tells?|telling",
     r"nobody|everybody|somebody|anybody|whoever|whomever",

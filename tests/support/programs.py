@@ -1,6 +1,6 @@
-"""Chooses which programs of a launch Triton's interpreter runs, and in which order: by itself it runs all, ascending.
+"""Selects and orders the programs of a launch in Triton's interpreter, which by default runs all in ascending order.
 
-A GPU runs them in an order of its own. `support.interpreted` lets pytest load this module.
+A GPU runs them in any order. `support.interpreted` makes pytest load this module.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Programs:
         self.only_last = False
 
     def of(self, grid: Program) -> list[Program]:
-        """Return those of a launch."""
+        """Return the selected programs of a launch."""
         size, *others = map(range, grid)
         chosen = list(itertools.product(size[-1:] if self.only_last else size, *others))
         random.Random(f"{self.seed} {grid}").shuffle(chosen)
@@ -48,7 +48,7 @@ class Programs:
 
 @pytest.fixture(autouse=True)
 def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
-    """Give each test an order of its own."""
+    """Give each test its own order."""
     chosen = Programs(request.node.nodeid)
     choose, set_size = interpreter.interpreter_builder.set_grid_idx, interpreter.interpreter_builder.set_grid_dim
     prepare = interpreter._patch_lang

@@ -1,7 +1,7 @@
-"""Finds races between the queues of several GPUs, each of which a thread stands for: whoever reads what another queue
-writes, or writes what another reads, has to have waited in its own queue for a moment after that.
+"""Finds races between the queues of several GPUs, each of which a thread simulates: a queue that reads or overwrites
+another queue's data must first wait in its own queue for a moment recorded after that write or read.
 
-When the threads really do so does not matter: a queue knows of another only what it was told by moments that it held.
+The threads' real timing does not matter: a queue is ordered after another only through moments that it waited for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = threading.local()
 
 
 class Queue:
-    """What one queue has done, and how far into the others it has waited."""
+    """The operations of one queue, and how far into the other queues it has waited."""
 
     def __init__(self, index: int) -> None:
         self.index, self.seen = index, {index: 0}
@@ -53,7 +53,7 @@ class Access(NamedTuple):
     time: int
 
     def harms(self, other: Access) -> bool:
-        """Tell whether the order of the two matters."""
+        """Return whether the order of the two accesses matters."""
         return (self.is_write or other.is_write) and self.begin < other.end and other.begin < self.end
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Access(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What was done to a piece of memory; it is kept, so that no other tensor gets it while races may be found."""
+    """Accesses to a block of memory; the block is kept, so that no other tensor reuses it while races may be found."""
 
     kept: Tensor
     accesses: list[Access]
@@ -100,7 +100,7 @@ class Watch(TorchDispatchMode):
 
 
 def races_in(size: int, work: Callable[[Threads], object]) -> list[str]:
-    """Return the races, in words, between the queues of so many threads that do this; `Moment` has to be theirs."""
+    """Return the races, as text, between the queues of `size` threads that call `work`; `Moment` must be patched in."""
     table: dict[int, Memory] = {}
     races: list[str] = []
     lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What is done to a forked rank before it begins: its memory limited, its end at a chosen step, its patience short.
+"""Faults injected into a forked rank before it begins: limited memory, an exit at a chosen step, a short timeout.
 
 Each function takes the number of the rank last.
 """
@@ -90,12 +90,12 @@ def die_in_save(step: int, rank: int) -> None:
 
 
 def share_anew_soon(rank: int) -> None:
-    """Have the rank judge shares by three log intervals, however short they are."""
+    """Make the rank judge shares after three log intervals, however short they are."""
     rebalancer.PATIENCE_S = 0.0
 
 
 def end_with_patience(rank: int) -> None:
-    """Let a rank, whose patience is 5,000 s for each of all ranks, end where it would be connected, and tell of it."""
+    """End a rank with a timeout of 5,000 s for each of all ranks when it would connect, and report the timeout."""
 
     def join(*_: object, patience: timedelta, **__: object) -> None:
         raise UserError(f"the others wait {patience.total_seconds():.0f} s")

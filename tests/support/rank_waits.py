@@ -1,4 +1,4 @@
-"""One rank that tells where its host waits for its GPU in a step; `tests/benchmarks/gpu_ranks.py` runs it."""
+"""One rank that reports where its host waits for its GPU in a step; `tests/benchmarks/gpu_ranks.py` runs it."""
 
 from __future__ import annotations
 

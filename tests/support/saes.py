@@ -1,4 +1,4 @@
-"""SAEs with random weights in float64, and what they are compared by."""
+"""SAEs with random weights in float64, and helpers to compare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.saes.matryoshka import MatryoshkaBatchTopK
 from trainer.saes.standard import Standard
 from trainer.saes.topk import TopK
 
-# Where `make model` puts other tools.
+# The folder in which `make model` puts other tools.
 PEERS = Path(sys.prefix) / "peers"
 D_IN, D_SAE = 12, 40
 TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
@@ -63,7 +63,7 @@ def batch(n_tokens: int = 33, d_in: int = D_IN, seed: int = 2) -> Tensor:
 
 
 def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of every parameter, zeros where it has no part in the loss."""
+    """Return the gradient of every parameter, zeros if it does not affect the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
     # The zeros of PyTorch 2.6 require a gradient, so that they could not be added to in place.

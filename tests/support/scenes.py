@@ -1,6 +1,6 @@
-"""Every screen of the app over fixed data: what snapshots, pictures and tests of a look open.
+"""Every screen of the app over fixed data: snapshots, pictures and screen tests open these scenes.
 
-A scene records its jobs, has its GPUs, and goes to its screen by the keys that a user types.
+A scene records its jobs, sets its GPUs, and opens its screen by the keys that a user types.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FINDINGS = (
             "start the container with --shm-size=1g or --ipc=host"),
     *(Finding("ok", subject, "as it should be") for subject in ("open files", "locked memory", "disk", "SQLite")),
 )  # fmt: skip
-_PID = 4_190_000  # of no process here
+_PID = 4_190_000  # not a process of this machine
 _SINCE_S = 58
 FAILURE = "rank 1 was killed (SIGKILL)"
 
@@ -116,7 +116,7 @@ def same_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """What stands on the disk and on the cards, and the way to a screen."""
+    """The stored data and the GPUs of a scene, and the way to its screen."""
 
     name: str
     record: Callable[[DataDir], object]
@@ -232,7 +232,7 @@ async def _open(pilot: Pilot[Any], key: str) -> None:
 
 
 def _says(panel: type[Any], words: str = "") -> Callable[[Any], bool]:
-    """Tell of an app whether a panel of its screen has something to say."""
+    """Return a function that returns whether a panel of the app's screen has content."""
     return lambda app: any(each.plain and words in each.plain for each in app.screen.query(panel))
 
 

@@ -1,4 +1,4 @@
-"""Carries a connection over a line that is slow both ways: ssh's ProxyCommand in tests.
+"""Carries a connection with delay and limited bandwidth in both directions: ssh's ProxyCommand in tests.
 
 python slow_line.py PORT DELAY_S BYTES_S
 """
@@ -16,7 +16,7 @@ _CHUNK = 2048
 
 
 def carry(read: Callable[[int], bytes], write: Callable[[bytes], object], delay_s: float, bytes_s: float) -> None:
-    """Pass on what comes, each piece this much later and no more than so much a second, until it ends."""
+    """Forward the data, each piece delayed by `delay_s` and at most `bytes_s` per second, until the input ends."""
     while piece := read(_CHUNK):
         time.sleep(delay_s + len(piece) / bytes_s)
         write(piece)

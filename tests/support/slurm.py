@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this host, with fake GPUs, all in one folder and on ports of its own."""
+"""A real SLURM cluster of two nodes on this host, with fake GPUs, in one folder and on its own ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_S = 30.0
 
 
 def obstacle() -> str:
-    """Say why there can be no cluster here; empty where there can."""
+    """Return why no cluster can run here; empty if one can."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root here"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -37,7 +37,7 @@ class Cluster:
     def start(self) -> None:
         host = socket.gethostname().partition(".")[0]
         ports = free_ports(1 + len(NODES))
-        # munged wants its socket to be within everybody's reach.
+        # munged requires that every user can reach its socket.
         self.folder.chmod(0o755)
         for name in ("state", "spool", "log"):
             (self.folder / name).mkdir()

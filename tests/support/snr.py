@@ -1,4 +1,4 @@
-"""A metric that the registry does not have, as somebody who adds one would write it."""
+"""An example of a metric that is not in the registry."""
 
 from __future__ import annotations
 

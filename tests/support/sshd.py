@@ -1,4 +1,4 @@
-"""A real sshd of this user on a port of the loopback, for tests: its keys, its log-ins, and what it runs."""
+"""A real sshd of this user on a loopback port, for tests: its keys, its logins, and the commands that it runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 
 SSHD = next((path for path in ("/usr/sbin/sshd", shutil.which("sshd")) if path and os.path.exists(path)), None)
-_PRIVILEGED = Path("/run/sshd")  # which sshd wants where root starts it
+_PRIVILEGED = Path("/run/sshd")  # sshd requires it if root starts it
 
 
 def why_not() -> str:
-    """Say why no sshd can be started here; "" where one can."""
+    """Return why no sshd can be started here; "" if one can."""
     if SSHD is None or shutil.which("ssh") is None:
         return "OpenSSH's server is not installed"
     if os.getuid() == 0 and not _PRIVILEGED.exists():

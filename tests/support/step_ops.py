@@ -83,7 +83,7 @@ class Op:
 
     @property
     def is_mixed(self) -> bool:
-        """Tell whether it has tensors of two devices."""
+        """Return whether it has tensors on two devices."""
         return len({one.device for one in (*self.reads, *self.writes)}) > 1
 
     @property

@@ -1,4 +1,4 @@
-"""Training steps of an SAE with which no other rank has to do."""
+"""Training steps of an SAE without any other rank."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def take_alone(learner: Learner, number: int, x: Tensor, y: Tensor | None = None
 
 
 def skips(learner: Learner) -> tuple[int, int, int]:
-    """Return how many steps were skipped since the last call, how many in a row, and how many for want of room."""
+    """Return the numbers of skipped steps since the last call, of consecutive ones, and of those for lack of capacity."""
     state = StepState.of(learner.take_state())
     return state.skipped, state.skipped_in_a_row, state.overflowed

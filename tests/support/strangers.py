@@ -1,4 +1,4 @@
-"""Texts that somebody else has written to steer a terminal, and checks of what came through."""
+"""Texts with which another user tries to control the terminal, and checks of the output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Iterable
 
-# Characters that a terminal acts on, or that reverse, hide or end the text beside them.
+# Characters that a terminal acts on, or that reverse, hide or end the neighbouring text.
 PIECES = (
     "\x1b[7331m", "\x1b]52;c;UFdORUQ=\x07", "\x1b]2;owned\x1b\\", "\x1b]8;;http://evil\x1b\\", "\x1bPq#0\x1b\\",
     "\x1b_Gi=1\x1b\\", "\x1bc", "\x1b[2J", "\x1b[9999;1H", "\x1b[21t", "\x1b[6n", "\x1bZ", "\x9b7331m", "\x9d2;own\x9c",

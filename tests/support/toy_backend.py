@@ -23,7 +23,7 @@ from trainer.contract.settings.knobs import about
 
 
 class NiceKnobs(msgspec.Struct, frozen=True):
-    """Settings of this backend alone."""
+    """Settings of this backend only."""
 
     niceness: Annotated[int, about("How far a rank makes way for others.", ge=0, le=19)] = 5
 
@@ -42,7 +42,7 @@ class NiceRanks(RankGroup):
 
 
 def check_gpus(job: JobConfig) -> list[Problem]:
-    """Warn where GPUs are asked for, which know no niceness."""
+    """Warn if GPUs are requested, since niceness does not apply to them."""
     message = '"nice" makes way on the CPU alone; use "cpu"'
     return [] if str(job.launch.gpus).startswith("cpu") else [Problem("launch.gpus", message, "warning")]
 

@@ -1,4 +1,4 @@
-"""What tests of the app share: a monitor that stands still, and jobs as supervisors and trainers leave them."""
+"""Shared by tests of the app: a monitor with fixed values, and jobs as supervisors and trainers leave them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class StillMonitor:
 
 
 class StillHost(Host):
-    """A machine on which nothing moves."""
+    """A machine whose values never change."""
 
     def load(self) -> HostLoad:
         return HostLoad(37.0, 2.1, 8 << 30, 24 << 30, 0, 12e6, 3e6)

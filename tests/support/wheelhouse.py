@@ -1,4 +1,4 @@
-"""Wheels made again of installed packages: with them pip installs without an index and without a network."""
+"""Wheels rebuilt from installed packages: pip installs them without an index or a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For PYTHONPATH: writes down which modules unpickle anything in this program, to the file $WRITTEN_DOWN."""
+"""For PYTHONPATH: records which modules unpickle data in this program, in the file $WRITTEN_DOWN."""
 
 import os
 import pickle
