@@ -1,10 +1,11 @@
-"""What the app costs while it is watched: start-up, CPU, memory and bytes to the terminal.
+"""Measures the cost of watching the app: start-up, CPU, memory and bytes sent to the terminal.
 
-    python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
+python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
 
-Runs `sae-tui` of the working folder in a pseudo-terminal on fake NVML cards whose values all move, beside jobs that
-log a step a second, and prints each figure with its share of the limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s). The
-start-up stands beside that of a Textual app that shows one word.
+Runs `sae-tui` of the working folder in a pseudo-terminal with simulated NVML GPUs whose values all change, and jobs
+that
+log one step per second. Prints each figure as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s), and the
+start-up time next to that of a Textual app that shows one word.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def build(folder: Path) -> Path:
 
 
 def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> None:
-    """Start the app once and leave it, since only the first start byte-compiles and creates the stores."""
+    """Start and quit the app once, since only the first start byte-compiles and creates the stores."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for("Extract  ", 60)
     terminal.send("q")
@@ -107,7 +108,7 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
 
 
 def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, str]) -> float:
-    """Return the seconds until an app has painted these words."""
+    """Return the seconds until an app has drawn these words."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for(shown)
     seconds = time.monotonic() - terminal.started
@@ -118,9 +119,9 @@ def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, s
 
 
 def keep_training(data: DataDir, n_jobs: int) -> None:
-    """Record running jobs of this host and log a step a second for each, as long as this process lives.
+    """Record running jobs of this host and log a step per second for each, as long as this process lives.
 
-    This process stands for their supervisors.
+    This process acts as their supervisor.
     """
     fields = {"host": socket.gethostname(), "total_steps": 10_000, "created": time.time()}
     jobs = [record_job(data, f"job {n + 1}", JobState.RUNNING, **fields) for n in range(n_jobs)]

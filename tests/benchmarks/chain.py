@@ -37,7 +37,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT))
-# Neither ours nor a peer may ask a hub.
+# Neither our code nor another tool may contact a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RECIPES = {"topk": "SaeLens topk", "batch_topk": "SaeLens batchtopk"}
@@ -80,7 +80,7 @@ def parse() -> argparse.Namespace:
 
 
 class Chain:
-    """The stages in one folder, each timed."""
+    """The stages of the benchmark in one folder, each timed."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
@@ -88,7 +88,7 @@ class Chain:
         self._has_probe = importlib.util.find_spec("sae_probes") is not None
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Run everything; yield the figures so far after each layer, and all of them at the end."""
+        """Run everything; yield the results so far after each layer, and all results at the end."""
         options = self.options
         with self._timed("model to a folder"):
             asked = self._asked()
@@ -103,7 +103,7 @@ class Chain:
             yield result
 
     def _asked(self) -> reading.Asked:
-        """Write text and model, both as every reader takes them."""
+        """Write the text and the model in the formats that the readers need."""
         from support.real_model import FILE, why_not, write_text
 
         options, text = self.options, self.folder / "text.jsonl"
@@ -129,7 +129,7 @@ class Chain:
         return self._trainer("extract", job)
 
     def _layer(self, layer: int) -> dict[str, Any]:
-        """Train and judge ours and SAELens' on the rows of a layer."""
+        """Train and evaluate our SAE and SAELens' on the rows of a layer."""
         rows = f"rows/resid_post.{layer}"
         with self._timed(f"inspect {layer}"):
             facts = self._trainer("inspect", rows)
@@ -157,7 +157,7 @@ class Chain:
         }
 
     def _train_saelens(self, rows: str, out: Path) -> float:
-        """Train SAELens' SAE on the batches that ours gets, write it, and return the tokens in a second."""
+        """Train SAELens' SAE on the same batches as ours, write it, and return tokens per second."""
         from trainer.activations.shards import Shards
         from trainer.activations.training_data import IndexedData
         from trainer.parallel.group import Group
@@ -181,7 +181,7 @@ class Chain:
         return card
 
     def _rates(self, asked: reading.Asked) -> dict[str, float]:
-        """Return the tokens in a second of each reader, in turn so that all meet the same neighbours."""
+        """Return the tokens per second of each reader, interleaved so that other load affects all equally."""
         rates = {kind.name: 0.0 for kind in reading.READERS}
         for _ in range(self.options.repeats):
             for kind in reading.READERS:
@@ -220,7 +220,7 @@ def unpack(file: Path, folder: Path) -> None:
 
     name = {"gguf_file": file.name}
     packed = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **name)
-    # What was read from a GGUF file counts as quantised, and is not written.
+    # Weights read from a GGUF file count as quantized, and transformers refuses to write those.
     config = transformers.AutoConfig.from_pretrained(file.parent, **name)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(packed.state_dict())
@@ -254,7 +254,7 @@ def filled(title: str, columns: Any, rows: Any) -> Table:
 
 
 def per_layer(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each layer with what is told of it, and of the extraction."""
+    """Return each layer with its results, and the extraction with its own."""
     return [(layer, told | {"extracted": result["extracted"]}) for layer, told in result["layers"].items()]
 
 

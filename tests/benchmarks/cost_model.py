@@ -1,8 +1,8 @@
-"""The cost model beside real steps: what `auto` and the forecasts go by, and how far off it is.
+"""Compares the cost model, which `auto` and the forecasts use, with real steps, and shows its error.
 
-    python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
+python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
-Every shape is measured by `trainer bench`, which measures the speeds of the ranks as a run does when it starts.
+`trainer bench` measures every shape; it measures the speeds of the ranks as a run does when it starts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Each fault of a job done to real processes again and again: how often what must hold held, and the worst time.
+"""Injects each job fault into real processes repeatedly: how often the guarantees held, and the longest time.
 
-    python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
+python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
 
-Every trial launches jobs of one or two CPU ranks as the app does it, in a data folder of its own; a row is printed as
-each fault is through, and below it what did not hold. Times are upper bounds where other work runs beside it. One trial
-of all takes about 10 minutes on two quiet cores. Faults of hosts need root, for namespaces, and gcc.
+Every trial launches jobs of one or two CPU ranks in the same way as the app, in its own data folder. A row is printed
+after each fault, followed by the guarantees that failed. On a busy machine the times are upper bounds. One trial of all
+faults takes about 10 minutes on two idle cores. Faults of hosts need root, for namespaces, and gcc.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-# In the place of this folder, where this file would be taken for the package of its name.
+# Replace this folder on the path, since this file would shadow the package of the same name.
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,7 +28,7 @@ from faults.real_job import Result, undisturbed
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What is done, what has to hold afterwards, what the seconds measure, and the function that does it once."""
+    """The fault, its guarantees, the meaning of its seconds, and the function that injects it once."""
 
     what: str
     seconds: str
@@ -126,7 +126,7 @@ def _measure(name: str, options: argparse.Namespace, folder: Path, references: d
 
 
 def _reference(n_ranks: int, folder: Path, references: dict[int, Result]) -> Result:
-    """Return the result of a job that nothing disturbs, trained once for each number of ranks."""
+    """Return the result of an undisturbed job, trained once for each number of ranks."""
     if n_ranks not in references:
         references[n_ranks] = undisturbed(folder / f"undisturbed-{n_ranks}", n_ranks)
     return references[n_ranks]

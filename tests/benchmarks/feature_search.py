@@ -1,9 +1,9 @@
-"""How long a search in the stored contexts of an SAE takes, and how large they are.
+"""Measures a search in the stored contexts of an SAE, and the size of these contexts.
 
-    PYTHONPATH=. python tests/benchmarks/feature_search.py [--latents 65536]
+PYTHONPATH=. python tests/benchmarks/feature_search.py [--latents 65536]
 
-Tokens are drawn by Zipf's law from 50,000, 20 contexts of 20 for each latent. The aim is 0.3 s: what still feels like
-an answer to the key.
+The 50,000 tokens follow Zipf's law; each latent has 20 contexts of 20 tokens. The target is 0.3 s, which still feels
+immediate.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _time(features: Features, words: str) -> float:
-    """Return the processor time of a search: others may use the machine as well."""
+    """Return the CPU time of a search, since the machine may have other load."""
     begun = time.process_time()
     features.search(words)
     return time.process_time() - begun

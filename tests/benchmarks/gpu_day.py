@@ -42,7 +42,7 @@ TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tu
 # As in gpu_profile.py, and one for a CPU.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
-# The kinds of SAE that are timed first, and the others; with `dead` some latents are dead, so that AuxK takes part.
+# The kinds of SAE that are timed first, and the others; with `dead` some latents are dead, so that AuxK is active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",
@@ -99,7 +99,7 @@ def main() -> int:
         parser.error(str(error))
     cuda_variables.set_here()
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
-        # Empty at first: the seconds of a first step are those of a new machine.
+        # Empty at first, so that the first step takes as long as on a new machine.
         caches = {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         chosen = [
             part._replace(variables={**caches, **({} if part.sees_all else one_gpu), **part.variables})
@@ -138,7 +138,7 @@ def run_within(part: Part, left_s: float) -> Ran:
 
 
 def pinned_to(gpus: str) -> dict[str, str]:
-    """Return the variables that show only the GPU that is asked for; none for a CPU."""
+    """Return the variables that expose only the requested GPU; none for a CPU."""
     n_ranks, uuids = parse_target(gpus)
     if n_ranks != 1 or (not uuids and gpus != "cpu"):
         raise UsageError("--gpus: name one GPU of this machine, or cpu")
@@ -146,7 +146,7 @@ def pinned_to(gpus: str) -> dict[str, str]:
 
 
 def parts(gpus: str, folder: Path) -> Iterator[Part]:
-    """Yield the parts for this GPU, or the CPU, in the order of their worth."""
+    """Yield the parts for this GPU, or the CPU, the most important first."""
     on_cpu = gpus == "cpu"
     # A part sees no other GPU.
     alone, device = ("cpu", "cpu") if on_cpu else ("auto:1", "cuda")
@@ -196,7 +196,7 @@ def several(word: str, n_gpus: int) -> Iterator[Part]:
         yield Part(f"bench {shape} topk {mode}", [*TRAINER, *argv], 90, sees_all=True)
     for what in ("memory", "profile", "killed"):
         yield Part(f"ranks' {what}", [*script("gpu_several.py"), all_of_them, what], 150, sees_all=True)
-    # Peers in one process need as many GPUs.
+    # Peers in one process need the same number of GPUs.
     threads = [] if word == "cpu" else ["dp"]
     yield Part("ranks", [*script("gpu_ranks.py"), all_of_them, "--modes", *modes, *threads], 200, sees_all=True)
     uneven = [*script("gpu_ranks.py"), f"{word}:{min(n_gpus, 3)}", "--modes", "ddp", "tensor", "--uneven"]
@@ -214,7 +214,7 @@ def kernels(on_cpu: bool) -> Part:
     at_once = 0 if on_cpu else min(MOST_PROCESSES, os.cpu_count() or 1)
     plugins = ["-p", "no:cacheprovider", "-p", "support.programs"]
     argv = [sys.executable, "-m", "pytest", "-n", str(at_once), *plugins, "--tb", "short", *files]
-    # It is by this variable that cases take a device.
+    # The cases choose their device by this variable.
     return Part("kernels", argv, 150, variables={"TRITON_INTERPRET": "1" if on_cpu else "0", "OMP_NUM_THREADS": "1"})
 
 
@@ -284,7 +284,7 @@ def answer_in(text: str) -> Any:
 
 
 def summary(part: Part, ran: Ran) -> str:
-    """Return the figures of a part that a reader wants first."""
+    """Return the main figures of a part."""
     if ran.state == NOT_RUN:
         return ran.why
     if ran.state == WRONG:
@@ -293,7 +293,7 @@ def summary(part: Part, ran: Ran) -> str:
     try:
         return word(ran.answer) if word else ""
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        # Figures that a tool here lacks do not end the day.
+        # A summary that fails, for example because a tool is missing, must not end the run.
         return f"its answer has no summary ({type(error).__name__}: {error})"
 
 

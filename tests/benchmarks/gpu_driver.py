@@ -22,9 +22,9 @@ from trainer.ranks.devices import torch_vendor, visible_gpus
 MIB = 2**20
 # CUDA leaves a part of the memory, that of page tables and the like, to the driver.
 LEAST_OF_CUDA = 0.9
-# How much more or less may be in use than nvidia-smi reports just before and just after, in whole MiB.
+# Allowed deviation from the memory that nvidia-smi reports just before and just after, in whole MiB.
 NEAR_USED = 64 * MIB
-# What decides how fast a GPU is at this moment; a name that a driver does not know is left out.
+# Values that affect the current speed of a GPU; names that a driver does not know are left out.
 STATE = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
     "temperature.gpu", "pcie.link.gen.current", "pcie.link.width.current", "persistence_mode", "ecc.mode.current",
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
 
 def main() -> int:
     by_cuda = {gpu.uuid: gpu.memory_bytes for gpu in visible_gpus()}
-    # The app between two looks of the tool, since others may take memory meanwhile.
+    # Read the app between two calls of nvidia-smi, since other processes may allocate memory meanwhile.
     before = by_tool()
     cards = by_app()
     after = by_tool()
@@ -76,7 +76,7 @@ def states() -> list[dict[str, str]]:
 
 
 def by_app() -> list[dict[str, Any]]:
-    """Return the GPUs that CUDA, or its like, should have."""
+    """Return the GPUs that CUDA, or its equivalent, should list."""
     source = ["--gpu-source", torch_vendor()] if torch_vendor() else []
     argv = [sys.executable, "-m", "sae_tui", *source, "gpus", "--json"]
     return json.loads(subprocess.check_output(argv, timeout=60))
@@ -95,9 +95,9 @@ def read_tool(text: str) -> dict[str, Memory]:
 
 
 def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> list[str]:
-    """Return a sentence for each GPU that only one of them has, or whose memory differs from CUDA's.
+    """Return a sentence for each GPU that only one source lists, or whose memory differs from CUDA's.
 
-    CUDA names only one slice.
+    CUDA lists only one MIG slice.
     """
     totals = {card["uuid"]: card["memory_total"] for card in cards if card["healthy"]}
     unknown = [f"CUDA has {uuid}, and the app has not" for uuid in by_cuda if uuid not in totals]
@@ -114,9 +114,9 @@ def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> l
 
 
 def differs_from_tool(cards: list[dict[str, Any]], before: dict[str, Memory], after: dict[str, Memory]) -> list[str]:
-    """Return a sentence for each GPU that nvidia-smi does not have, or whose memory differs from its figure.
+    """Return a sentence for each GPU that nvidia-smi does not list, or whose memory differs from its value.
 
-    It lists no slices.
+    nvidia-smi lists no MIG slices.
     """
     wrong = []
     for card in cards if after else ():

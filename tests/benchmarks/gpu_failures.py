@@ -40,7 +40,7 @@ COMPUTE_APPS = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=
 
 
 class NotRun(Exception):
-    """Why a check cannot be made here."""
+    """The reason why a check cannot run here."""
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def result_of(check: Callable[[], dict[str, Any]], device: str) -> dict[str, Any]:
-    """Return what a check found; what it cannot do here is not wrong."""
+    """Return the result of a check; a check that cannot run here does not count as wrong."""
     if device != "cuda":
         return {"not_run": "needs a GPU"}
     try:
@@ -77,7 +77,7 @@ def steps_on_gpu() -> RepeatedStep:
 
 
 def shortage_in_graph() -> dict[str, Any]:
-    """Let memory run out while a step is captured: plain steps have to follow, and no memory may be lost."""
+    """Let memory run out while a step is captured: plain steps must follow, and no memory may leak."""
     steps, words = steps_on_gpu(), list[str]()
     (learner,) = steps.learners
     recorded: Any = learner.whole_steps
@@ -88,7 +88,7 @@ def shortage_in_graph() -> dict[str, Any]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    # Nothing beyond what the plain steps hold, and a graph has memory of its own.
+    # No memory beyond that of the plain steps, while a graph needs its own.
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         steps.take(1)
@@ -115,7 +115,7 @@ def lost_memory() -> list[str]:
 
 
 def device_assert() -> dict[str, Any]:
-    """Return what a user would read after a device-side assert in another process."""
+    """Return the message that a user would read after a device-side assert in another process."""
     done = subprocess.run([sys.executable, "-c", ASSERTING], capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode == 0:
         return {"wrong": ["the child did not fail"]}

@@ -87,7 +87,7 @@ def resumed(spec: RankSpec) -> RankSpec:
 
 
 def attempt(spec: RankSpec, kind: str, stop_at: int | None = None) -> float:
-    """Run an attempt, which is asked to stop at a step where one is given; return its seconds."""
+    """Run an attempt, stopped at `stop_at` if given; return its seconds."""
     began, paths = time.monotonic(), RunPaths(spec.run_dir)
     argv = [sys.executable, "-m", "support.graph_rank", str(write_spec(spec)), kind]
     with paths.log(0).open("ab") as log:
@@ -120,13 +120,13 @@ def differences(one: RankSpec, other: RankSpec) -> tuple[list[str], list[str]]:
     names = sorted(tensors[0].keys() | tensors[1].keys())
     differing = [name for name in names if not all(name in of_run for of_run in tensors) or not equal(name, tensors)]
     curves = [curve_of(spec, "heldout_fvu") for spec in (one, other)]
-    # The run that was stopped has one point more.
+    # The run that was stopped has one more point.
     is_alike = curves[0] and curves[0].items() <= curves[1].items()
     return differing, [] if is_alike else ["the curve of held-out FVU"]
 
 
 def equal(name: str, tensors: list[dict[str, torch.Tensor]]) -> bool:
-    # Not a comparison of numbers, in which NaN differs from itself.
+    # Compare bytes, since NaN differs from itself as a number.
     first, second = (of_run[name].contiguous().view(-1).view(torch.uint8) for of_run in tensors)
     return torch.equal(first, second)
 

@@ -57,7 +57,7 @@ EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("copy from first", SENT, True, in_place(lambda group, tensors: group.copy_from_first_(tensors))),
     ("collect", SENT, False, lambda group, tensor: group.collect(tensor, [len(tensor)], 0)[0].to(tensor.device)),
 )
-# Copies to the host, which a graph cannot hold; and no step does it.
+# It copies to the host, which a graph cannot contain; no step uses it.
 NOT_IN_GRAPHS = ("collect",)
 
 
@@ -109,7 +109,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def checked(group: Ranks, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield for each exchange and type "ok", or what is wrong."""
+    """Yield "ok" or the error for each exchange and type."""
     for name, dtypes, takes_0_dim, exchange in EXCHANGES:
         for dtype in dtypes:
             for shape in [(N_ROWS,), (N_ROWS, 3), *([()] if takes_0_dim else [])]:
@@ -163,7 +163,7 @@ def replayed(exchange: Exchange, group: Ranks, dtype: torch.dtype, device: torch
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}"
     finally:
-        # A graph with NCCL's kernels has to be gone before the group is.
+        # A graph with NCCL kernels must be freed before the group.
         graph.reset()
 
 

@@ -60,7 +60,7 @@ def main() -> None:
         show(figures, options.kernels)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
-        # A learner and what it has recorded name each other: nine of shape A would fill a card of 80 GB.
+        # A learner and its captured graph reference each other: nine of shape A would fill a GPU of 80 GB.
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -70,7 +70,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     shape, architecture, *rest = case.split(":")
     d_in, d_sae, k, n_tokens = SHAPES[shape]
     job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
-    # Before real steps on a CPU, which choose another search for the largest.
+    # Model first: real steps on a CPU select another top-k implementation.
     expected = modelled_ms(job, d_in, device, dead=rest == ["dead"])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -80,7 +80,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     if rest == ["dead"]:
         silence(learner.sae)
     steps.take_plainly()
-    # With the compilation of kernels that no case before has needed.
+    # Includes the compilation of kernels that no earlier case used.
     first_step_s = milliseconds(lambda: steps.take(1), device) / 1e3
     plain, host = timed(steps, device)
     kernels, phases = profiled(steps, device)
@@ -120,7 +120,7 @@ def silence(sae: Any) -> None:
 
 
 def timed(steps: RepeatedStep, device: torch.device) -> tuple[float, float]:
-    """Return the ms of a step, and those that the host takes for one while the device has nothing else to do."""
+    """Return the ms of a step, and the host's ms per step on an otherwise idle device."""
     steps.take(WARM_UP)
     whole = milliseconds(lambda: steps.take(N_TIMED), device) / N_TIMED
     host = []

@@ -29,7 +29,7 @@ from trainer.ranks.foreground import read_progress
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SHAPES = {"cuda": (768, 24576, 32, 4096), "cpu": (64, 512, 8, 256)}
-# Until the ranks train, and from the kill to the end of the command.
+# Limits until the ranks train, and from the kill to the end of the command; poll interval.
 STARTED_S, ENDED_S, POLL_S = 90.0, 60.0, 0.2
 
 

@@ -1,9 +1,9 @@
-"""Counts of the source: sizes of functions and files, and what each folder asks of its reader.
+"""Counts of the source: sizes of functions and files, and the structure of each folder.
 
 python tests/benchmarks/house.py [CHECKOUT]
 
-Rooms are the files and folders on one level of a folder, floors the longest way down through their imports (those for
-type checkers too), arrows the pairs of rooms of which one imports the other, and back up the arrows within a circle.
+Rooms are the files and folders on one level of a folder; floors are the longest chain of their imports (including those
+for type checkers); arrows are the pairs of rooms with an import; arrows back up are those within a cycle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(root: Path) -> None:
 
 
 def sizes(files: list[Path]) -> dict[str, object]:
-    """Return counts of files, lines and functions, and of how these are told."""
+    """Return counts of files, lines and functions, and of their docstrings."""
     texts = [file.read_text() for file in files]
     lines = [len(text.splitlines()) for text in texts]
     functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]
@@ -106,7 +106,7 @@ def _is_room(path: Path) -> bool:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Name the rooms of a package that a file imports from, also where only a type checker looks."""
+    """Yield the rooms of a package that a file imports, including imports for type checkers only."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:

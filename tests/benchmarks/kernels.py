@@ -34,13 +34,13 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# Calls between two looks at a GPU's clock, so that launches overlap with work as they do in a step.
+# Calls between two readings of a GPU's clock, so that launches overlap with work as in a step.
 CALLS = 10
 
 
 @dataclass
 class Kernel:
-    """One product: how to run it, its dense counterpart, its operations and the bytes it has to move."""
+    """One product: a function that runs it, its dense counterpart, its operations and the bytes that it must move."""
 
     name: str
     run: Callable[[], object]
@@ -53,7 +53,7 @@ class Kernel:
 
 @dataclass
 class Result:
-    """Seconds of each way; None where there is nothing to compare with."""
+    """Seconds of each implementation; None if there is nothing to compare with."""
 
     name: str
     wall_s: float
@@ -94,7 +94,7 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
     narrow = torch.bfloat16 if options.precision == "bf16" else torch.float32
     width, n = narrow.itemsize, options.batch * options.k
     torch.manual_seed(0)
-    # What the products read is narrow, as autocast would make it; sums are fp32.
+    # Inputs of the products are 16-bit, as under autocast; sums are fp32.
     x, W_enc, W_dec = (
         torch.randn(*shape, device=options.device).to(narrow)
         for shape in ((n_tokens, d_in), (d_in, d_sae), (d_sae, d_in))
@@ -151,7 +151,7 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
 
 
 def fresh(places: Places) -> Places:
-    """Return the same places, not sorted yet."""
+    """Return the same indices, not yet sorted."""
     return Places(places.latents, places.tokens, places.starts)
 
 

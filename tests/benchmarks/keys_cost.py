@@ -1,9 +1,10 @@
-"""What keys cost: the processor time to open each screen and to leave it again, beside the dashboard's own.
+"""Measures the processor time to open and leave each screen, next to that of the idle dashboard.
 
-    PYTHONPATH=tests python tests/benchmarks/keys_cost.py [--times 20] [--size 120x40]
+PYTHONPATH=tests python tests/benchmarks/keys_cost.py [--times 20] [--size 120x40]
 
-Runs the app on simulated GPUs in a pseudo-terminal, with a finished job in the list. The limit is 100 ms: what a person
-takes for at once (Miller 1968).
+Runs the app on simulated GPUs in a pseudo-terminal, with a finished job in the list. The limit is 100 ms, which a
+person
+perceives as instantaneous (Miller 1968).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--size", default="120x40")
     options = parser.parse_args()
-    # The app that is timed is the one beside this file, wherever another one is installed.
+    # Time the app next to this file, even if another one is installed.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         box = Box(Path(folder))

@@ -84,7 +84,7 @@ def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> No
         opening = time.perf_counter() - began
         in_batches = 4 * d_in * source.n_tokens / timed(read_in_batches, source) / 1e9
         speeds = [in_batches]
-        if where == "cache":  # what is mapped cannot be dropped from it again
+        if where == "cache":  # mapped pages cannot be dropped from the cache
             source.read_by_all_threads()
             read = functools.partial(read_in_batches, empty=one_place(d_in))
             speeds.append(4 * d_in * source.n_tokens / timed(read, source) / 1e9)
@@ -95,7 +95,7 @@ def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> No
 
 
 def prepare(files: list[Path], where: str) -> None:
-    """Put files into the page cache, or out of it."""
+    """Load files into the page cache, or drop them from it."""
     if where == "cache":
         read_through(files)
         return
@@ -122,7 +122,7 @@ def read_in_batches(source: Shards, empty: Empty = empty_rows) -> None:
 
 
 def one_place(d_in: int) -> Empty:
-    """Return what gives the same memory for each batch."""
+    """Return a function that returns the same memory for each batch."""
     place = torch.empty(BATCH * d_in)
     return lambda n, width, _: place[: n * width].view(n, width)
 
@@ -145,7 +145,7 @@ def wait_of_training(folder: Path) -> float:
 
 
 class Waits(Progress):
-    """Keeps the last share of time that a training has waited for data."""
+    """Keeps the last reported share of time that a training waited for data."""
 
     last = 0.0
 

@@ -67,7 +67,7 @@ def short_rate(d_sae: int, batch: int) -> float:
 
 
 class Rows:
-    """The rows [n_tokens, d_in] of a hook, where those of some texts are held out."""
+    """The rows [n_tokens, d_in] of a hook; the rows of some texts are held out."""
 
     def __init__(self, folder: Path) -> None:
         files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
@@ -193,7 +193,7 @@ def rule(left: int, y: float) -> str:
 
 
 def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
-    """Run what is missing from the results, and add it."""
+    """Run the cases that the results lack, and append them."""
     rows = Rows(folder)
     for n_steps in options.steps:
         for seed in options.seeds:

@@ -1,11 +1,10 @@
-"""What a monitor costs that is left open: this app, nvitop and nvtop on the same cards in the same run.
+"""Compares the cost of monitors that stay open: this app, nvitop and nvtop on the same GPUs in the same run.
 
-    python tests/benchmarks/monitors.py [--gpus 8] [--seconds 60] [--size 120x40] [--nvitop PATH] [--nvtop PATH]
+python tests/benchmarks/monitors.py [--gpus 8] [--seconds 60] [--size 120x40] [--nvitop PATH] [--nvtop PATH]
 
-Each runs in a pseudo-terminal of its own, one after the other, at one sample per second, on a stand-in for
-libnvidia-ml.so.1 whose values all move, with a process on each card. The last column is this app's figure as a share of
-the limit it is to keep at 120x40; at 200x60 it may send twice as much. A peer that is not
-installed is left out and named.
+Each monitor runs in turn in its own pseudo-terminal, with one sample per second, on a stand-in for libnvidia-ml.so.1
+whose values all change, with a process on each GPU. The last column is this app's figure as a share of its limit at
+120x40; at 200x60 it may send twice as much. Monitors that are not installed are skipped and listed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Monitor:
-    """A program that shows GPUs: how it is started, what its first whole picture says of the last card, how it ends."""
+    """A GPU monitor: its command, the text of its first complete screen about the last GPU, and its quit key."""
 
     name: str
     argv: list[str]
@@ -123,7 +122,7 @@ def monitors(options: argparse.Namespace, folder: str) -> list[Monitor]:
 
 
 def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], seconds: float) -> dict[str, float]:
-    """Return the figures of a program that is started, left alone, and moved about in."""
+    """Return the figures of a program that is started, left idle, and navigated."""
 
     def begin() -> tuple[Terminal, float]:
         terminal = Terminal(monitor.argv, columns=columns, rows=rows, env=env)
@@ -161,9 +160,9 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
 
 
 def press_keys(terminal: Terminal, seconds: float) -> list[float]:
-    """Move the cursor down and up so often for so long; return the milliseconds until each key shows.
+    """Move the cursor down and up for this many seconds; return the milliseconds until each key has an effect.
 
-    A sample that is drawn just then is taken for the key's answer, which flatters every program alike.
+    A sample drawn at that moment counts as the effect, which favours all programs equally.
     """
     latencies = []
     deadline = time.monotonic() + seconds

@@ -27,7 +27,7 @@ from rich.table import Table
 D_IN, K = 384, 32
 ALONE = ("alone", "alone, shared tokens")
 MODES = ("single", "ddp", "tensor", *ALONE, "auto")
-# Where a rank is given its part of the step's tokens.
+# The modes that give each rank a share of the step's tokens.
 SHARES_TOKENS = ("ddp", "alone, shared tokens", "auto")
 
 
@@ -69,7 +69,7 @@ def name_of(mode: str, runs: list[dict[str, Any]]) -> str:
 
 
 def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one bench, or as many at once that know nothing of each other, and return what it measured."""
+    """Run one bench, or several independent ones at once, and return the measurements."""
     is_alone = mode in ALONE
     ranks = 1 if mode == "single" or is_alone else options.ranks
     settings = {

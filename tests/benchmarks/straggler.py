@@ -92,7 +92,7 @@ def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
 
 @contextlib.contextmanager
 def burning(n_burners: int):
-    """Keep core 1 busy with so many processes."""
+    """Keep core 1 busy with `n_burners` processes."""
     burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(n_burners)]
     for burner in burners:
         os.sched_setaffinity(burner.pid, {1})
@@ -105,7 +105,7 @@ def burning(n_burners: int):
 
 
 def rate(run_dir: Path, seconds: float) -> float:
-    """Return the tokens per second in the last half of so many seconds."""
+    """Return the tokens per second in the last half of these seconds."""
     time.sleep(seconds / 2)
     before, began = tokens_done(run_dir), time.monotonic()
     time.sleep(seconds / 2)

@@ -95,7 +95,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, *sys.argv, "--worker", name]
-        # Ours as a rank is started; the others as their users start them.
+        # Start ours like a rank, and the others as their users do.
         own = {"THP_MEM_ALLOC_ENABLE": "1"} if name.startswith("ours") else {}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)
@@ -254,7 +254,7 @@ class Trial:
         wall_s = timed(lambda: [self._recipe.step(x) for x in batches], self._device)
         cpu_s = (time.process_time() - cpu) / torch.get_num_threads()
         if self._device.startswith("cuda"):
-            # What this process keeps for its next round, the others could not have.
+            # Free cached memory, which the other processes need.
             torch.cuda.empty_cache()
         return {"wall_s": wall_s / len(batches), "cpu_s": cpu_s / len(batches)}
 

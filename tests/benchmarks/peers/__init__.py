@@ -48,7 +48,7 @@ def build(name: str, setup: Setup, sample: Tensor) -> Recipe:
 
 
 def available(names: list[str]) -> list[str]:
-    """Return the names of those that can run; print one line on what each of the others lacks."""
+    """Return the names of the recipes that can run; print one line with the missing requirement of each other one."""
     lacking = {name: RECIPES[name].missing() for name in names}
     for name, lack in lacking.items():
         if lack:

@@ -26,7 +26,7 @@ class Setup:
     device: str = "cpu"
     bf16: bool = False
     seed: int = 0
-    # Whether a trainer that chooses its steps by itself may do so: it gets as many tokens then, in other batches.
+    # Whether a trainer that chooses its own step size may do so: it then gets the same tokens in other batches.
     own_steps: bool = False
 
     @property
@@ -56,7 +56,7 @@ class Recipe(ABC):
     name: str
     kind = "topk"
     package, module = "torch", "torch"
-    # Whether it is one of the trainers to be measured against, not a loop written here.
+    # Whether it is another tool's trainer, not a loop written here.
     is_peer = True
     writes_sae = True
 
@@ -86,7 +86,7 @@ class Recipe(ABC):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Name what the recipe needs and does not find; None if it can run."""
+        """Return the missing requirement of the recipe; None if it can run."""
         return None if importlib.util.find_spec(cls.module) else f"{cls.package} is not installed"
 
     @classmethod

@@ -18,7 +18,7 @@ class Ours(Recipe):
     architecture = "topk"
     is_peer = False
 
-    # The one place that knows the inside of `trainer`: how a step is taken and what comes out.
+    # The only place that depends on internals of `trainer`: how to take a step and read its results.
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         from trainer.contract.settings.job_file import parse_job
         from trainer.parallel.base import Parallel

@@ -35,7 +35,7 @@ class SaeLensTopK(Recipe):
         self._trainer: Any = SAETrainer(config, self.sae, data_provider=iter(()))
 
     def _own(self, setup: Setup) -> dict[str, Any]:
-        """Return what this kind of SAE alone must be told."""
+        """Return the settings that only this kind of SAE needs."""
         return {}
 
     def step(self, x: Tensor) -> None:
