@@ -109,7 +109,7 @@ def _code(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return words of a help text in which no sign means anything to Markdown."""
+    """Return words of a help text without characters that are special in Markdown."""
     return re.sub(r"([<*\[\]]|(?<!\w)_)", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 
@@ -121,7 +121,7 @@ def _knob_table(section: str, knobs: Iterable[Knob]) -> str:
 def _default(knob: Knob) -> str:
     if knob.required:
         return "required"
-    if knob.default is msgspec.NODEFAULT:  # of a list it is made anew, and empty
+    if knob.default is msgspec.NODEFAULT:  # the field of a list, created anew for each struct
         return "`[]`"
     return "none" if knob.default is None else _code(msgspec.json.encode(knob.default).decode())
 
@@ -173,7 +173,7 @@ def _section(name: str, heading: str) -> Iterator[str]:
         return
     field, registry = CHOSEN[name]
     own = {word: knobs_of(entry.knobs) for word, entry in registry.items()}
-    # What belongs to an entry is told with the entry.
+    # Settings of list entries are documented with the entry.
     of_entries = {knob.name for knobs in own.values() for knob in knobs}
     yield _knob_table(name, (knob for knob in section_knobs(name) if knob.name not in of_entries))
     for word, knobs in own.items():

@@ -1,8 +1,8 @@
-"""How long a GPU would take for a step, modelled from its operations, with constants that fit an H200.
+"""Models the time of a step on a GPU from its operations, with constants that fit an H200.
 
-Each operation takes the longest of its bytes at the memory's speed, its products at the units' speed, and the start of
-its kernels. The steps that were measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than this says, those
-of smaller SAEs up to 30 %: hundreds of small operations are each a little slower than a launch.
+Each operation takes the longest of three times: its bytes at the memory's bandwidth, its FLOPs at the compute rate, and
+its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than modelled, those of
+smaller SAEs up to 30 %, since each of hundreds of small operations is slightly slower than a launch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ L2 = {False: 7.5e12, True: 5e12}
 PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
-# Seconds from the start of one kernel to that of the next, and of the host for one: an H200's in a virtual machine with
-# slow cores. A fast host takes a fifth of that.
+# Seconds between the starts of two kernels, and host seconds per kernel: an H200 in a virtual machine with slow cores.
+# A fast host needs a fifth of that.
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
-# Seconds of the host for a step that is replayed.
+# Host seconds for a replayed step.
 HOST_RECORDED = 0.4e-3
-# How many times as long torch takes where operands are of several shapes or types, which it reads one number at a time.
+# Slowdown of torch for operands of different shapes or types, which it reads one number at a time.
 _UNEVEN = 2
 # Seconds for an instruction of one of the threads that look through rows, which take longer for these than to read:
 # 11,550 and 5,280 in each of 128 threads a row took 0.327 and 0.145 ms. By sm_90's code they are, for a number that is
@@ -79,7 +79,7 @@ class Modelled(NamedTuple):
 
 
 def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
-    """Return what a step costs; where it is recorded, the host starts it at once."""
+    """Return the cost of a step; with `is_recorded` the host starts it as one graph."""
     launches = sum(cost(op).launches for op in step.ops)
     n_bytes = sum(op.bytes for op in step.ops)
     host = HOST_RECORDED if is_recorded else HOST_LAUNCH * launches
@@ -87,10 +87,11 @@ def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
 
 
 def floor_s(d_in: int, d_sae: int, n_tokens: int) -> float:
-    """Return the seconds below which no step of a TopK SAE with 16-bit products and Adam in fp32 can be.
+    """Return the minimum seconds of a step of a TopK SAE with 16-bit products and Adam in fp32.
 
-    One dense product; and of each weight, in bytes: weight and two moments read and written, 24; its gradient written
-    and read, 8; its 16-bit copy written and read, 4. Rows of active latents are not in it.
+    It includes one dense product and, for each weight, in bytes: weight and two moments read and written, 24; its
+    gradient
+    written and read, 8; its 16-bit copy written and read, 4. Rows of active latents are not included.
     """
     product = 2 * n_tokens * d_in * d_sae / PEAK[torch.bfloat16]
     return product + 36 * 2 * d_in * d_sae / BANDWIDTH
@@ -159,7 +160,7 @@ def _sort(op: Op) -> Cost:
 
 
 def _gathered(op: Op) -> Cost:
-    """Count an index into a matrix: what is gathered comes in pieces of 32 bytes, of which a part is wanted."""
+    """Return the cost of indexing a matrix: data is gathered in sectors of 32 bytes, of which only a part is used."""
     out = _bytes(op.writes)
     return Cost(1, max((4 * out + _bytes(op.reads[1:])) / BANDWIDTH, LAUNCH), "gather")
 
@@ -191,7 +192,7 @@ def _fused_adam(op: Op) -> Cost:
 
 def _gather_kernel(op: Op) -> Cost:
     """Count a kernel that gathers rows: bytes from memory, and bytes from the cache."""
-    # Rows are what is gathered from: the last matrix.
+    # Rows are gathered from the last matrix.
     rows = [one for one in op.reads if len(one.shape) == 2][-1]
     n_entries, width = op.argument("n_entries"), rows.shape[1]
     gathered = n_entries * width * rows.dtype.itemsize
@@ -205,7 +206,7 @@ def _gather_kernel(op: Op) -> Cost:
 def _latent_kernel(op: Op) -> Cost:
     """Count a kernel that gathers each latent's rows, likewise; the latent's own rows pass once."""
     if op.argument("latents") is not None:
-        # What is beyond the first entries of a few latents.
+        # The entries of a few latents that exceed the first block.
         return Cost(1, 8e-6, "gathering kernel")
     dense, multiplies = op.argument("dense"), op.argument("rows") is not None
     n_entries, width = op.argument("n_entries"), dense.shape[1]
@@ -221,7 +222,7 @@ def _row_kernel(op: Op) -> Cost:
 
 
 def _selecting_kernel(op: Op) -> Cost:
-    """Count a kernel that looks through a row per program: its bytes, or the instructions of its threads."""
+    """Return the cost of a kernel that searches a row per program: its bytes, or its threads' instructions."""
     n_rows, n_columns = op.argument("bits").shape
     moved = op.bytes
     if op.name in _OF_WHOLE_ROWS:
@@ -242,13 +243,13 @@ def _counting_kernel(op: Op) -> Cost:
 
 
 def _sharing_kernel(op: Op) -> Cost:
-    """Count a kernel whose programs share the search: its bytes, or the rounds of its programs."""
+    """Return the cost of a kernel whose programs share the search: its bytes, or the rounds of its programs."""
     rounds = math.ceil(op.grid[0] / (PROCESSORS * 6))
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, rounds * _ROUND), "selecting kernel")
 
 
 def _candidates_kernel(op: Op) -> Cost:
-    """Count a kernel each program of which reads all."""
+    """Return the cost of a kernel in which each program reads everything."""
     return Cost(1, LAUNCH + op.argument("silence").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 

@@ -1,4 +1,4 @@
-"""Rows for shards of every kind, tables with a column of them, and how a folder of shards is refused."""
+"""Rows for shards of every kind, tables with a column of rows, and the error for a folder of shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trainer.contract.errors import JobFileError
 from trainer.contract.settings.shards import inspect_shards
 
-# How the refusal of a file without rows begins.
+# The start of the error for a file without rows.
 BEGINS = "is not an array of rows [n_tokens, d_in]: "
 
 
@@ -29,7 +29,7 @@ def lists(*values: Any, kind: pa.DataType | None = None) -> pa.Table:
 
 
 def problem(folder: Path, read: Callable[[Path], object] = inspect_shards) -> str:
-    """Return the one sentence in which a folder of shards is refused."""
+    """Return the one-sentence error for a folder of shards."""
     with pytest.raises(JobFileError) as caught:
         read(folder)
     (refusal,) = caught.value.problems

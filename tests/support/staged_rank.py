@@ -1,8 +1,8 @@
-"""One rank whose direct transfers hang or bring wrong values, as between GPUs whose transfers are lost on the way.
+"""One rank whose direct transfers hang or return wrong values, as between GPUs that lose transfers.
 
-    RANK=0 python -m support.staged_rank FOLDER N_RANKS FAULT
+RANK=0 python -m support.staged_rank FOLDER N_RANKS FAULT
 
-FAULT: "hangs" until transfers go through the host's memory, or "always" also then; rank 1 has it.
+FAULT: "hangs" until transfers go through host memory, or "always" also then; only rank 1 has the fault.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lossy(Ranks):
 
 
 def main(folder: Path, n_ranks: int, fault: str) -> None:
-    """Open the connections and write what became of it: pid, whether staged, and the environment."""
+    """Open the connections and write the outcome: pid, whether staged, and the environment."""
     rank, opening.LIMIT_S = int(os.environ["RANK"]), 60.0 if staging.is_staged() else 3.0
 
     def report(**found: object) -> None:

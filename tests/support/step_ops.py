@@ -1,4 +1,4 @@
-"""Every operation of a step as a GPU runs it: what it reads and writes, and where in the trainer it is asked for."""
+"""Every operation of a GPU step: its reads and writes, and the trainer line that requests it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.parallel.base import Parallel
 from trainer.saes.kernels import foreseen, sparse
 from trainer.training.learner import Learner
 
-# They launch nothing.
+# Operations that launch nothing.
 _FREE = {
     "new_empty", "new_empty_strided", "empty", "empty_like", "empty_strided", "detach", "lift_fresh", "alias", "set_",
     "_record_function_enter_new", "_record_function_exit", "device",
@@ -34,7 +34,7 @@ _FREE = {
 # The host waits for their result.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
 _QUESTIONS = ("nonzero", "__bool__", "cpu", "numpy", "tolist")
-# It waits for these, too: the memory that they copy numbers of the host from is not pinned.
+# The host waits for these, too: they copy numbers from unpinned host memory.
 _FROM_HOST = ("tensor", "as_tensor", "asarray")
 WAITS |= {*_QUESTIONS, *_FROM_HOST, "new_tensor", "read"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
@@ -50,7 +50,7 @@ class Operand(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory: what is expanded has them once."""
+        """Bytes in memory; an expanded tensor counts once."""
         n = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1
@@ -72,7 +72,7 @@ class Op:
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
     at: str
-    # Of a Triton kernel: itself, how many programs, and all it is called with by name; tensors as operands.
+    # For a Triton kernel: the kernel, the number of programs, and its arguments by name, with tensors as operands.
     kernel: Any = None
     grid: tuple[int, ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -88,7 +88,7 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are read and written if each operand passes once; where only `some_rows` are looked at, these."""
+        """Bytes read and written if each operand passes once; with `some_rows`, only those rows count."""
         named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
         if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))
@@ -96,7 +96,7 @@ class Op:
         return sum(one.bytes * n // max(one.shape[0], 1) for one in (*self.reads, *self.writes))
 
     def argument(self, name: str) -> Any:
-        """Return what a kernel is called with."""
+        """Return a kernel argument."""
         return dict(self.arguments)[name]
 
 
@@ -134,12 +134,12 @@ class Step:
 
     @property
     def waits(self) -> list[str]:
-        """Where the host waits for the device."""
+        """The operations at which the host waits for the device."""
         return [f"{op.name} at {op.at}" for op in self.ops if op.name in WAITS]
 
 
 class OpLog(TorchDispatchMode):
-    """Writes down the operations of torch that are run, and the kernels that would be launched."""
+    """Records torch operations as they run, and the kernels that would be launched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ class OpLog(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.ops.append(Op(name, _operands(args), (), _place()))
             return 0.0 if args[0].is_floating_point() else 0
-        # Nothing comes of it, and PyTorch 2.11 has no stand-in for the one whose rate is a tensor.
+        # It has no result, and PyTorch 2.11 has no fake version of the variant with a tensor rate.
         result = None if name == "_fused_adam_" else func(*args, **(kwargs or {}))
         if name not in _FREE and not _is_view(func, result):
             self.ops.append(_op_of(func, name, (args, kwargs), result))
@@ -159,7 +159,7 @@ class OpLog(TorchDispatchMode):
 
     @contextlib.contextmanager
     def kernels(self) -> Iterator[None]:
-        """Write Triton's kernels down in place of launching them."""
+        """Record Triton kernels instead of launching them."""
         log = self.ops
 
         def launcher(kernel: Any, grid: Any) -> Any:
@@ -268,7 +268,7 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
     called = dict(zip(kernel.arg_names, args, strict=False)) | named
     arguments = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in called.items()}
     tensors = [(name, one) for name, one in arguments.items() if isinstance(one, Operand)]
-    # By its name is known what is written, and what is both read and written.
+    # The name shows whether an argument is written, or both read and written.
     writes = tuple(one for name, one in tensors if name.startswith(("out", "inout")))
     reads = tuple(one for name, one in tensors if not name.startswith("out"))
     shape = tuple(map(int, grid(named) if callable(grid) else (grid if isinstance(grid, tuple) else (grid,))))
@@ -277,11 +277,11 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
 
 def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
     args, named = arguments
-    # What it is told to write to is not read.
+    # An `out` argument is written, not read.
     reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
     writes = _operands(result)
     if func._schema.is_mutable:
-        # What is changed in place is returned, or among the arguments where nothing is.
+        # An operation returns what it changes in place, or changes its arguments if it returns nothing.
         writes = writes or _mutated(func, arguments)
     return Op(name, reads, writes, _place())
 
@@ -308,7 +308,7 @@ def _operand(tensor: Tensor) -> Operand:
 
 
 def _place() -> str:
-    """Return the innermost line of the trainer that is being run, as "saes/topk.py:43"."""
+    """Return the innermost trainer line that is running, as "saes/topk.py:43"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""A table of what a GPU does in a step of every architecture, kept with the code so that a review sees a change.
+"""A table of the GPU operations in a step of every architecture, tracked in git so that a review sees changes.
 
 PYTHONPATH=tests python -m support.step_table > tests/trainer/ops_of_a_step.csv
 """
@@ -19,14 +19,14 @@ COLUMNS = "architecture,case,ops of the passes,ops of the update,kernels launche
 
 
 class Way(NamedTuple):
-    """Another way to take a step: its settings of the training, and how many ranks share the latents."""
+    """A variant of a step: its training settings, and the number of ranks that share the latents."""
 
     train: dict[str, Any]
     n_ranks: int = 1
 
 
 PLAIN = Way({"precision": "bf16"})
-# Of TopK, by the words that follow its name in the table.
+# Variants of TopK, by the words after its name in the table.
 OTHERS = {
     "with int8 state": Way({"precision": "bf16", "state": "int8"}),
     "in fp16": Way({"precision": "fp16"}),
@@ -35,7 +35,7 @@ OTHERS = {
 
 
 def rows() -> Iterator[str]:
-    """Yield the table's lines, the names of its columns first."""
+    """Yield the rows of the table, the column names first."""
     yield COLUMNS
     for architecture in ARCHITECTURES:
         for case in cases(architecture):
@@ -51,7 +51,7 @@ def cases(architecture: str) -> tuple[str, str]:
 
 
 def row(architecture: str, case: str, way: Way = PLAIN) -> str:
-    """Return one architecture's line in one case."""
+    """Return the row of one architecture in one case."""
     ranks, mode = one_of_ranks(1, way.n_ranks)
     job = job_of(SAE | {"architecture": architecture}, {"batch_size": 4096} | way.train, mode)
     step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense", parallel=ranks)

@@ -38,7 +38,7 @@ class Texts:
         return set(self._cores)
 
     def core(self, label: str) -> str:
-        """Return the three cells by which the label's text is recognised, since they stand nowhere else."""
+        """Return the three cells that identify the label's text, since they occur nowhere else."""
         number = len(self._cores)
         return self._cores.setdefault(label, f"Ж{_LETTERS[number // 36]}{_LETTERS[number % 36]}")
 
@@ -47,15 +47,15 @@ class Texts:
         return self.core(label) + MARKUP + "".join(order.sample(list(pieces), len(list(pieces))))
 
     def short(self, label: str) -> str:
-        """Return a text for a place of few characters, as a name on a card."""
+        """Return a text for a field of few characters, such as a name on a GPU card."""
         return self.text(label)[:40]
 
     def line(self, label: str) -> str:
-        """Return a text for a single line, as an output of another program."""
+        """Return a text for a single line, such as another program's output."""
         return self.text(label, pieces=[piece for piece in PIECES if not piece.isspace() and piece != "\x85"])
 
     def log(self, label: str) -> str:
-        """Return a text for a log, in which a carriage return would take back what stands before it."""
+        """Return a text for a log, in which a carriage return would overwrite the preceding text."""
         return self.text(label).replace("\r", "")
 
     def file(self, label: str) -> str:
@@ -68,13 +68,13 @@ class Texts:
 
 
 def taken_for_markup(shown: str) -> list[str]:
-    """Return texts of which the markup is gone though there was room for it."""
+    """Return the texts whose markup is missing although it would have fitted."""
     return re.findall("Ж..�.{0,8}", shown)
 
 
 def leaked(raw: bytes) -> list[str]:
-    """Return what could steer the terminal and is none of the app's own sequences, with the text around it."""
-    # What is still on its way may end within a character, or within a sequence.
+    """Return sequences that could control the terminal and are not the app's own, with the surrounding text."""
+    # Output still in transit may end within a character or a sequence.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
     left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))
     return [left[max(0, at - 20) : at + 20] for at, char in enumerate(left) if not char.isprintable()]

@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA graph on a CPU: repeats operations and kernels on the same memory, and no line of Python."""
+"""A stand-in for a CUDA graph on a CPU: repeats operations and kernels on the same memory, without running Python code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-# What only makes memory.
+# Operations that only allocate memory.
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class TapeOnCpu(TorchDispatchMode):
-    """Unlike a graph it also does what it records, so that the first replay does nothing."""
+    """Unlike a graph it also executes the operations that it captures, so the first replay does nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,6 +61,6 @@ class TapeOnCpu(TorchDispatchMode):
 def _again(func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
     found = func(*args, **named)
     for before, now in zip(tree_leaves(result), tree_leaves(found), strict=True):
-        # Views and what is changed in place are the same memory.
+        # Views and tensors changed in place share the same memory.
         if isinstance(before, Tensor) and before.data_ptr() != now.data_ptr():
             before.copy_(now)

@@ -51,7 +51,7 @@ class Terminal:
         self.started = time.monotonic()
         self._master, slave = pty.openpty()
         self._set_size(columns, rows)
-        # Set by some test runners, COLUMNS and LINES would win over the size of the terminal.
+        # Some test runners set COLUMNS and LINES, which would override the size of the terminal.
         own = ("COLUMNS", "LINES", "COLORTERM")
         environment = {name: value for name, value in env.items() if name not in own} | {
             "TERM": "xterm-256color",
@@ -96,31 +96,31 @@ class Terminal:
             self.read(gap_s)
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size of the terminal; its program learns of it by SIGWINCH."""
+        """Change the size of the terminal and send its program SIGWINCH."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
-        # The kernel tells only those whose controlling terminal it is.
+        # The kernel signals only processes whose controlling terminal it is.
         self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> None:
-        """Feed the screen with what comes within this time."""
+        """Feed the screen with the output of this many seconds."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if not self._pump(left):
                 return
 
     def read_until_quiet(self, quiet_s: float, seconds: float) -> None:
-        """Read until nothing has come for so long, or the program has ended; raise `AssertionError` at the limit."""
+        """Read until no output has come for `quiet_s`, or the program has ended; raise `AssertionError` at the limit."""
         deadline = time.monotonic() + seconds
         while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
             if time.monotonic() > deadline:
                 raise AssertionError(f"it draws without end for {seconds:g} s")
 
     def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 30) -> str:
-        """Return the screen once it shows this; raise `AssertionError` with the screen where it never does."""
+        """Return the screen once it shows this; raise `AssertionError` with the screen on a timeout."""
         shows = expected if callable(expected) else lambda text: expected in text
         deadline = time.monotonic() + seconds
         while not shows(self.text):
@@ -130,7 +130,7 @@ class Terminal:
         return self.text
 
     def wait_for_exit(self, seconds: float = 20) -> int:
-        """Return the exit code; read on meanwhile, since a program cannot end while nobody reads its last lines."""
+        """Return the exit code; keep reading, since a program cannot exit while its last output is unread."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end; the screen:\n{self.text}"

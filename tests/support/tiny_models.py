@@ -14,13 +14,13 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 D_IN, N_BLOCKS, CONTEXT = 32, 3, 64
-# Gemma-3's: its first two blocks see no further, its last sees all.
+# As in Gemma-3: its first two blocks have a sliding window, its last attends to everything.
 SLIDING_WINDOW = 5
 DECODERS = ("gpt2", "llama", "gemma3", "qwen3")
 ENCODERS = ("bert", "roberta")
 FAMILIES = (*DECODERS, *ENCODERS)
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
-# What the tokenizer of a family puts around a text.
+# The text that each family's tokenizer puts around a text.
 AROUND = {"gpt2": "$A", "llama": f"{BOS} $A", "gemma3": f"{BOS} $A", "qwen3": "$A"}
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}" + EOS + "{% endfor %}"
 VOCABULARY = "the a cat dog sat ran on over under red blue small mat hill and then it saw was not here"

@@ -40,7 +40,7 @@ _LATEST_S = 600.0
 
 
 class Camera:
-    """Presses keys and takes pictures of what they do."""
+    """Presses keys and takes pictures of the result."""
 
     def __init__(self, pilot: Pilot[Any]) -> None:
         self.pilot = pilot
@@ -48,7 +48,7 @@ class Camera:
         self.pictures: list[Picture] = []
 
     async def take(self, caption: str, seconds: float) -> None:
-        """Take a picture once the app has drawn what is due."""
+        """Take a picture once the app has drawn all pending updates."""
         await self.pilot.pause(0.3)
         self.pictures.append(Picture(self.app.export_screenshot(), seconds, caption))
 
@@ -101,7 +101,7 @@ class Camera:
 
 
 async def tour(camera: Camera) -> int:
-    """Go through the app; return the number of the picture to be seen where nothing moves."""
+    """Run the tour; return the number of the picture to show without animation."""
     await camera.pilot.pause(_WARM_UP_S)
     await camera.take("see what every GPU does", 2.5)
     await choose(camera)
@@ -110,7 +110,7 @@ async def tour(camera: Camera) -> int:
     await camera.take("it runs by itself", 1.2)
     await camera.press("enter", caption="enter: watch", ready=lambda: camera.app.session.detail is not None)
     await camera.follow(1, "watch", 0.5, 0.1)
-    # The last one in which it still runs.
+    # The last picture in which the job still runs.
     still = len(camera.pictures) - 2
     await camera.take("watch", 1.5)
     await camera.press("f", caption="f: what its latents fire on", seconds=2.0, ready=lambda: shows(camera, "features"))
@@ -130,7 +130,7 @@ def is_reviewed(camera: Camera) -> bool:
 
 
 async def choose(camera: Camera) -> None:
-    """Open the launch screen, leave the third card, name the job."""
+    """Open the launch screen, deselect the third GPU, name the job."""
     await camera.press("n", caption="n: a new job", seconds=1.5, ready=lambda: is_reviewed(camera))
     await camera.press("down", "down", "space", caption="choose GPUs", seconds=0.7)
     await camera.press("f3", caption="settings, checked as you type", seconds=0.6)
@@ -140,7 +140,7 @@ async def choose(camera: Camera) -> None:
 
 
 async def again(camera: Camera) -> None:
-    """Launch the same with more active latents."""
+    """Launch the same job with more active latents."""
     await camera.press("y", caption="y: again, but different", seconds=1.0, ready=lambda: shows(camera, "launch"))
     await camera.press("f3", caption="y: again, but different", seconds=0.4)
     await camera.go_to("name", "y: again, but different")
@@ -154,7 +154,7 @@ async def again(camera: Camera) -> None:
 
 
 async def compare(camera: Camera) -> None:
-    """Lay both over each other."""
+    """Show both curves in one plot."""
     if not shows(camera, "dashboard"):
         await camera.press("escape", caption="back", seconds=0.5)
     await camera.press("space", "down", "space", caption="space: mark", seconds=0.6)

@@ -1,4 +1,4 @@
-"""A new optimizer, in the one file that such a thing takes; `ENTRY` is its line in the registry."""
+"""An example of a new optimizer in one file; `ENTRY` is its line in the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A panel of a job's screen as a person would add one: a file with its widget, its look and what it draws."""
+"""An example of a new panel on a job's screen: one file with its widget, its style and its content."""
 
 from __future__ import annotations
 

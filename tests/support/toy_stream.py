@@ -1,4 +1,4 @@
-"""A stream of activations as small as can be: its settings and itself, in the one file that a new stream is."""
+"""A minimal stream of activations: its settings and its class, in the one file that a new stream needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.catalog import SourceEntry
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.sources import DataShape, StreamKnobs, SyntheticKnobs
 
-# Rows that come at once: no divisor of any batch.
+# Rows per chunk: no divisor of any batch size.
 CHUNK = 37
 
 

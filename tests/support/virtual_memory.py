@@ -1,4 +1,4 @@
-"""Matrices larger than memory, of which a test writes and reads little."""
+"""Matrices larger than memory; a test writes and reads only a small part."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Numbers from which on a tensor is large.
+# Tensors with at least this many numbers are large.
 _LARGE = 2**20
 # Linux refuses no mapping with this flag for being larger than memory; Python 3.11 has no name for it.
 _MAP_NORESERVE = 0x4000
 
 
 class VirtualMemory(TorchDispatchMode):
-    """Makes tensors that are empty full of 0; large ones take no memory but for the pages that are written.
+    """Fills empty tensors with 0; large ones use memory only for the pages that are written.
 
-    As many bytes lie before each of them, so that a negative place, which an overflow makes, is one that can be read.
+    Each tensor is preceded by the same number of bytes, so that a negative index, caused by an overflow, can be read.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

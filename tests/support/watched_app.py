@@ -26,7 +26,7 @@ def name_strangers(user: str, host: str) -> None:
 
 
 def ask_no_torch() -> None:
-    """Spare the doctor two seconds of a core."""
+    """Keep the doctor from importing torch, which saves two seconds of a core."""
     torch_build._ask = lambda box: (None, "no torch")
 
 
