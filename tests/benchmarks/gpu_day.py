@@ -55,7 +55,7 @@ NOT_FOR_GPUS = ("fake_cuda/kernel_cases.py", "training/recorded_cases.py", "trai
 CASES_OF_CPU = "metrics/interval_cases.py"
 # Compiling takes 0.3 to 1 s a kernel, and there are 600; each process takes half a GB of the GPU.
 MOST_PROCESSES = 8
-# The settings of each mode next to its name, and how many GPUs it takes at least.
+# The settings of each mode, and its minimum number of GPUs.
 MODES = {"ddp": ([], 2), "tensor": ([], 2), "hybrid": (["--set", "parallel.latent_ranks=2"], 4)}
 # Seconds for all parts on one GPU and for all parts on several, and the least that a part is started with.
 LIMIT_S, LEAST_S = {False: 480.0, True: 300.0}, 5.0
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """How a part ended, and its answer, read as JSON where it is; `why` says why it was not run."""
+    """The outcome of a part, and its answer, parsed if it is JSON; `why` is the reason why it was not run."""
 
     state: str
     seconds: float = 0.0
@@ -372,7 +372,7 @@ def several_words(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:,.1f}" for name, value in answer.items() if isinstance(value, int | float))
 
 
-# By a part of their names, the first that matches.
+# The first entry whose key is part of the name applies.
 _WORDS: dict[str, Callable[[Any], str]] = {
     "checks": lambda answer: f"{answer['checks']} checks on {answer['device']}",
     "products": lambda answer: f"{answer['checks']} checks on {answer['device']}",

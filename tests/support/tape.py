@@ -1,4 +1,4 @@
-"""A stand-in for a CUDA graph on a CPU: repeats operations and kernels on the same memory, without running Python code."""
+"""A stand-in for a CUDA graph on a CPU: repeats operations and kernels on the same memory without Python code."""
 
 from __future__ import annotations
 

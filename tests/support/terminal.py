@@ -113,7 +113,7 @@ class Terminal:
                 return
 
     def read_until_quiet(self, quiet_s: float, seconds: float) -> None:
-        """Read until no output has come for `quiet_s`, or the program has ended; raise `AssertionError` at the limit."""
+        """Read until there is no output for `quiet_s` or the program has ended; raise `AssertionError` at the limit."""
         deadline = time.monotonic() + seconds
         while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
             if time.monotonic() > deadline:

@@ -33,7 +33,7 @@ from sae_tui.widgets.knob_form import KnobRow
 from trainer.contract.paths import DataDir
 
 SIZE = (112, 34)
-# Largest size of a film: what a page of this kind may weigh.
+# Maximum size of a film on a documentation page.
 LARGEST_BYTES = 900_000
 _WARM_UP_S = 50.0  # as many samples as the plots of all cards have columns
 _LATEST_S = 600.0
