@@ -1,4 +1,4 @@
-"""Decides how the ranks of a run share its work: measures them, settles what the job leaves open, makes the plan."""
+"""Decides how the ranks share the work: measures them, resolves the "auto" settings, and makes the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 class Arranged(NamedTuple):
-    """The job with nothing left open, the parallel mode of this rank, and the plan to show."""
+    """The job with every setting resolved, the parallel mode of this rank, and the plan to show."""
 
     job: JobConfig
     parallel: Parallel
@@ -45,32 +45,32 @@ def arrange(
     may_take: int | None = None,
     model_why: str = "",
 ) -> Arranged:
-    """Measure the ranks, settle what `job` leaves open, and return the result with the parallel mode of this rank.
+    """Measure the ranks, resolve the open settings of `job`, and return the job, this rank's mode and the plan.
 
-    All ranks return the same job and plan, since all decide by the same measurements. `shape` gives the widths of the
-    data, `box_file` holds the speeds measured earlier, `may_take` is the most bytes that a rank may take, and
-    `model_why` says why its language model is where it is.
+    All ranks use the same measurements, so they return the same job and plan. `shape` holds the widths of the data,
+    `box_file` the speeds of earlier runs, `may_take` the memory limit of a rank in bytes, and `model_why` the reason
+    for the placement of the language model.
     """
     precision, device = _precision_of_all(world, job.train.precision), world.device
     job = job.replace("train", precision=precision)
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
     speeds = [box.speeds(name, precision, world.size)] * world.size
-    # Several ranks are measured each time, for a neighbour may have slowed one of them.
+    # Always measure several ranks: another process may be slowing one of them down.
     if world.size > 1 or not speeds[0].is_measured:
         speeds = calibrate.measure(world, precision)
         if not all(one.is_measured for one in speeds):
-            # Assumed speeds of one rank cannot be compared with measured speeds of another.
+            # One rank's assumed speeds are not comparable with another's measured speeds.
             speeds = [slowest(speeds)] * world.size
         elif box_file and world.group.index == 0:
-            # Another run may have written since: what it has measured stays.
+            # Read the file again to keep measurements that another run has written since.
             box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
-    # Results do not depend on who reads a row.
+    # Results do not depend on which rank reads a row.
     to_read_by = slowest(speeds)
     if job.train.deterministic:
-        # Measurements differ a little every time, and with them the order in which numbers are added. The figures are
-        # also the same on unlike cards, since all ranks have to decide alike.
+        # Measured speeds vary between runs, and the order of additions would vary with them. The assumed speeds are
+        # the same on heterogeneous GPUs, since all ranks must make the same decision.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     work = Workload(job, world.size, shape, _name_of_all(world, name))
     free = _free_of_all(world, work, may_take)
@@ -86,9 +86,9 @@ def arrange(
 
 
 def _precision_of_all(world: World, asked: str) -> str:
-    """Return the precision of the products, for "auto" the one that all ranks are fast at, whatever their cards.
+    """Return the precision of matrix products; for "auto", the best one that is fast on all ranks.
 
-    Gradients of ranks with unlike scales of the loss could not be added.
+    Ranks need the same precision: gradients with different loss scales cannot be added.
     """
     own = resolve_precision(asked, world.device)
     if asked != "auto":
@@ -98,12 +98,12 @@ def _precision_of_all(world: World, asked: str) -> str:
 
 
 def _name_of_all(world: World, own: str) -> str:
-    """Return the name of the slowest device, by which all ranks estimate memory: unlike cards would decide unlike."""
+    """Return the name of the slowest device; all ranks use it to estimate memory, so that they decide alike."""
     return hardware.slowest(name.decode() for name in gather_bytes(world.group, own.encode(), world.device))
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
-    """Return the speeds that every rank reaches: the minimum of each, measured only if all of them are."""
+    """Return the minimum of each speed over the ranks; it counts as measured only if all ranks were measured."""
     return msgspec.structs.replace(
         speeds[0],
         flops_per_s=min(one.flops_per_s for one in speeds),
@@ -113,7 +113,7 @@ def slowest(speeds: Sequence[Speeds]) -> Speeds:
 
 
 def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None) -> Shares:
-    """Return the shares that the job asks for or, with "auto", shares by speed within what memory allows."""
+    """Return the shares set in the job or, with "auto", shares proportional to speed within the memory limits."""
     asked, n_columns = settled.job.parallel.shares, settled.work.latent_ranks
     if asked == "even":
         return even(len(speeds) // n_columns, n_columns)
@@ -124,7 +124,7 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None
 
 
 def _room(settled: Settled, free: Sequence[int]) -> list[float] | None:
-    """Return the share of all latents that each rank has memory for; None where every rank holds all of them."""
+    """Return the fraction of all latents that fits into each rank's memory; None if every rank holds all latents."""
     n_columns = settled.work.latent_ranks
     beside = memory.outside_pytorch(settled.held)
     whole = n_columns * max(1, settled.needs_bytes - beside)
@@ -132,7 +132,7 @@ def _room(settled: Settled, free: Sequence[int]) -> list[float] | None:
 
 
 def _most_tokens(settled: Settled, place: Place) -> int:
-    """Return the most tokens of a micro-batch that fit into a rank's memory: from 4 times an even share down to one."""
+    """Return the largest micro-batch in tokens that fits into a rank's memory: 4 to 1 times an even share."""
     even_share = settled.work.micro_batch
     for times in (4.0, 3.0, 2.0, 1.5, 1.25):
         larger = settled.work.with_settings("train", batch_size=round(times * even_share), global_batch_size=None)
@@ -143,12 +143,12 @@ def _most_tokens(settled: Settled, place: Place) -> int:
 
 
 def _free_of_all(world: World, work: Workload, may_take: int | None) -> list[int]:
-    """Return the bytes that each rank may use of its device, and no more than `may_take`.
+    """Return the bytes that each rank may use on its device, at most `may_take`.
 
-    They include what estimates count and the rank has taken already: its CUDA context, and NCCL's connections of all
-    ranks.
+    The result includes memory that is already allocated but is part of the estimate: the CUDA context and the NCCL
+    connections between all ranks.
     """
-    # The groups of a hybrid are not connected yet.
+    # In hybrid mode the row and column groups are not connected yet.
     met = work.with_settings("parallel", mode="ddp") if work.mode == "hybrid" else work
     own = _free_bytes(world.device) / _processes_here(world) + memory.outside_pytorch(met)
     own = min(own, may_take or own)
@@ -163,7 +163,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _processes_here(world: World) -> int:
-    """Return the number of ranks that share the free memory that was read."""
+    """Return the number of ranks that share the free memory reported by `_free_bytes`."""
     return 1 if world.device.type == "cuda" else _ranks_on_this_host(world)
 
 
@@ -172,7 +172,7 @@ def _ranks_on_this_host(world: World) -> int:
 
 
 def _all_say(own: bool, world: World) -> bool:
-    """Return whether all ranks say yes: they may be on hosts of different sizes."""
+    """Return whether `own` is true on all ranks, which may be on hosts of different sizes."""
     return bool(world.group.gather(torch.tensor([int(own)], device=world.device)).min())
 
 

@@ -1,4 +1,4 @@
-"""The base of all parallel modes: a grid of ranks, of which one row or column may have length 1."""
+"""The base class of all parallel modes: a grid of ranks, possibly with a single row or column."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trainer.parallel.waiting import HostWaits, Waiting, Waits
 
 
 class StepSums(NamedTuple):
-    """The tensors that are added up at the end of a step.
+    """The tensors to reduce over ranks at the end of a step.
 
-    `of_latents` are summed over the ranks with the same latents, and so are `dealt`, of which each rank gets only its
-    part of the rows; `of_all` are summed over all ranks.
+    `of_latents` are all-reduced over the ranks that hold the same latents. `dealt` are reduce-scattered over the same
+    ranks: each rank gets the sums of its own rows only. `of_all` are all-reduced over all ranks.
     """
 
     of_latents: list[Tensor]
@@ -31,15 +31,15 @@ class StepSums(NamedTuple):
 
     @classmethod
     def concatenate(cls, several: Iterable[StepSums]) -> StepSums:
-        """Return the concatenation of several, list by list."""
+        """Concatenate several `StepSums`, field by field."""
         return cls(*(list(itertools.chain(*alike)) for alike in zip(*several, strict=True)))
 
 
 class Parallel:
-    """The ranks of one run, seen from one of them. This class is the mode of a single rank.
+    """The ranks of one run as seen by one of them. This class itself is the mode for a single rank.
 
-    Ranks of `data` hold the same latents and have tokens of their own; ranks of `latents` have the same tokens and
-    hold latents of their own; `world` is all of them.
+    Ranks in `data` hold the same latents and process different tokens. Ranks in `latents` process the same tokens and
+    hold different latents. `world` contains all ranks.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Parallel:
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
         self.shares = shares or even(self.data.size, self.latents.size)
         self.sends_bf16 = sends_bf16
-        # The largest share of all latents that each rank has memory for, where that is known.
+        # The largest fraction of all latents that fits into each rank's memory, if known.
         self.room: list[float] | None = None
-        # The largest part of a micro-batch that a rank has memory for, where that is known.
+        # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
         self.most_tokens: int | None = None
-        # Whether each rank of `latents` reads a part of their stored rows, and gets the other parts from the others.
+        # Whether each rank of `latents` reads only some of the stored rows and receives the rest from the other ranks.
         self.reads_parts = False
 
     @property
@@ -74,7 +74,7 @@ class Parallel:
 
     @property
     def learns_alone(self) -> bool:
-        """Whether no other rank holds a part of an SAE of this one."""
+        """Whether this rank's SAEs are on no other rank."""
         return self.world_size == 1
 
     @property
@@ -115,10 +115,10 @@ class Parallel:
 
     @contextlib.contextmanager
     def _as_sent(self, tensors: list[Tensor], *, are_parts: bool = False) -> Iterator[list[Tensor]]:
-        """Yield the tensors to send, matrices in bfloat16 if the job says so, and copy their sums back into `tensors`.
+        """Yield the tensors to send, with matrices in bfloat16 if so configured, and copy the sums back into `tensors`.
 
-        Vectors are sent as they are, since they hardly cost anything. Of sums that `are_parts` only the rows of this
-        rank are copied: the others are undefined.
+        Vectors keep their type because they are cheap to send. With `are_parts` only this rank's rows are copied
+        back; the other rows of a sum are undefined.
         """
         sent = [self.as_sent(tensor) for tensor in tensors]
         yield sent
@@ -128,7 +128,7 @@ class Parallel:
                 own.copy_(of_total)
 
     def as_sent(self, tensor: Tensor) -> Tensor:
-        """Return a gradient as replicas exchange it: a matrix in bfloat16 if the job says so."""
+        """Return a gradient in the type that replicas exchange: bfloat16 for matrices if so configured."""
         is_narrow = self.sends_bf16 and self.data.size > 1 and tensor.dim() == 2
         return tensor.bfloat16() if is_narrow else tensor
 
@@ -137,22 +137,22 @@ class Parallel:
         return wishes_reader(self.device)
 
     def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-        """Add vectors over a group in a single exchange and return them on the CPU."""
+        """Sum vectors over a group in one exchange and return the sums on the CPU."""
         return self.totals(parts, group).read()
 
     def totals(self, parts: Mapping[str, Tensor], group: Group) -> Totals:
-        """Begin to add vectors, all on the device or all on the CPU, over a group in a single exchange."""
+        """Start to sum vectors over a group in one exchange; they must all be on the device or all on the CPU."""
         return Totals(parts, group, self.device)
 
     def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Return the values that all ranks have, by the label of an SAE, where each rank knows only its own SAEs.
+        """All-gather values keyed by SAE label; each rank passes the values of its own SAEs.
 
-        The values have to be plain ones that msgpack can encode.
+        Values must be plain types that msgpack can encode.
         """
         return own
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return, on rank 0, the tensors of the SAEs of all ranks, where each rank has its own."""
+        """Gather the tensors of all ranks' SAEs on rank 0."""
         return tensors
 
     def slot(self, value: float) -> Tensor:
@@ -165,5 +165,5 @@ class Parallel:
         return values
 
     def take_waits(self) -> Waits:
-        """Return how long this process has waited for other ranks since the last call, to be read later."""
+        """Return the time this process has waited for other ranks since the last call; the result is read later."""
         return self._waiting.take() if self._waiting else HostWaits()

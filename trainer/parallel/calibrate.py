@@ -1,4 +1,4 @@
-"""Measures every rank and the bus between them at the start of a run, in some 0.3 s."""
+"""Measures the speed of every rank and of the bus between them at the start of a run, in about 0.3 s."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from trainer.runtime.precision import NARROW, autocast
 
 T = TypeVar("T")
 
-# Tokens, d_in and latents of the product, and values of the copy and of the sum: large enough that a call costs nothing
-# beside them, small enough that it takes milliseconds. Of 2²¹ values, which stay in a cache, two CPU processes sum
-# 10 GB/s; of 2²³, as of a step's gradients, 2.
+# (tokens, d_in, latents) of the matrix product, and the number of values to copy and to sum. The sizes make the call
+# overhead negligible and still take only milliseconds. Two CPU processes sum 2²¹ values, which fit into a cache, at
+# 10 GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
 _PRODUCT = {"cpu": (512, 384, 2048), "cuda": (4096, 2048, 8192)}
 _COPIED = {"cpu": 2**24, "cuda": 2**25}
 _SUMMED = {"cpu": 2**23, "cuda": 2**24}
-# Where memory is missing, a half of the latents or values is taken, then a quarter: less would stay in a cache.
+# If memory is short, try half of the latents or values, then a quarter; anything smaller would fit into a cache.
 PARTS = (1, 2, 4)
-# Runs are repeated for so many seconds and the fastest counts, since other programs do not slow every one of them.
+# Repeat runs for this many seconds and keep the fastest, since other programs rarely slow down every run.
 WINDOW_S = 0.06
 N_TINY = 10
 
 
 def measure(world: World, precision: str) -> list[Speeds]:
-    """Measure every rank and return the speeds of each, the same list on all ranks; the bus is that of the slowest.
+    """Measure every rank and return one `Speeds` per rank, the same list on all ranks.
 
-    `precision` is the resolved one. A rank that has too little memory for the full measurement counts as not measured:
-    its speeds come from a smaller measurement, or are assumed.
+    The bus speed is that of the slowest rank. `precision` must be resolved. A rank with too little memory for the full
+    measurement counts as not measured; its speeds come from a smaller measurement or are assumed.
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
-        # The memory of the measurement is given back, and does not count as the peak of the run.
+        # Free the memory of the measurement and keep it out of the peak of the run.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return speeds
@@ -65,19 +65,19 @@ def _measure_all(world: World, precision: str) -> list[Speeds]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the one that stands for every CPU."""
+    """Return the name of the GPU, or `CPU` for any CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
 
 
 class Within(NamedTuple, Generic[T]):
-    """The result of a measurement: None where there was no memory for any part of it."""
+    """The result of a measurement, None if memory was too short even for the smallest size."""
 
     value: T | None
     is_whole: bool
 
 
 def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
-    """Return what `work(parts)` returns for the smallest of `PARTS` for which there is memory."""
+    """Return the result of `work(parts)` for the smallest value in `PARTS` that fits into memory."""
     for parts in PARTS:
         try:
             return Within(work(parts), parts == 1)
@@ -89,12 +89,12 @@ def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
 
 
 def products_per_s(device: torch.device, precision: str, parts: int = 1) -> float:
-    """Return the FLOP/s of a product with the encoder's shape, of 1/`parts` of the latents."""
+    """Return the FLOP/s of a matrix product with the encoder's shape and 1/`parts` of the latents."""
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
     n_latents //= parts
     generator = torch.Generator(device).manual_seed(0)
-    # A GPU that multiplies constants draws less power and clocks higher than it ever will in training; and operands are
-    # narrowed before, for several products.
+    # Use random operands: with constants a GPU draws less power and clocks higher than it does in training. Convert
+    # them beforehand, as training does once for several products.
     x, weights = (
         torch.randn(shape, generator=generator, device=device).to(NARROW.get(precision, torch.float32))
         for shape in ((n_tokens, d_in), (d_in, n_latents))
@@ -105,16 +105,16 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
 
 
 def copied_per_s(device: torch.device, parts: int = 1) -> float:
-    """Return the bytes/s, read plus written, of a copy that is too large for a cache."""
+    """Return the bytes/s, read plus written, of a copy that exceeds the cache."""
     source = torch.ones(_COPIED[device.type] // parts, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
 
 
 def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
-    """Return the bytes/s that a rank sends and gets while all add up a large tensor, and the seconds of a tiny sum.
+    """Return the bytes/s per rank during an all-reduce of a large tensor, and the seconds of a tiny all-reduce.
 
-    Return None on all ranks where one of them has no memory for it.
+    Return None on all ranks if any rank has too little memory.
     """
     if group.size == 1:
         return torch.inf, 0.0
@@ -123,7 +123,7 @@ def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
     if own is None or not n_values:
         return None
     large, tiny = own[:n_values], torch.zeros(1, device=device)
-    # The first exchange connects the ranks, which takes time.
+    # Warm up: the first exchange also connects the ranks.
     group.sum_(tiny, large)
     seconds = seconds_of(lambda: _sums(group, large, 2), device) / 2
     latency_s = seconds_of(lambda: _sums(group, tiny, N_TINY), device) / N_TINY
@@ -132,7 +132,7 @@ def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
 
 
 def _with_room(n_values: int, device: torch.device) -> Tensor:
-    """Return the tensor to sum, after a check that the buffers of its transfer fit as well.
+    """Return the tensor to sum after checking that its transfer buffers also fit into memory.
 
     A rank that ran out of memory during the sum would leave the others waiting.
     """
@@ -149,9 +149,9 @@ def _sums(group: Group, tensor: Tensor, times: int) -> None:
 
 
 def pairs_of(world: World) -> dict[str, float]:
-    """Return the bytes/s between every two ranks, keyed like `0-1`; the same on all ranks.
+    """Return the bytes/s between each pair of ranks, with keys such as `0-1`; the same on all ranks.
 
-    The other ranks are quiet meanwhile.
+    The other ranks are idle during each measurement.
     """
     speeds = {}
     for first in range(world.size):
@@ -164,15 +164,15 @@ def pairs_of(world: World) -> dict[str, float]:
 
 
 def _sums_per_s(pair: Group, device: torch.device) -> float:
-    """Return the bytes/s that one of the two ranks sends in a sum."""
+    """Return the bytes/s that each of the two ranks sends in an all-reduce."""
     large = torch.zeros(_SUMMED[device.type], device=device)
-    # The first exchange connects them, which takes time.
+    # Warm up: the first exchange also connects the two ranks.
     pair.sum_(large)
     return large.nbytes / seconds_of(lambda: pair.sum_(large), device)
 
 
 def fastest(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest run of `work` within `WINDOW_S`; a first run to warm up does not count."""
+    """Return the seconds of the fastest run of `work` within `WINDOW_S`, after one warm-up run."""
     work()
     times: list[float] = []
     until = time.perf_counter() + WINDOW_S
@@ -182,7 +182,7 @@ def fastest(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds that `work` takes until the device is done."""
+    """Return the seconds that `work` takes, including its pending device work."""
     synchronise(device)
     began = time.perf_counter()
     work()

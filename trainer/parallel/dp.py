@@ -1,4 +1,4 @@
-"""Data-parallel replicas on several devices of one process: no process group, and one interpreter for all of them."""
+"""Data-parallel replicas on several devices in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.parallel.shares import Shares
 
 
 class DataParallel(Parallel):
-    """`ddp` by threads; slower, since Python runs only one thread at a time."""
+    """Like `ddp`, with threads in place of processes; slower, since Python runs one thread at a time."""
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
         super().__init__(

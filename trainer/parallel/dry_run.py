@@ -1,4 +1,4 @@
-"""Tries a pass on every rank by itself, so that no rank waits for another one that fails in the middle of it."""
+"""Tries a pass on each rank without communication, so that no rank waits for one that runs out of memory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from trainer.parallel.latents import Latents
 
 
 class Echo(Group):
-    """Stands in for a group: sends nothing, but allocates the memory that an exchange would take.
+    """A substitute for a group that sends nothing but allocates as much memory as an exchange would.
 
-    The other ranks seem to have the lowest possible numbers, so that a top-k chooses only from this rank: the most that
-    can ever be chosen from it.
+    The other ranks appear to hold the lowest possible values. A top-k then selects only from this rank, which is its
+    worst case.
     """
 
     def __init__(self, group: Group) -> None:
         self.size, self.index = group.size, group.index
 
     def gather(self, tensor: Tensor) -> Tensor:
-        # A real transfer first receives the tensors of all ranks in a buffer of its own.
+        # Clone, since a real transfer receives the tensors of all ranks in a separate buffer.
         return self._pad_with_lowest(tensor).clone()
 
     def to_owners(self, tensor: Tensor) -> Tensor:
         return self._pad_with_lowest(own_part(tensor, self))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """Return this rank's answers to itself in place of those of all owners; ones where this rank owns no rows.
+        """Repeat this rank's own answers in place of the other owners' answers; use ones if this rank owns no rows.
 
-        Bounds that other owners would tell seem to be the lowest possible too.
+        Bounds from other owners also appear to be the lowest possible values.
         """
         if tensor.is_floating_point():
             bounds = tensor.new_full((n_rows, *tensor.shape[2:]), -torch.inf)
@@ -59,9 +59,9 @@ class Shared(Protocol):
 
 @contextlib.contextmanager
 def dry_run(sae: Shared) -> Iterator[None]:
-    """Replace the groups of an SAE by echoes while the context lasts, and count all its latents as dead.
+    """Replace the groups of an SAE by echoes within the context, and treat all its latents as dead.
 
-    Work on dead latents takes memory that would otherwise be needed only later in a run.
+    Dead latents need extra memory, which would otherwise be allocated only later in a run.
     """
     real, dead_after_tokens = (sae.data, sae.peers, sae.latents.group), sae.dead_after_tokens
     sae.data, sae.peers, sae.latents.group = (_echo(group) for group in real)
