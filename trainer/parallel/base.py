@@ -83,9 +83,9 @@ class Parallel:
         return Group() if self.learns_alone else self.world
 
     def neighbours_with_these_tokens(self) -> Group:
-        """Connect the ranks that have the same tokens as this one, if all are on one machine; all ranks call it alike.
+        """Connect the ranks that process the same tokens, if they are on one machine; call this on all ranks.
 
-        They exchange tensors on the CPU, and may do so in a thread of their own.
+        The group exchanges CPU tensors and may be used from a separate thread.
         """
         return Group()
 
@@ -95,13 +95,13 @@ class Parallel:
         return self.rank == 0
 
     def sum_step_(self, several: Iterable[StepSums], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Add up the sums of all SAEs at the end of a step, and return for each wish whether any rank has it."""
+        """Reduce the `StepSums` of all SAEs at the end of a step, and return which requests any rank has made."""
         if self.world_size == 1:
             return wishes
-        # Filled on the device, since a copy from the host would wait.
+        # Filled on the device, since a copy from the host would synchronise.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
         sums = StepSums.concatenate(several)
-        # Vectors are summed whole, with all else that is small.
+        # Vectors are small, so they are all-reduced together with the other small tensors.
         vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.dealt)
         of_world = [*([] if self.learns_alone else sums.of_all), wanted]
         with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices, are_parts=True) as sent_parts:

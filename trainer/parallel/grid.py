@@ -1,4 +1,4 @@
-"""Ranks in a grid, the form of all modes with several processes."""
+"""The modes `ddp`, `tensor` and `hybrid`, which arrange ranks in a grid."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainer.parallel.shares import Shares
 
 
 class Grid(Parallel):
-    """Ranks of a row share the latents; those of a column have the same latents and more tokens.
+    """A grid of ranks: a row splits the latents, and the ranks of a column hold the same latents but split the tokens.
 
-    `ddp` is a grid of one column: a full replica on every rank, with explicit sums rather than DistributedDataParallel,
-    since a sparse backward pass is too short to hide transfers in. `tensor` is a grid of one row: every rank has the
-    whole batch and exchanges candidates for the largest activations and partial reconstructions, gradients of weights
-    never. `hybrid` has several of both. Neighbours share latents, since that exchange is the larger one and neighbours
-    are on one machine.
+    `ddp` is a grid with one column: every rank holds a full replica. It uses explicit all-reduces in place of
+    DistributedDataParallel, since a sparse backward pass is too short to overlap with transfers. `tensor` is a grid
+    with one row: every rank processes the whole batch; ranks exchange top-k candidates and partial reconstructions, but
+    no weight gradients. `hybrid` has several rows and columns. Consecutive ranks split the latents: that exchange
+    is the larger one and consecutive ranks are on one machine.
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
@@ -42,7 +42,7 @@ class Grid(Parallel):
 
 
 def _ranks(parts: Sequence[Sequence[int]], world: World) -> Group:
-    """Return this rank's group of a row or column; one that holds all ranks needs no connections of its own."""
+    """Return the row or column group of this rank; reuse the world group if it contains all ranks."""
     size = len(parts[0])
     if size in (1, world.size):
         return world.group if size > 1 else Group()

@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange tensors. A group of one rank does nothing, so that callers never ask for the size."""
+"""Groups of ranks that exchange tensors. A group of one rank does nothing, so callers need not check the size."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
 from trainer.runtime.out_of_memory import is_shortage
 
-# Tensors of fewer values are summed together: a GPU copies 4 MB twice in the tenth of the time that a sum begins in.
+# Tensors with fewer values are packed: a GPU copies 4 MB twice in a tenth of the start-up time of an all-reduce.
 SMALL = 2**20
 
 _coalescing: Any = dist.distributed_c10d._coalescing_manager
-# By the names of torch 2.13, or else by the older ones.
+# torch 2.13 renamed these functions.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 LOST, FAILED = "the connection to another rank was lost", "an exchange with other ranks failed"
-# Errors of NCCL that another rank or the network has caused.
+# NCCL errors caused by another rank or the network.
 _OF_PEERS = r"remote process|system error"
 
 
@@ -34,20 +34,20 @@ class PeerLost(UserError):
 
 
 class Group:
-    """A group of one rank: what is summed or gathered over it stays as it is."""
+    """A group of one rank, whose sums and gathers leave tensors unchanged."""
 
     size, index = 1, 0
     # Whether all ranks are on one machine and exchange through its memory.
     is_on_one_machine = True
-    # Bytes sent to other ranks since the start; None where only the library that sends them knows.
+    # Bytes sent to other ranks since the start; None if the communication library does not report them.
     sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Begin to replace every tensor by its sum over the group, and return the transfers, which `finish` ends."""
+        """Start to replace every tensor by its sum over the group; return the transfers to pass to `finish`."""
         return []
 
     def finish(self, transfers: list[Any]) -> None:
-        """Wait for transfers to end; raise `PeerLost` if a rank is gone."""
+        """Wait for transfers to end; raise `PeerLost` if another rank has ended."""
 
     def sum_(self, *tensors: Tensor) -> None:
         """Replace every tensor by its sum over the group."""
@@ -60,63 +60,63 @@ class Group:
         """
 
     def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Begin what `sum_parts_` does, and return the transfers, which `finish` ends."""
+        """Start `sum_parts_` and return the transfers to pass to `finish`."""
         self.sum_parts_(tensors)
         return []
 
     def part_of_sum(self, tensor: Tensor) -> Tensor:
-        """Return this rank's rows of the tensor's sum over the group, divided as in `sum_parts_`; leave the tensor.
+        """Return this rank's rows of the sum over the group, split as in `sum_parts_`; leave `tensor` unchanged.
 
-        Values of 16 bits are added in 32 bits.
+        16-bit values are summed in fp32.
         """
         total = wide(tensor, copy=True)
         self.sum_parts_([total])
-        # A copy, since a view would keep the memory of the other rows.
+        # Clone, since a view would keep the memory of all rows allocated.
         return own_part(total, self).clone()
 
     def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Begin what `part_of_sum` does; return its result and the transfers, after which it is valid."""
+        """Start `part_of_sum`; return its result and the transfers that must finish before the result is valid."""
         return self.part_of_sum(tensor), []
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace the rows that belong to other ranks by those that these ranks hold; divided as in `sum_parts_`."""
+        """All-gather in place: receive the rows that other ranks own, split as in `sum_parts_`."""
 
     def start_spread(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Begin what `spread_parts_` does, and return the transfers, which `finish` ends."""
+        """Start `spread_parts_` and return the transfers to pass to `finish`."""
         self.spread_parts_(tensors)
         return []
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, which have one shape, as [size, ...]."""
+        """Return the tensors of all ranks, [size, ...]; they must have the same shape."""
         return tensor[None]
 
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Begin to `gather`; return the memory that is filled, and the transfers, which `finish` ends."""
+        """Start `gather`; return the output tensor and the transfers to pass to `finish`."""
         return self.gather(tensor), []
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        """Return this rank's rows (`own_part`) as every rank has them, [size, n_own, ...]; `tensor` has all rows."""
+        """Return every rank's version of the rows that this rank owns, [size, n_own, ...]; `tensor` holds all rows."""
         return tensor[None]
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """Return [n_rows, ...]: each row from the rank that owns it.
+        """Return [n_rows, ...], with each row from the rank that owns it.
 
-        `tensor` is what this rank made of its own rows for every rank, [size, n_own, ...], as `to_owners` returns them.
+        `tensor` [size, n_own, ...] holds the rows that this rank computed for every rank, laid out as by `to_owners`.
         """
         return tensor[0]
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace every tensor by that of the group's first rank."""
+        """Broadcast every tensor from the group's first rank, in place."""
 
     def send_to_first(self, tensor: Tensor) -> None:
-        """Send a tensor to the first rank, which takes it with `receive_from`."""
+        """Send a tensor to the first rank, which calls `receive_from`."""
 
     def receive_from(self, rank: int, into: Tensor) -> Tensor:
-        """Receive the next tensor that `rank` sends, into `into`, and return it; only called on the first rank."""
+        """Receive the next tensor from `rank` into `into` and return it; call this on the first rank only."""
         return into
 
     def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-        """Return the tensors of all ranks, each on the CPU, on the first rank; an empty list on the others.
+        """Return the tensors of all ranks on the CPU on the first rank, and an empty list on the others.
 
         `sizes` are the lengths of the ranks' tensors along `dim`.
         """
@@ -124,7 +124,7 @@ class Group:
 
 
 class Processes(Group):
-    """A group of several ranks, each a process of its own."""
+    """A group of several ranks, one process per rank."""
 
     def __init__(self, size: int, index: int, waiting: Waiting) -> None:
         self.size, self.index, self._waiting = size, index, waiting
@@ -147,7 +147,7 @@ class Processes(Group):
 
 
 class Ranks(Processes):
-    """A group of processes on any machines, which exchange by the collectives of `torch.distributed`."""
+    """A group of processes on any machines that uses the collectives of `torch.distributed`."""
 
     sent_bytes: int | None = None
     is_on_one_machine = False
@@ -219,11 +219,11 @@ class Ranks(Processes):
         return len(tensor) % self.size == 0
 
     def _adds_parts(self, tensor: Tensor) -> bool:
-        """Tell whether a collective adds parts: of equally long ones, and not in every version of gloo."""
+        """Return whether reduce-scatter is usable: it needs equal parts, and some gloo versions lack it."""
         return tensor.is_cuda and self._has_even_parts(tensor)
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Let a GPU begin the transfers of all these tensors, made inside, together."""
+        """Coalesce the GPU transfers of these tensors that start within the context."""
         is_worth_it = len(tensors) > 1 and tensors[0].is_cuda
         return _coalescing(self._group) if is_worth_it else contextlib.nullcontext()
 
@@ -272,13 +272,13 @@ class Ranks(Processes):
 
 
 class Pack(NamedTuple):
-    """Copies of `tensors` of one type, one after the other in `flat`."""
+    """Tensors of one type and their concatenated copies in `flat`."""
 
     flat: Tensor
     tensors: list[Tensor]
 
     def unpack(self) -> None:
-        """Copy what `flat` holds now into the tensors."""
+        """Copy the current values of `flat` back into the tensors."""
         parts = self.flat.split([tensor.numel() for tensor in self.tensors])
         torch._foreach_copy_(
             self.tensors, [part.view_as(tensor) for part, tensor in zip(parts, self.tensors, strict=True)]
@@ -286,7 +286,7 @@ class Pack(NamedTuple):
 
 
 def packs(tensors: Iterable[Tensor]) -> list[Pack]:
-    """Copy the tensors of each type into one."""
+    """Concatenate the tensors of each type into one."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -303,7 +303,7 @@ def split_by(test: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> tuple
 
 
 class _PackedSum(NamedTuple):
-    """A transfer of small tensors together."""
+    """An all-reduce of several small tensors packed into one."""
 
     pack: Pack
     transfer: Any
@@ -314,33 +314,33 @@ class _PackedSum(NamedTuple):
 
 
 def of_one_type(tensors: list[Tensor]) -> list[Tensor]:
-    """Return contiguous tensors as bytes where their types differ, since only tensors of one type travel together."""
+    """View contiguous tensors as bytes if their types differ, since coalesced transfers need a single type."""
     is_needed = len({tensor.dtype for tensor in tensors}) > 1
     return [tensor.view(torch.uint8) for tensor in tensors] if is_needed else tensors
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor without gaps in memory: a column-major matrix transposed, since transfers need dense rows."""
+    """Return a contiguous view: transpose a column-major matrix, since transfers need dense rows."""
     return tensor.T if tensor.dim() == 2 and not tensor.is_contiguous() else tensor
 
 
 @contextlib.contextmanager
 def exchanging(waiting: Waiting) -> Iterator[None]:
-    """Count the time inside as waiting, and raise `PeerLost` where an exchange fails."""
+    """Count the time inside the context as waiting; raise `PeerLost` if an exchange fails."""
     with peers_expected(LOST), waiting.measure():
         yield
 
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Raise a failed exchange as `PeerLost` with `otherwise` and PyTorch's reason; let out-of-memory errors pass.
+    """Convert a failed exchange to `PeerLost` with `otherwise` and PyTorch's reason; pass on out-of-memory errors.
 
-    Where NCCL itself fails on this rank, no connection was lost, and the sentence says so.
+    If NCCL itself fails on this rank, no connection was lost, so the message begins with `FAILED`.
     """
     try:
         yield
-    except RuntimeError as error:  # dist.DistError among them
-        # Out of memory: NCCL, which allocates memory of its own, has no error type for it.
+    except RuntimeError as error:  # includes dist.DistError
+        # NCCL allocates its own memory and has no out-of-memory error type.
         if is_shortage(error):
             raise
         reason = _reason(str(error))
@@ -349,14 +349,14 @@ def peers_expected(otherwise: str) -> Iterator[None]:
 
 
 def _reason(words: str) -> str:
-    """Return the first line of an error, and the cause that NCCL adds after `Last error:`."""
+    """Return the first line of an error and the cause that NCCL appends after `Last error:`."""
     first, _, rest = words.strip().partition("\n")
     cause = rest.partition("Last error:")[2].strip().partition("\n")[0]
     return f"{first}: {cause}" if cause else first
 
 
 def wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Return the tensor in the type in which it is added: fp32, or its own where that is wider."""
+    """Convert the tensor to its summation type: fp32, or its own type if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
 
@@ -370,7 +370,7 @@ def sum_of(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
-    """Return, on all ranks of a group, the bytes of every rank; they travel by way of `device`."""
+    """Return the bytes of every rank on all ranks of a group; tensors on `device` carry them."""
     sizes = group.gather(torch.tensor([len(own)], dtype=torch.int64, device=device)).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -379,7 +379,7 @@ def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
 
 
 def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Tensor]:
-    """Return, on all ranks, the rows [n, d] of each that has some to give (`is_there`), however many these are."""
+    """Return, on all ranks, the rows [n, d] of every rank with `is_there`; n may differ between ranks."""
     n_rows = group.gather(torch.tensor([len(own) if is_there else -1])).flatten().tolist()
     padded = own.new_zeros(max(0, *n_rows), *own.shape[1:])
     padded[: len(own)] = own
@@ -387,19 +387,19 @@ def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Ten
 
 
 def part_sizes(n_rows: int, size: int) -> list[int]:
-    """Return the number of rows that each of `size` ranks owns, divided as `tensor_split` does."""
+    """Return how many rows each of `size` ranks owns, split as by `tensor_split`."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
 def own_part(tensor: Tensor, group: Group) -> Tensor:
-    """Return this rank's rows of a tensor that has the rows of all ranks."""
+    """Return this rank's local shard of a tensor with the rows of all ranks."""
     return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 
 def everybodys(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = None) -> Tensor:
-    """Return all rows [n, ...], each from the rank that owns it; `part` is this rank's `own_part`.
+    """All-gather rows [n, ...] from the ranks that own them; `part` is this rank's `own_part`.
 
-    They travel in `dtype`, by default in the part's own.
+    The rows are sent and returned in `dtype`, by default that of `part`.
     """
     if group.size == 1:
         return part if dtype is None else part.to(dtype)
@@ -410,11 +410,11 @@ def everybodys(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = N
 
 
 def part_summed(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
-    """Return this rank's rows of the tensor's sum over the group, so that later work on rows is shared.
+    """Reduce-scatter: return this rank's rows of the sum over the group, which splits later work on rows.
 
-    Ranks send fp32, since each decides by its own number of active latents whether its product is dense, in 16 bits, or
-    sparse, in 32. The gradient reaches the rows of all ranks in the type `read_in`, which has to be the same on all
-    ranks: by default in its own.
+    Ranks send fp32, since their types may differ: each rank chooses a dense 16-bit or a sparse 32-bit product by its
+    own number of active latents. The backward pass all-gathers the gradient in the type `read_in`, by default the
+    gradient's own type; it must be the same on all ranks.
     """
     if group.size == 1:
         return tensor

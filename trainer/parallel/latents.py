@@ -1,4 +1,4 @@
-"""Assigns latents to ranks, and converts between whole tensors and their parts."""
+"""Assigns latents to ranks, and converts between full tensors and local shards."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from trainer.parallel.group import Group
 
 
 class Latents:
-    """The `n_total` latents of an SAE divided over a group, in proportion to `shares` where given.
+    """The `n_total` latents of an SAE, sharded over a group in proportion to `shares` (default: evenly).
 
-    They are dealt out like cards: every prefix of a Matryoshka dictionary, and whatever else the order of latents comes
-    to mean, is spread evenly.
+    Latents are interleaved between ranks, so that every prefix, such as that of a Matryoshka SAE, is spread evenly.
     """
 
     def __init__(self, n_total: int, group: Group | None = None, shares: Sequence[float] | None = None) -> None:
@@ -23,7 +22,7 @@ class Latents:
 
     @property
     def own(self) -> Tensor:
-        """The numbers of this rank's latents, int64 [n_own] on the CPU, ascending."""
+        """The indices of this rank's latents, int64 [n_own] on the CPU, ascending."""
         return self._ids[self.group.index]
 
     @property
@@ -32,17 +31,17 @@ class Latents:
 
     @property
     def sizes(self) -> list[int]:
-        """How many latents each rank has."""
+        """The number of latents on each rank."""
         return [len(ids) for ids in self._ids]
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's latents of a tensor that has all of them along `dim`, in the same order of memory."""
+        """Return the local shard of a tensor with all latents along `dim`, in the same memory order."""
         if not self.is_shared:
             return whole
         return whole.movedim(dim, 0).index_select(0, self.own.to(whole.device)).movedim(0, dim)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Return on every rank a vector over all latents [n_total], from each rank's [n_own]."""
+        """All-gather a vector over latents: from [n_own] on each rank to [n_total] on every rank."""
         if not self.is_shared:
             return own
         padded = own.new_zeros(max(self.sizes))
@@ -53,7 +52,7 @@ class Latents:
         return values_of_all
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
-        """Return the whole tensor on the CPU on the group's first rank, None on others; all ranks have to call it."""
+        """Return the full tensor on the CPU on the first rank and None on the others; call this on all ranks."""
         parts = self.group.collect(own, self.sizes, dim)
         if not self.is_shared or not parts:
             return parts[0] if parts else None
@@ -66,7 +65,7 @@ class Latents:
 
 
 def shard_latents(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
-    """Return the numbers 0 .. n_total - 1 that each rank gets, ascending: in proportion to `shares`, evenly mixed."""
+    """Return each rank's latent indices, ascending and interleaved; their number is in proportion to `shares`."""
     counts = apportion(n_total, shares)
     places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
     parts: tuple[Tensor, ...] = places.argsort(stable=True).argsort().split(counts)
@@ -74,7 +73,7 @@ def shard_latents(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
 
 
 def apportion(n_total: int, shares: Sequence[float]) -> list[int]:
-    """Return whole numbers that add up to `n_total`, in proportion to `shares` (largest remainders)."""
+    """Return integers in proportion to `shares` that sum to `n_total` (largest-remainder method)."""
     exact = [n_total * share / sum(shares) for share in shares]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], rank))
