@@ -1,4 +1,4 @@
-"""`check(job, machine)`: everything that would keep a job from running, before it is launched."""
+"""Checks a job before launch: `check(job, machine)` returns every reason why it could not run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
-# With fewer steps, architectures with a penalty miss their L0: jumprelu had 40.6 for 32 after 147, 33.4 after 488.
+# With fewer steps, architectures with a penalty miss their L0: jumprelu with k = 32 had 40.6 after 147 steps, 33.4
+# after 488.
 LEAST_STEPS_OF_PENALTY = 300
 
 AnyOutlook = Outlook | ExtractionOutlook
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
-    """A GPU as the checks see it; `busy` and `unhealthy` are reasons, empty where there is none."""
+    """A GPU as the checks see it; `busy` and `unhealthy` give reasons, or are empty."""
 
     index: int
     name: str
@@ -44,28 +45,28 @@ class MachineGpu(msgspec.Struct, frozen=True):
     busy: str = ""
     unhealthy: str = ""
     memory_total_bytes: int | None = None
-    # By its name in `VENDORS`, where the machine has GPUs of several vendors.
+    # Key in `VENDORS`, if the machine has GPUs of several vendors.
     vendor: str = ""
     is_slice: bool = False
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The box a job is checked against."""
+    """The machine that a job is checked against."""
 
     gpus: tuple[MachineGpu, ...]
     cpu_count: int
     output_root: Path
     memory: Room = NO_ROOM
     speeds: Box = NOTHING_MEASURED
-    # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and why CUDA cannot be used.
+    # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and the reason why CUDA is unusable.
     cuda: bool = True
     cuda_problem: str = ""
-    # The folders that other jobs have yet to write before the job starts.
+    # The folders that other jobs will write before the job starts.
     promises: Promises = NO_PROMISES
 
 
 def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> list[Problem]:
-    """Return all problems of a job on this machine, errors and warnings, each naming its setting.
+    """Return all problems of a job on this machine, errors and warnings, each with its setting.
 
     `expected` is the outlook of the job on this machine, if the caller has it already.
     """
@@ -84,7 +85,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
     problems += _check_rows(job)
     problems += _check_saes(work)
     problems += _check_length(work)
-    # Where the number of ranks is wrong, that is reported, and memory needs computed from it would mean nothing.
+    # If the number of ranks is wrong, only that is reported, since a memory estimate based on it would be meaningless.
     unknown = ("launch.gpus", "parallel.", "data.model_gpus")
     if not any(problem.path.startswith(unknown) for problem in errors(problems)):
         wrong_paths = {problem.path for problem in errors(problems)}
@@ -96,9 +97,9 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
 
 
 def _check_rows(job: JobConfig) -> list[Problem]:
-    """Report rows that are given twice, and whole texts to hold out where the shards do not store them."""
+    """Report duplicate rows, and "texts" as hold-out if the shards store no document of each row."""
     problems = list(dict.fromkeys(problem for knobs in job.hooks.values() for problem in knobs.repeated()))
-    with contextlib.suppress(JobFileError):  # data that another job has not written yet
+    with contextlib.suppress(JobFileError):  # the data may be the future output of another job
         if job.data.hold_out == "texts" and any(one.usual_hold_out() != "texts" for one in job.hooks.values()):
             message = 'not all shards store the text of each row (a tensor `document`); use "blocks" or "rows"'
             problems.append(Problem("data.hold_out", message))
@@ -106,7 +107,7 @@ def _check_rows(job: JobConfig) -> list[Problem]:
 
 
 def _check_mirrors(job: JobConfig) -> list[Problem]:
-    """Report mirrors whose library is not installed where the job runs."""
+    """Report mirrors whose library is not installed on the machine that runs the job."""
     missing = [name for name in job.train.mirrors if not is_installed(MIRRORS[name].package)]
     return [
         Problem("train.mirror", f"{name} is not installed; pip install {MIRRORS[name].package}, or leave it out")
@@ -115,17 +116,17 @@ def _check_mirrors(job: JobConfig) -> list[Problem]:
 
 
 def chosen_indices(job: AnyJob) -> list[int]:
-    """Return the GPUs of this machine that a job file names by index; empty for "auto", "cpu" and a cluster's."""
+    """Return the indices of the GPUs that a job file names; empty for "auto", "cpu" and clusters."""
     return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.cluster else []
 
 
 def wanted_ranks(job: AnyJob) -> int:
-    """Return how many ranks the job file asks for: its devices, but those that only run its language model."""
+    """Return how many ranks the job file requests: its devices, minus the GPUs that only run its language model."""
     return ranks_of(job, wanted_devices(job))
 
 
 def wanted_devices(job: AnyJob) -> int:
-    """Return how many GPUs or processes the job file asks for, on all nodes; "auto" and "cpu" are 1 per node."""
+    """Return how many GPUs or processes the job file requests on all nodes; "auto" and "cpu" count as 1 per node."""
     gpus, nodes = job.launch.gpus, job.launch.nodes if job.cluster else 1
     if isinstance(gpus, list):
         return nodes * len(gpus)
@@ -159,7 +160,7 @@ def _check_devices(job: AnyJob, machine: Machine) -> list[Problem]:
 
 
 def _check_vendors(job: AnyJob, machine: Machine) -> list[Problem]:
-    """Report GPUs of several vendors: those that the job names, or for "auto" those that it could get."""
+    """Report GPUs of different vendors among the named ones, or for "auto" among the available ones."""
     if job.cluster or job.on_cpu:
         return []
     named = chosen_indices(job)
@@ -169,7 +170,7 @@ def _check_vendors(job: AnyJob, machine: Machine) -> list[Problem]:
 
 
 def _check_slices(job: AnyJob, machine: Machine) -> list[Problem]:
-    """Report slices of cards among several GPUs of a job whose ranks exchange; those of an extraction only read."""
+    """Report MIG slices among several GPUs of a job whose ranks exchange tensors; processes of an extraction do not."""
     named = chosen_indices(job)
     gpus = [(gpu.index, gpu.is_slice) for gpu in machine.gpus if gpu.index in named]
     message = refusal_of_slices(gpus) if exchanges(job) else ""
@@ -177,17 +178,17 @@ def _check_slices(job: AnyJob, machine: Machine) -> list[Problem]:
 
 
 def exchanges(job: AnyJob) -> bool:
-    """Tell whether the GPUs of a job exchange tensors, or are all used by one process."""
+    """Return whether the GPUs of a job exchange tensors, or are all used by one process."""
     return job.model.spread if isinstance(job, ExtractJob) else True
 
 
 def takes_slices(job: AnyJob) -> bool:
-    """Tell whether each GPU of a job may be a slice of a card, as one is that exchanges nothing with others."""
+    """Return whether each GPU of a job may be a MIG slice: ranks on slices cannot exchange tensors."""
     return wanted_devices(job) == 1 or not exchanges(job)
 
 
 def _check_mode(layout: Layout) -> list[Problem]:
-    """Report why so many ranks cannot share the work in the way that the job asks for."""
+    """Report why this number of ranks cannot share the work in the requested mode."""
     mode, ranks, sharing = layout.mode, layout.ranks, layout.latent_ranks
     if mode == "single" and ranks > 1:
         message = f'"single" runs on one device, but launch.gpus asks for {ranks}; use "ddp" or "auto"'
@@ -218,7 +219,7 @@ def _check_mode(layout: Layout) -> list[Problem]:
 
 
 def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
-    """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" asks for."""
+    """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" requests."""
     devices = wanted_devices(job)
     suited = [gpu for gpu in machine.gpus if takes_slices(job) or not gpu.is_slice]
     usable = sum(not gpu.unhealthy for gpu in suited)
@@ -235,7 +236,7 @@ def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
 
 
 def _check_saes(work: Workload) -> list[Problem]:
-    """Report what is wrong with each SAE of a sweep, the same problem only once."""
+    """Report the problems of each SAE of a sweep, each problem only once."""
     problems = [
         problem
         for member in work.members.values()
@@ -250,7 +251,7 @@ def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
 
 
 def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
-    """Warn about a run that is too short to steer a penalty to the L0 asked for."""
+    """Warn about a run that is too short for a penalty to reach the requested L0."""
     steps, knobs = Layout(member, work.ranks).total_steps, member.sae.knobs
     if getattr(knobs, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
@@ -282,9 +283,9 @@ def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
 
 
 def check_division(work: Workload) -> list[Problem]:
-    """Warn about latents that replicas on GPUs cannot divide evenly; `work` has its mode settled.
+    """Warn about latents that replicas on GPUs cannot divide evenly; `work` must have its mode settled.
 
-    NCCL then sums whole gradients on each, where it would else sum the rows that the GPU steps.
+    NCCL then all-reduces full gradients instead of reduce-scattering the rows that each GPU steps.
     """
     if work.device != "cuda" or work.data_ranks == 1:
         return []
@@ -313,7 +314,7 @@ def _check_length(work: Workload) -> list[Problem]:
 
 
 def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
-    """Return what is wrong where `n_tokens` stored rows are too few for what is kept back and one step."""
+    """Return a problem if `n_tokens` stored rows are too few for the held-out rows and one step."""
     place, held_out = work.job.data.knobs.place, work.job.data.held_out(n_tokens, work.ranks)
     n_train = n_tokens - held_out
     if n_train < 1:
@@ -338,19 +339,19 @@ def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
 
 
 def outlook_of(job: ExtractJob, machine: Machine) -> ExtractionOutlook:
-    """Return the outlook of an extraction on this machine; for "auto", on the GPUs that it would take now."""
+    """Return the outlook of an extraction on this machine; for "auto", on the GPUs that it would get now."""
     cards, ranks = _best_first(machine), wanted_ranks(job)
     return outlook_of_extraction(job, cards, ranks=ranks, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
-    """Return the outlook of the job on this machine; for "auto", on the GPUs that it would take now."""
+    """Return the outlook of the job on this machine; for "auto", on the GPUs that it would get now."""
     cards, devices = _best_first(machine), wanted_devices(job)
     return outlook(job, data, devices, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def memory_problems(look: AnyOutlook, job: AnyJob) -> list[Problem]:
-    """Return what a job lacks of memory by its outlook."""
+    """Return the memory problems in an outlook of the job."""
     if isinstance(look, ExtractionOutlook):
         return look.problems()
     return look.problems(job) if isinstance(job, JobConfig) else []

@@ -1,6 +1,6 @@
-"""Resolve `auto` once ranks and devices are known: the parallel mode, and micro-batches that fit.
+"""Resolves `auto` once ranks and devices are known: the parallel mode, and micro-batches that fit.
 
-How a step is split never changes its content: it has as many tokens as the job file asks for.
+How a step is split never changes its result: it has the number of tokens that the job file requests.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.wording import distinct_sizes, gibibytes, rate
 
-# Tokens of the smallest micro-batch that is tried where nothing larger fits.
+# Tokens of the smallest micro-batch to try.
 LEAST_BATCH = 64
-# Another mode must be this many times faster than ddp to be chosen: the time model is no more exact than that. Of two
-# idle CPU processes it was right within 2 % about which is faster, but 60 ms of measurement on a busy machine said 6 %.
+# A mode must be faster than ddp by this factor to be chosen, because the time model is no more exact. Between two idle
+# CPU processes it predicted the faster mode within 2 %, but after 60 ms of measurement on a busy machine it was off by
+# 6 %.
 LEAST_GAIN = 1.1
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What a job is to run on: the speed of its ranks, and the bytes that each may take of its device.
+    """The resources that a job is planned for: the speed of its ranks, and the bytes that each may use of its device.
 
-    They are what is free on the fullest device, or less where the job may not take all of it.
+    The bytes are the free memory of the fullest device, or less if the job may not use all of it.
     """
 
     speeds: Speeds
     free_bytes: int | None = None
-    # The device whose memory is estimated (a GPU for simulated cards, on which CPU processes run); else the ranks' own.
+    # The device whose memory is estimated, if not the ranks' own: a GPU if CPU processes simulate GPUs.
     memory_of: str | None = None
 
 
 class Settled(msgspec.Struct, frozen=True):
     """A workload with `auto` resolved in mode and batch size, its time and memory, and the reason.
 
-    `held` is the same workload on the devices whose memory it takes, which are others where GPUs are simulated.
+    `held` is the same workload on the devices whose memory counts, which differ for simulated GPUs.
     """
 
     work: Workload
@@ -54,14 +55,15 @@ class Settled(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes of the fullest rank."""
+        """Bytes of the rank that needs most."""
         return self.memory.total
 
 
 def settle(work: Workload, place: Place) -> Settled:
-    """Choose the fastest mode that fits, the plain one unless another is clearly faster; else the least memory.
+    """Choose the fastest mode that fits, or the one with the least memory if none fits; prefer the plain mode if no
+    other is clearly faster.
 
-    Times are those of steps with dead latents, which most of a run may have.
+    Compares steps with dead latents, since most steps of a run may have them.
     """
     ways = [_cut(work, mode, sharing, place) for mode, sharing in _ways(work)]
     best = min(ways, key=lambda way: (not way.fits, _seeming_s(way, ways[0]) if way.fits else way.needs_bytes))
@@ -75,7 +77,7 @@ def _seeming_s(way: Settled, plain: Settled) -> float:
 
 
 def _ways(work: Workload) -> Iterator[tuple[str, int]]:
-    """List the modes to consider, each with the number of ranks that share the latents in it; the plain one first."""
+    """Yield the modes to consider, each with its number of ranks that share the latents; the plain mode comes first."""
     if work.job.parallel.mode != "auto":
         yield work.mode, work.latent_ranks
         return
@@ -89,7 +91,7 @@ def _ways(work: Workload) -> Iterator[tuple[str, int]]:
 
 
 def _cut(work: Workload, mode: str, sharing: int, place: Place) -> Settled:
-    """Settle the job in this mode with the largest micro-batches that fit, or the smallest where none does."""
+    """Settle the job in this mode with the largest micro-batches that fit, or the smallest if none fit."""
     whole, asked = work.tokens_per_step, work.job.parallel.latent_ranks
     shared = work.with_settings("parallel", mode=mode, latent_ranks=sharing if mode == "hybrid" else asked)
     settled = None
@@ -108,15 +110,15 @@ def _cut(work: Workload, mode: str, sharing: int, place: Place) -> Settled:
 
 
 def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
-    """List micro-batch sizes to try, in tokens: the one asked for, or for "auto" a rank's whole step, then halves."""
+    """Yield micro-batch sizes to try, in tokens: the requested one, or for "auto" a rank's entire step, then halves."""
     asked, ranks = work.job.train.batch_size, work.ranks
     with_tokens = 1 if mode == "sweep" else ranks // sharing
     if asked != "auto" and (work.job.parallel.mode == mode or with_tokens == ranks):
         yield asked
         return
     least = min(LEAST_BATCH, work.micro_batch) if asked == "auto" else asked
-    # A rank that sees several ranks' tokens holds only a part of the latents or of the SAEs, so a larger micro-batch
-    # needs no more memory.
+    # A rank that processes several ranks' tokens holds only some of the latents or SAEs, so a larger micro-batch needs
+    # no more memory.
     size = -(-work.tokens_per_step // with_tokens) if asked == "auto" else asked * (ranks // with_tokens)
     while size > least:
         yield size
@@ -125,7 +127,7 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
 
 
 def _reason(best: Settled, ways: list[Settled], place: Place) -> str:
-    """Explain the choice, like `tensor on 4: 2.6× less time than ddp (which sends 1.2 GiB per step at 12.0 GB/s)`."""
+    """Return the reason, like `tensor on 4: 2.6× less time than ddp (which sends 1.2 GiB per step at 12.0 GB/s)`."""
     choice = f"{_name_of(best)} on {best.work.ranks}"
     if not best.fits:
         needs, may_take = distinct_sizes(best.needs_bytes, place.free_bytes or 0)

@@ -1,7 +1,6 @@
-"""What an extraction takes of its device, of the disk and of time, by the files of its model, and what it lacks.
+"""Estimates an extraction's memory, disk space and time from its model's files, and reports what is missing.
 
-Bytes are those of the weights as they are loaded, and of what one forward pass holds at its peak. Time is that of the
-products.
+Memory is the loaded weights plus the peak of one forward pass. Time counts the matrix products only.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model
 from trainer.contract.settings.promised import Promise
 from trainer.contract.wording import distinct_sizes, gibibytes
 
-# token_ids, positions and document of a row.
+# token_ids, positions and document of a row
 _ORIGIN_BYTES = 12
 SPREAD = "spread"
 
 
 class ExtractionOutlook(msgspec.Struct, frozen=True):
-    """What an extraction needs: None where the files of its model do not tell."""
+    """The resources that an extraction needs; a value is None if the model's files do not determine it."""
 
     on_gpus: bool
     memory: Memory | None = None
     seconds: float | None = None
     d_in: int | None = None
     disk_bytes: int | None = None
-    # None too where the file system tells no size.
+    # Also None if the file system reports no size.
     disk_free_bytes: int | None = None
     room: Room = NO_ROOM
     lack: str = ""
     excess: str = ""
     ranks: int = 1
-    # How its devices share the work, by the name that a job's row has for it.
+    # How its devices share the work, as the job's row shows it.
     mode: str = "single"
-    # The slowest of its devices, by name, and whether its speed was measured here.
+    # The name of its slowest device, and whether its speed was measured here.
     device_name: str = CPU
     is_measured: bool = False
 
@@ -56,7 +55,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
         return self.memory.total if self.memory else None
 
     def problems(self) -> list[Problem]:
-        """Return the memory problems: an error if it can never run, a warning if not now."""
+        """Return the memory problems: an error if it can never run, a warning if it cannot run now."""
         spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread and give it several GPUs"
         cure = f"lower extract.batch_tokens{spread}, or choose a smaller model"
         if self.excess:
@@ -73,9 +72,10 @@ def outlook_of_extraction(
     cuda: bool = True,
     host: Room = NO_ROOM,
 ) -> ExtractionOutlook:
-    """Return the outlook on the cards that launch.gpus names, or on the first; on simulated ones it runs on the CPU.
+    """Return the outlook on the GPUs that launch.gpus names, or on the first ones; simulated GPUs run on the CPU.
 
-    Each rank has a model of its own, unless one is spread over the cards. Of a cluster's nodes nothing is known.
+    Each rank loads its own model, unless one model is spread over the GPUs. The hardware of a cluster's nodes is
+    unknown.
     """
     cards, host = ((), NO_ROOM) if job.cluster else (cards, host)
     size = model_size(job.model.path, job.model.revision)
@@ -98,7 +98,7 @@ def outlook_of_extraction(
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        # Processes on the CPU share its cores, and the cards of one model work one after the other.
+        # Processes on the CPU share its cores, and the GPUs of a spread model work one after the other.
         seconds=_seconds(job, size, measured.flops_per_s) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
@@ -114,7 +114,7 @@ def outlook_of_extraction(
 
 
 def disk_words(look: ExtractionOutlook) -> str:
-    """Write what the rows take as `0.1 GiB of disk, 38.0 GiB free`."""
+    """Return text like `0.1 GiB of disk, 38.0 GiB free`."""
     free = "" if look.disk_free_bytes is None else f", {gibibytes(look.disk_free_bytes)} free"
     return f"{gibibytes(look.disk_bytes or 0)} of disk{free}"
 
@@ -125,7 +125,7 @@ def mode_of(job: ExtractJob) -> str:
 
 
 def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
-    """Return what keeps an extraction from running here, apart from its devices."""
+    """Return the problems that would stop an extraction here, except problems with its devices."""
     problems = outlook.problems()
     if not is_installed("transformers"):
         problems.append(Problem("model.path", f"reading a language model needs `{install('hf')}`"))
@@ -152,16 +152,16 @@ def _check_hooks(job: ExtractJob) -> list[Problem]:
 
 
 def promises_of(job: ExtractJob, by: str) -> dict[str, Promise]:
-    """Return what each folder of an extraction is to hold, by its real path; `by` names the extraction."""
+    """Return what each folder of an extraction will hold, by its real path; `by` names the extraction."""
     size = model_size(job.model.path, job.model.revision)
-    # How wide the output of a module is that is given by its path, no file tells.
+    # No file states the output width of a module that is given by its path.
     widths = [size.width if size and not hook.path else None for hook in job.hooks]
     folders = [os.path.realpath(job.folder(name)) for name in job.model.hooks]
     return {folder: Promise(d_in, job.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
 
 def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_cards: int = 1) -> int:
-    """Return the largest half, quarter, ... of `extract.batch_tokens` with which it fits; 0 where none does."""
+    """Return the largest half, quarter, ... of `extract.batch_tokens` that fits; 0 if none does."""
     size, tokens = model_size(job.model.path, job.model.revision), job.extract.batch_tokens // 2
     while size and tokens >= job.text.context:
         smaller = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=tokens))
@@ -182,11 +182,11 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
 
 
 def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_cards: int = 1) -> Memory:
-    """Return what each device holds; a spread model is cut between blocks, so that a card may have one more."""
+    """Return the memory per device; a spread model is split between blocks, so one GPU may hold one block more."""
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
     share = min(1.0, 1 / n_cards + 1 / size.n_layers) if is_cuda and job.model.spread and n_cards > 1 else 1.0
-    # Rows that wait for their shard.
+    # Rows that are buffered until their shard is complete.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
         weights=round(size.n_parameters * each * share),
@@ -206,6 +206,6 @@ def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
 
 
 def _seconds(job: ExtractJob, size: ModelSize, flops_per_s: float) -> float:
-    """Return the seconds of the products of all tokens."""
+    """Return the seconds that the matrix products of all tokens take."""
     flops = size.flops_per_token(job.hooks) * job.extract.n_tokens
     return flops / (READING_SPEED * flops_per_s)

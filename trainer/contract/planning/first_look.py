@@ -1,4 +1,6 @@
-"""When it pays to find the largest pre-activations by a bf16 product first: `trainer.saes.kernels.rounded_top_k`."""
+"""Decides whether a CPU should select the top pre-activations by a bf16 product first
+(`trainer.saes.kernels.rounded_top_k`).
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,20 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
-# How many values are looked at for each that is wanted. With 2, of 2,048 tokens of trained SAEs 0 to 50 needed the
-# exact product. Where ranks share the latents it is per value that is wanted of one rank on average: with two ranks of
-# 8,192 each, 37 of 4,096 tokens needed more than 2, none 2.5.
+# Candidates per wanted value. With 2, 0 to 50 of 2,048 tokens of trained SAEs needed the exact product. If ranks share
+# the latents, the factor applies to the values wanted per rank on average: with two ranks of 8,192 latents each, 37 of
+# 4,096 tokens needed more than 2, none more than 2.5.
 MARGIN, MARGIN_SHARED = 2, 2.5
-# How many of these are computed exactly, since the others are surely too small: 64 to 72 % in trained SAEs.
+# The fraction of candidates that is computed exactly, since the others are surely too small: 64 to 72 % in trained
+# SAEs.
 EXACT = 0.7
 
 
 class Costs(NamedTuple):
-    """What a first look costs a CPU, by the time of the exact product of all values.
+    """The cost of a bf16 pre-selection on a CPU, relative to the exact product of all values.
 
-    `rounded` is the product of bf16 factors. A value computed alone, and chosen, costs as much as `alone` values of the
-    exact product. Where all are exact it takes longer to choose the k of each token by `of_tokens`, and those of a
-    whole batch by `of_batch`.
+    `rounded` is the product with bf16 factors. Computing and choosing a single value costs the same as `alone` values
+    of the exact product. Without pre-selection, choosing adds `of_tokens` (top k per token) or `of_batch` (per batch).
     """
 
     rounded: float
@@ -29,23 +31,24 @@ class Costs(NamedTuple):
     of_batch: float = 0.0
 
 
-# By what a CPU has, matrix units or vectors. To choose the k of each of 2,048 tokens takes a core with AMX 24 ms with a
-# first look and 38 without, of 3,072 latents and k = 32; with k = 128 it takes 57 and 52, with 2,048 latents 27 and 36
-# for k = 64, 47 and 36 for 128. Those of a whole batch: 36 and 37 for 3,072 and 64. A Zen 4 core takes 54 ms for the
-# rounded product of 3,072 latents and 107 for the exact one; a step of 2,048 latents with k = 64 takes it 71 ms instead
-# of 96, and one of 4,096 with k = 256 as long.
+# Costs by CPU feature (matrix or vector units), in ms for 2,048 tokens. A core with AMX chooses the top k per token in
+# 24 with pre-selection and 38 without (3,072 latents, k = 32), in 57 and 52 for k = 128; with 2,048 latents in 27 and
+# 36 for k = 64, 47 and 36 for k = 128. Per batch: 36 and 37 (3,072 latents, k = 64). A Zen 4 core takes 54 for the
+# rounded product of 3,072 latents and 107 for the exact one; a step of 2,048 latents with k = 64 takes 71 instead of
+# 96, and a step of 4,096 with k = 256 gains nothing.
 _COSTS = {"amx_bf16": Costs(0.2, 24, of_batch=0.3), "avx512_bf16": Costs(0.5, 10)}
 
 
 def n_seen(k: int, n_ranks: int) -> int:
-    """Return how many values per token each of `n_ranks` looks at so that all together find the largest k."""
+    """Return how many candidates per token each of `n_ranks` selects, so that together they find the largest k."""
     return MARGIN * k if n_ranks == 1 else math.ceil(MARGIN_SHARED * k / n_ranks)
 
 
 def pays(n_exact: float, d_sae: int, *, of_batch: bool = False) -> bool:
-    """Tell whether a rounded product first is faster on this CPU, given the values per token then computed exactly.
+    """Return whether a rounded product first is faster on this CPU, if `n_exact` values per token are then computed
+    exactly.
 
-    The largest are those of each token, or those `of_batch` together.
+    The top values are chosen per token, or per batch with `of_batch`.
     """
     if (cost := costs()) is None:
         return False
@@ -55,7 +58,7 @@ def pays(n_exact: float, d_sae: int, *, of_batch: bool = False) -> bool:
 
 @functools.cache
 def costs() -> Costs | None:
-    """Return what a first look costs this CPU; None where it is never faster."""
+    """Return the cost of a pre-selection on this CPU; None if it is never faster."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""How long a job takes on 1, 2, 4 and 8 devices, what that costs, and whether it fits: before anything runs."""
+"""Predicts time, cost and memory of a job on 1, 2, 4 and 8 devices before it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNTS = (1, 2, 4, 8)
 
 
 class Room(msgspec.Struct, frozen=True):
-    """Memory for a rank, free now and in all, of the device that has least of it; None where it is unknown."""
+    """The free and total memory for a rank on the device with the least; None if unknown."""
 
     free_bytes: int | None = None
     total_bytes: int | None = None
@@ -24,7 +24,7 @@ NO_ROOM = Room()
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """A job on `ranks` devices of one kind; `speed_up` is its tokens per second divided by those of one device."""
+    """A job on `ranks` devices of one kind; `speed_up` is its tokens per second relative to one device."""
 
     ranks: int
     settled: Settled
@@ -36,7 +36,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     @property
     def efficiency(self) -> float:
-        """`speed_up` per device: 1.0 if no device ever waited."""
+        """`speed_up` per device: 1.0 if no device ever waits."""
         return self.speed_up / self.ranks
 
 
@@ -49,9 +49,9 @@ def forecast(
     price_per_gpu_hour: float | None = None,
     memory_of: str | None = None,
 ) -> list[Forecast]:
-    """Return a row for each number of devices of the workload's kind.
+    """Return a forecast for each number of devices of the workload's kind.
 
-    A step has `batch_size` tokens for each device, unless the job fixes `global_batch_size`.
+    A step has `batch_size` tokens per device, unless the job sets `global_batch_size`.
     """
     rows: list[Forecast] = []
     alone = 0.0
@@ -66,14 +66,14 @@ def forecast(
 
 
 def settle_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | None = None) -> tuple[Settled, bool]:
-    """Resolve `auto` on the workload's devices; return what it comes to and whether their speeds were measured.
+    """Resolve `auto` on the workload's devices; return the result and whether their speeds were measured.
 
-    It has to fit into the memory that is free now; where nothing does, into all that the devices have. `memory_of` is
-    the device whose memory counts where it is another.
+    The job must fit into the free memory, or if nothing fits there, into the total memory. `memory_of` is the device
+    whose memory counts, if it is not the ranks' own.
     """
     speeds = box.speeds(work.device_name, work.precision, work.ranks)
     asked = work.job.parallel.mode
-    # On one device every mode is `single`; a mode that was asked for holds where there are several.
+    # On one device every mode is `single`; a requested mode applies only to several devices.
     mode = "single" if work.ranks == 1 else "auto" if asked == "single" or not can_share(work) else asked
     room_bytes = room.total_bytes if room.free_bytes is None else room.free_bytes
     work, place = work.with_settings("parallel", mode=mode), Place(speeds, room_bytes, memory_of)
@@ -84,7 +84,7 @@ def settle_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | N
 
 
 def can_share(work: Workload) -> bool:
-    """Tell whether so many ranks can share the work in the mode that the job asks for."""
+    """Return whether this number of ranks can share the work in the requested mode."""
     if work.mode == "sweep":
         return work.ranks <= len(work.members)
     return work.ranks % work.latent_ranks == 0 and work.latent_ranks <= work.narrowest

@@ -1,10 +1,9 @@
-"""THE REGISTRY of GPU vendors: whether a vendor's driver is here, who reads its cards, and how a rank is kept to some.
+"""THE REGISTRY of GPU vendors: how to detect a vendor's driver, read its GPUs, and pin a rank to some of them.
 
-A rank is pinned by an environment variable of the vendor's, such as CUDA_VISIBLE_DEVICES. The user may set the same
-variable to leave only some cards to all of us, and app, commands and trainer then see the same ones. Numbers in it are
-read as those of the vendor's own tool, which counts by PCI bus. CUDA itself counts so only with
-CUDA_DEVICE_ORDER=PCI_BUS_ID, and without it may put the fastest card first; ranks are started with that order set and
-with UUIDs.
+A rank is pinned by an environment variable of the vendor, such as CUDA_VISIBLE_DEVICES. If the user sets that variable
+to restrict the GPUs, app, commands and trainer all respect it. Its numbers are read as those of the vendor's own tool,
+which counts by PCI bus. CUDA counts that way only with CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise it may put the fastest
+GPU first. Ranks are started with that order and with UUIDs.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ Cards = Sequence[tuple[int, str]]
 
 
 class Vendor(msgspec.Struct, frozen=True):
-    """What the rest of the program must know of a vendor's GPUs before any of its own code is loaded.
+    """The facts about a vendor's GPUs that are needed before loading any vendor code.
 
-    `words` names it, `source` is the class that reads its cards, as `module:name`, and one of `driver_files` exists
-    where its driver is loaded. `variable` holds the cards that a process may use, by number or by an identity that
-    begins with `uuid_prefix`; `order` has the variables that make the numbers those of `tool`, the vendor's own program
-    for its cards. `device` is what PyTorch calls the cards, "cpu" if it cannot use them.
+    `words` is its name, `source` the class that reads its GPUs, as `module:name`; one of `driver_files` exists if its
+    driver is loaded. `variable` lists the GPUs that a process may use, by number or by an identifier that begins with
+    `uuid_prefix`; `order` sets the variables that make the numbers agree with `tool`, the vendor's command-line
+    program. `device` is PyTorch's device type for the GPUs, "cpu" if it cannot use them.
     """
 
     words: str
@@ -36,50 +35,52 @@ class Vendor(msgspec.Struct, frozen=True):
     tool: str
     order: Mapping[str, str] = {}
     uuid_prefix: str = "GPU-"
-    # The command that makes a split card one GPU again, where what its source says of it does not name it.
+    # The command that turns a split GPU back into one, unless its source reports one.
     unsplit: str = ""
-    # What the identity of a slice begins with, where cards can be split into slices that are GPUs of their own.
+    # Prefix of a slice's identifier, if GPUs can be split into slices that act as GPUs.
     slice_prefix: str = ""
     device: Device = "cuda"
-    # What PyTorch calls the builds that run on them, as in `torch.version.cuda`, and people call them.
+    # PyTorch's name of the builds for these GPUs, as in `torch.version.cuda`, and the usual name.
     torch_runtime: str = "cuda"
     runtime_words: str = "CUDA"
-    # The links between its cards beside PCI Express, and the command of its tool that shows how cards are connected.
+    # The links between its GPUs besides PCI Express, and the command that shows how GPUs are connected.
     link: str = "NVLink"
     topology: str = "nvidia-smi topo -m"
-    # Variables that choose by number among the cards that `variable` has left; the first that is set counts.
+    # Variables that choose by number among the GPUs that `variable` leaves visible; only the first one set applies.
     inner_variables: tuple[str, ...] = ()
-    # Beginnings of a card's name that a narrow column leaves out, in this order.
+    # Prefixes of a GPU's name that narrow columns omit, in this order.
     brands: tuple[str, ...] = ()
-    # The vendor's number on the PCI bus, as the kernel writes it, and the file with the version of its kernel module.
+    # The vendor's PCI ID as the kernel writes it, and the file with the version of its kernel module.
     pci_vendor: str = ""
     version_file: str = ""
-    # Files with the UUID of each card of the machine, or of the container, in a folder named by its place on the bus.
+    # Files with the UUID of each GPU of the machine or container, in a folder named by its PCI address.
     uuid_files: str = ""
 
     @property
     def is_here(self) -> bool:
-        """Whether its driver is loaded, as far as can be told without asking it."""
+        """Whether its driver is loaded, judged by files alone."""
         return any(map(os.path.exists, self.driver_files))
 
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
-        """Return the environment in which a process sees exactly these cards, in this order."""
+        """Return the environment that makes exactly these GPUs visible to a process, in this order."""
         cards = list(uuids)
-        # What is inherited would choose among these cards, and might leave none.
+        # An inherited variable would choose among these GPUs, and might leave none.
         inner = {name: ",".join(map(str, range(len(cards)))) for name in self.inner_variables[:1]}
         return {self.variable: ",".join(cards), **inner, **self.order}
 
     def prefix_of(self, name: str) -> str:
-        """Return what the UUID of a card of this name begins with; slices have their profile at the end of it."""
+        """Return the UUID prefix of a GPU with this name; a slice's name ends in its profile."""
         return self.slice_prefix if self.slice_prefix and f" {self.slice_prefix[:-1]} " in name else self.uuid_prefix
 
     def limits(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Return the variables that leave only some cards, with their values, in the order in which they count."""
+        """Return the variables that restrict the visible GPUs, with their values, in order of precedence."""
         inner = [name for name in self.inner_variables if environ.get(name)][:1]
         return {name: environ[name] for name in (self.variable, *inner) if name in environ}
 
     def visible_devices(self, environ: Mapping[str, str] = os.environ) -> str | None:
-        """Return the cards that the environment leaves, as `variable` would name them; None where it leaves all."""
+        """Return the GPUs that the environment makes visible, in the format of `variable`; None if it does not restrict
+        them.
+        """
         values = self.limits(environ)
         outer = values.pop(self.variable, None)
         inner = next(iter(values.values()), None)
@@ -90,10 +91,10 @@ class Vendor(msgspec.Struct, frozen=True):
         return ",".join(entries[index] for index in self.visible_indices(inner, cards))
 
     def visible_indices(self, text: str | None, cards: Iterable[tuple[int, str]]) -> list[int]:
-        """Return the indices of the cards that the variable's `text` leaves, in its order, of all (index, UUID).
+        """Return the indices of the (index, UUID) pairs that the variable's `text` makes visible, in its order.
 
-        Entries are read as CUDA reads them: numbers, or UUIDs that may be shortened; the list ends before the first
-        entry that names no card, and a list that names a card twice is empty. A number is never that of a slice.
+        Entries are parsed as CUDA does: numbers, or UUIDs that may be shortened. The list ends before the first entry
+        that matches no GPU; a list that names a GPU twice is empty. A number never refers to a slice.
         """
         all_cards = list(cards)
         if text is None:
@@ -116,19 +117,19 @@ class Vendor(msgspec.Struct, frozen=True):
         return (self.uuid_prefix, self.slice_prefix) if self.slice_prefix else (self.uuid_prefix,)
 
     def _by_uuid(self, entry: str, cards: Cards) -> int | None:
-        """Find the card whose UUID begins with the entry; None where no card, or more than one, does."""
+        """Return the index of the GPU whose UUID begins with the entry; None if no GPU or more than one matches."""
         if not entry.startswith(self._prefixes):
             return None
         indices = [index for index, uuid in cards if uuid.lower().startswith(entry.lower())]
         return indices[0] if len(indices) == 1 else None
 
 
-# By the name of the source, as in `--gpu-source`. Classes are strings, so that listing them imports nothing.
+# Keyed by source name, as in `--gpu-source`. Classes are strings, so listing them imports nothing.
 VENDORS: dict[str, Vendor] = {
     "nvml": Vendor(
         "NVIDIA",
         "sae_tui.gpu.nvml:Nvml",
-        # The second is that of Windows' Linux.
+        # The second file exists under WSL.
         driver_files=("/dev/nvidiactl", "/dev/dxg"),
         variable="CUDA_VISIBLE_DEVICES",
         tool="nvidia-smi",
@@ -144,8 +145,8 @@ VENDORS: dict[str, Vendor] = {
         "AMD",
         "sae_tui.gpu.amd:Amd",
         driver_files=("/dev/kfd",),
-        # AMD recommends it on Linux. It takes UUIDs in every version of ROCm, the other two in newer ones alone; HIP
-        # and PyTorch take the cards that it has left as 0, 1, ...
+        # AMD recommends it on Linux. All versions of ROCm accept UUIDs in it, but only newer ones in the other two; HIP
+        # and PyTorch number the GPUs that it leaves from 0.
         variable="ROCR_VISIBLE_DEVICES",
         inner_variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         tool="amd-smi",
@@ -162,19 +163,19 @@ VENDORS: dict[str, Vendor] = {
 
 
 def is_slice(uuid: str) -> bool:
-    """Tell whether this is the identity of a slice of a card, as against that of a whole one."""
+    """Return whether this UUID is that of a slice, rather than of a GPU that is not split."""
     return any(vendor.slice_prefix and uuid.startswith(vendor.slice_prefix) for vendor in VENDORS.values())
 
 
 def is_slice_by_name(name: str) -> bool:
-    """Tell the same by the name that PyTorch has for it."""
+    """Return the same from the name that PyTorch reports."""
     return any(is_slice(vendor.prefix_of(name)) for vendor in VENDORS.values())
 
 
 def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
-    """Return why ranks that exchange cannot run on these GPUs (index, whether it is a slice); "" where they can.
+    """Return why ranks that exchange tensors cannot run on these GPUs (index, whether it is a slice), or "".
 
-    NCCL takes slices of one card for the same device, and CUDA shows a process one slice at most.
+    NCCL mistakes slices of one GPU for the same device, and CUDA shows a process at most one slice.
     """
     cut = [index for index, is_cut in gpus if is_cut]
     if not cut or len(gpus) < 2:
@@ -188,18 +189,18 @@ def vendors_here() -> list[str]:
 
 
 def hide_all() -> dict[str, str]:
-    """Return the environment in which a process sees no GPU of any vendor."""
+    """Return the environment that hides the GPUs of all vendors."""
     return {vendor.variable: "" for vendor in VENDORS.values()}
 
 
 def mixture(vendors: Iterable[str]) -> str:
-    """Return a phrase like `GPUs of NVIDIA and AMD` for GPUs of more than one vendor; "" for those of one."""
+    """Return a phrase like `GPUs of NVIDIA and AMD` for several vendors; "" for one."""
     words = [VENDORS[name].words for name in dict.fromkeys(vendors) if name in VENDORS]
     return f"GPUs of {' and '.join(words)}" if len(words) > 1 else ""
 
 
 def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
-    """Return why a job cannot use all of these GPUs (index, vendor); "" where they are of one vendor."""
+    """Return why a job cannot use all of these GPUs (index, vendor); "" if they are from one vendor."""
     vendor_by_index = dict(gpus)
     if not (mixed := mixture(vendor_by_index.values())):
         return ""
@@ -209,6 +210,6 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
 
 
 def _by_number(entry: str, cards: Cards) -> int | None:
-    """Find a card by the number that an entry begins with, so that `1st` is 1; None where there is none."""
+    """Return the GPU whose number begins the entry, so `1st` means 1; None if there is none."""
     digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
     return next((index for index, _ in cards if digits and index == int(digits[1])), None)

@@ -1,4 +1,4 @@
-"""How fast this box is: what ranks measured as they started, kept in `box.json`, and published figures until then."""
+"""The speed of this machine: measured by ranks at startup and stored in `box.json`; published figures until then."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import msgspec
 from trainer.contract.json_file import read_json, write_json
 
 CPU = "CPU process"
-# The share of a card's published peaks that large products and copies reach.
+# The fraction of a GPU's published peaks that large products and copies reach.
 _REACHED = 0.7
-# Published: TFLOP/s of dense bf16 products (of fp32 where a card has no fast bf16), GB/s of memory, GB/s of an
-# all-reduce over NVLink or XGMI, 0 for cards without it.
+# Published figures: TFLOP/s of dense bf16 products (fp32 for a GPU without fast bf16), GB/s of memory, and GB/s of an
+# all-reduce over NVLink or XGMI (0 for a GPU without them).
 _PUBLISHED = {
     "B200": (2250, 8000, 650),
     "H200": (989, 4800, 360),
@@ -37,7 +37,7 @@ _PUBLISHED = {
     "MI325X": (1307, 6000, 310),
     "MI300X": (1307, 5300, 310),
     "MI300A": (980, 5300, 310),
-    # Of one of the two chips of a card, each of which is a GPU.
+    # The figures are for one of the two chips of a board; each chip is a separate GPU.
     "MI250X": (191, 1600, 100),
     "MI250": (181, 1600, 100),
     "MI210": (181, 1600, 0),
@@ -48,34 +48,36 @@ _PUBLISHED = {
     "RX 7900": (123, 960, 0),
 }
 _UNKNOWN = (70, 800, 0)
-# A core's FLOP/s and memory bytes/s; bytes/s and latency between processes over the loopback interface.
+# FLOP/s and memory bytes/s of a core; bytes/s and latency between processes over the loopback interface.
 _CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S = 50e9, 8e9, 1.5e9, 3e-4
-# A PCIe bus with peer-to-peer transfers; GeForce cards have to go through the host's memory.
+# PCIe with peer-to-peer transfers, and staged through the host's memory, as GeForce GPUs need.
 _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
 # Speed of products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
-# The name of a slice ends in its profile: how many of seven parts of the card compute, and its memory.
+# The name of a slice ends in its profile: its sevenths of the GPU's compute, and its memory.
 _SLICE = re.compile(r" MIG (\d)g\.")
-# Cards below compute capability 8.0 know neither bf16 nor tf32. Of Volta and Turing, 7.0 and 7.5, fp16 is 2 to 8 times
-# as fast as fp32; before them it is as slow, or slower.
+# GPUs below compute capability 8.0 support neither bf16 nor tf32. On Volta and Turing, 7.0 and 7.5, fp16 is 2 to 8
+# times as fast as fp32; on older GPUs it is as slow, or slower.
 BF16_FROM, FP16_FROM = (8, 0), (7, 0)
 _VOLTA_OR_TURING = re.compile(
     r"\b(V100S?|GV100|TITAN (V|RTX)|T4G?|RTX 20[678]0|Quadro (RTX|T\d+)|GTX 16\d0|T(4|5|6|10|12)00)\b"
 )
-# AMD's of before CDNA and RDNA 3, of which fp16 is twice as fast.
+# AMD GPUs before CDNA and RDNA 3; their fp16 is twice as fast as fp32.
 _OLD_AMD = re.compile(r"\b(MI25|MI50|MI60|Vega|VII|RX [56]\d{3}|W[56]\d{3})\b")
 _OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
-# What "auto" can mean, from what every device can do to what few can.
+# The precisions that "auto" can resolve to, from the most to the least widely supported.
 AUTO = ("fp32", "tf32", "fp16", "bf16")
 
-# Expected times are divided by it, so it must not be 0.
+# Time estimates divide by it, so it must not be 0.
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """The speed of a rank and of the link between ranks: FLOP/s of products, bytes/s of memory, and an all-reduce's
-    bytes/s and latency in seconds."""
+    """The speed of a rank and of the link between ranks.
+
+    FLOP/s of products, bytes/s of memory, and an all-reduce's bytes/s and latency in seconds.
+    """
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -85,29 +87,29 @@ class Speeds(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What was measured on one kind of device; FLOP/s of products by precision."""
+    """The measured speeds of one kind of device; FLOP/s of products by precision."""
 
     flops_per_s: dict[str, Rate]
     memory_bytes_per_s: Rate
 
 
 class Bus(msgspec.Struct, frozen=True):
-    """What was measured between devices: bytes/s of each in an all-reduce, and the seconds that a tiny one takes."""
+    """The measured speed between devices: bytes/s of each in an all-reduce, and seconds of a tiny all-reduce."""
 
     bytes_per_s: Rate
     latency_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Box(msgspec.Struct, frozen=True):
-    """Everything measured on this machine so far: cards by device name, buses by `<device name> x<ranks>`."""
+    """Everything measured on this machine so far: devices by name, buses by `<device name> x<ranks>`."""
 
     cards: dict[str, Card] = {}
     buses: dict[str, Bus] = {}
-    # Whether GPU-to-GPU transfers were seen to hang or fail where transfers through the host's memory worked.
+    # Whether GPU-to-GPU transfers hung or failed while transfers through the host's memory worked.
     peers_fail: bool = False
 
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
-        """Return the speeds of `ranks` devices of this name, from published figures where they were not measured."""
+        """Return the speeds of `ranks` devices of this name; unmeasured ones come from published figures."""
         assumed = assumed_speeds(device, precision)
         card, bus = self.cards.get(device), self.buses.get(f"{device} x{ranks}")
         measured = card is not None and precision in card.flops_per_s and (ranks == 1 or bus is not None)
@@ -120,7 +122,7 @@ class Box(msgspec.Struct, frozen=True):
         )
 
     def with_measured(self, device: str, precision: str, ranks: int, speeds: Speeds) -> Box:
-        """Return a copy that holds these measured speeds as well."""
+        """Return a copy that also holds these measured speeds."""
         card = self.cards.get(device)
         flops = (card.flops_per_s if card else {}) | {precision: speeds.flops_per_s}
         cards = self.cards | {device: Card(flops, speeds.memory_bytes_per_s)}
@@ -129,10 +131,10 @@ class Box(msgspec.Struct, frozen=True):
 
 
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
-    """Return what `train.precision = "auto"` means on a "cuda" device of this compute capability, or on a "cpu".
+    """Return the meaning of `train.precision = "auto"` on a "cuda" device of this compute capability, or on "cpu".
 
-    It is bf16 where products of that are fast, fp16 with a scaled loss where only those are, and else tf32, which cards
-    that do not know it take for fp32.
+    It is bf16 if its products are fast, fp16 with a scaled loss if only fp16 is fast, and otherwise tf32, which GPUs
+    without support run as fp32.
     """
     if device != "cuda":
         return "fp32"
@@ -142,9 +144,9 @@ def auto_precision(device: str, capability: tuple[int, int]) -> str:
 
 
 def usual_capability(name: str) -> tuple[int, int]:
-    """Return a compute capability of cards of this name, as far as precision depends on it; unknown ones are new.
+    """Return a typical compute capability for a GPU name, as far as precision depends on it; unknown GPUs count as new.
 
-    AMD's cards have that of NVIDIA's which are fast at the same.
+    AMD GPUs get that of the NVIDIA GPUs with the same fast precisions.
     """
     if _VOLTA_OR_TURING.search(name) or _OLD_AMD.search(name):
         return FP16_FROM
@@ -152,7 +154,7 @@ def usual_capability(name: str) -> tuple[int, int]:
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:
-    """Return speeds from the published figures of the card of this name, or of an ordinary card where it is unknown."""
+    """Return speeds from published figures for this GPU name, or of an ordinary GPU if the name is unknown."""
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
     tflops, gigabytes, nvlink = _published(device)
@@ -163,23 +165,23 @@ def assumed_speeds(device: str, precision: str) -> Speeds:
 
 
 def has_nvlink(device: str) -> bool:
-    """Return whether cards of this name usually reach each other by NVLink or XGMI; PCIe variants do not."""
+    """Return whether GPUs of this name are usually connected by NVLink or XGMI; PCIe variants are not."""
     return _published(device)[2] > 0
 
 
 def _published(device: str) -> tuple[int, int, int]:
-    """Return the published figures of a card, without its link in a variant for PCIe."""
+    """Return the published figures of a GPU, with a link speed of 0 for PCIe variants."""
     tflops, gigabytes, nvlink = next((figures for name, figures in _PUBLISHED.items() if name in device), _UNKNOWN)
     return tflops, gigabytes, 0 if "PCIE" in device.upper() else nvlink
 
 
 def slowest(names: Iterable[str]) -> str:
-    """Return the slowest of these card names by published figures: the one that the others wait for."""
+    """Return the slowest of these GPU names by published figures; the others wait for it."""
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 
 def read_box(file: Path | None) -> Box:
-    """Read the measured speeds; return none if the file is missing or damaged, since they can be measured again.
+    """Return the measured speeds; an empty `Box` if the file is missing or damaged, since they can be measured again.
 
     A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
     """
@@ -189,6 +191,6 @@ def read_box(file: Path | None) -> Box:
 
 
 def write_box(file: Path, box: Box) -> None:
-    """Replace the file in one step; ignore a failure, since then only the next estimate is less exact."""
+    """Replace the file atomically; ignore a failure, since it only makes the next estimate less exact."""
     with contextlib.suppress(OSError):
         write_json(file, box)

@@ -1,22 +1,25 @@
-"""For how many active latents a GPU makes room before their number is known: `trainer.saes.kernels.foreseen`."""
+"""The buffer size for active latents that a GPU allocates before it knows their number
+(`trainer.saes.kernels.foreseen`).
+"""
 
 from __future__ import annotations
 
 import math
 
-# Room is made for so many times as many as in the steps before.
+# Over-allocation factor, relative to the previous steps.
 MARGIN = 1.25
-# Dense products take a GPU as long as sparse ones of one in so many pre-activations: by the model one in 70 to 110 with
-# 65,536 latents and a d_in of 2,304, one in 45 to 75 with 24,576 and 768.
+# If more than one in this many pre-activations is active, dense products are as fast on a GPU. The model gives one in
+# 70 to 110 for 65,536 latents and a d_in of 2,304, one in 45 to 75 for 24,576 and 768.
 DENSE = 96
 
 
 def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | None:
-    """Return for how many of a token's `d_sae` latents to make room if `n_active` were active; None where for all.
+    """Return the active latents per token to allocate space for, given `n_active` so far; None if all `d_sae` are
+    cheaper.
 
-    It is rounded up to 3 binary digits, so that a run has few sizes of memory. A room that is `kept` from before stays
-    where it is the least or the one above that: a k of 32 or 64 is just where one size ends, and every change of size
-    costs recorded steps their recording.
+    Rounded up to 3 binary digits, so that a run uses few buffer sizes. A previous size `kept` remains if it equals the
+    new one or the next above: a k of 32 or 64 lies right at a boundary, and every change of size discards captured CUDA
+    graphs.
     """
     room = _rounded_up(MARGIN * n_active)
     if kept and room <= kept <= _rounded_up(room + 1):

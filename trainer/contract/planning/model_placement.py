@@ -1,4 +1,4 @@
-"""Which GPUs run the language model of a training: those that train, or some that do nothing else."""
+"""Chooses the GPUs that run a training's language model: the training GPUs, or separate ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# Modes that leave nothing to choose: one device, or one process that has all of them.
+# Modes without a choice: one device, or one process with all of them.
 _FIXED = ("single", "dp")
 
 
 class ModelPlacement(msgspec.Struct, frozen=True):
-    """A job with `model_gpus` of its devices for its language model alone, and settled on the others.
+    """A job with `model_gpus` devices reserved for its language model, settled on the others.
 
-    `reader` is what one of these holds; `why` says in a clause why they are so many, where that was open.
+    `reader` is the memory of one of these devices; `why` explains an automatic choice in a clause.
     """
 
     model_gpus: int
@@ -38,17 +38,19 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Bytes of the device that needs most."""
         return max(self.settled.needs_bytes, self.reader.total if self.reader else 0)
 
     @property
     def sentence(self) -> str:
-        """Say `the language model has 6 of 8 GPUs to itself: beside the SAE it would not fit into 24.0 GiB`."""
+        """The placement, like `the language model has 6 of 8 GPUs to itself: beside the SAE it would not fit into 24.0
+        GiB`.
+        """
         return words_of_place(self.model_gpus, self.devices, self.why)
 
 
 def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
-    """Say where the language model of a training runs, and in a clause why."""
+    """Return a sentence on where a training's language model runs and, as a clause, why."""
     where = "runs on the GPUs that train"
     if model_gpus:
         where = f"has {model_gpus} of {devices} GPUs to itself"
@@ -56,12 +58,12 @@ def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
 
 
 def counts_that_work(devices: int) -> list[int]:
-    """Return how many of so many GPUs can run the model alone: as many, or several times as many, as train."""
+    """Return how many of `devices` GPUs can run only the model: a multiple of the number that trains."""
     return [own for own in range(1, devices) if own % (devices - own) == 0]
 
 
 def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
-    """Return what is wrong with `data.model_gpus` on so many devices, in a sentence; "" if nothing is."""
+    """Return why `data.model_gpus` is wrong on this number of devices, in a sentence; "" if it is not."""
     asked = model_gpus_of(job)
     if asked in (0, "auto"):
         return ""
@@ -77,7 +79,7 @@ def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
 
 
 def _obstacle(job: JobConfig) -> str:
-    """Name what keeps a job from having GPUs for its model alone; "" if nothing does."""
+    """Return the setting that prevents separate GPUs for the model; "" if none does."""
     if job.on_cpu:
         return f'launch.gpus = "{job.launch.gpus}"'
     if job.cluster:
@@ -96,11 +98,11 @@ def place_model(
     *,
     ranks_before: int | None = None,
 ) -> ModelPlacement:
-    """Settle a job on so many devices of this name, and how many of them run its language model alone.
+    """Settle a job on `devices` devices of this name, and choose how many of them run only its language model.
 
-    Where the job leaves that open, it is what fits into the memory that is free, else into all of it, and of that the
-    fastest: none, unless GPUs of its own are clearly faster. A run that goes on keeps the `ranks_before` where it can,
-    each of which reads a part of the text. See `settle_on` for the other arguments.
+    If the job leaves that open, choose the fastest placement that fits into the free memory, or else into the total
+    memory: no separate GPUs, unless they are clearly faster. A resumed run keeps `ranks_before` ranks if possible,
+    since each has read its own shard of the text. See `settle_on` for the other arguments.
     """
     whole = Workload(job, devices, shape, device_name)
 
@@ -124,7 +126,7 @@ def place_model(
 
 
 def _counts(whole: Workload) -> Iterator[int]:
-    """List how many devices could run the model alone; 0 first."""
+    """Yield how many devices could run only the model; 0 first."""
     yield 0
     job = whole.job
     if job.parallel.mode in _FIXED or ":" in job.parallel.shares or _obstacle(job):
@@ -136,7 +138,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, room: Room) -> tuple[int, float]:
-    """Return what is least for the best way: whether it fits now, ever or never, and its time or else its bytes."""
+    """Return a sort key, smallest for the best placement: whether it fits now, ever or never; then time or bytes."""
     lack = _lack(way, room)
     if lack == 2:
         return lack, way.needs_bytes
@@ -144,14 +146,14 @@ def _rank(way: ModelPlacement, room: Room) -> tuple[int, float]:
 
 
 def _lack(way: ModelPlacement, room: Room) -> int:
-    """Return 0 where it fits into the memory that is free, 1 where into all that there is, else 2."""
+    """Return 0 if it fits into the free memory, 1 if only into the total memory, else 2."""
     limits = [limit for limit in (room.free_bytes, room.total_bytes) if limit is not None]
     fits = [way.needs_bytes <= limit for limit in limits]
     return 0 if all(fits) else 1 if any(fits) else 2
 
 
 def _why(best: ModelPlacement, ways: list[ModelPlacement], room: Room) -> str:
-    """Say in a clause what is better than with the model elsewhere."""
+    """Return a clause on the advantage over the other placement of the model."""
     lack = _lack(best, room)
     if lack == 2:
         return f"that needs least memory, {gibibytes(best.needs_bytes)} of a GPU, but there is less"

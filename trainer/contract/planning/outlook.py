@@ -1,6 +1,6 @@
-"""The outlook of a job on its devices: its mode, the memory of each rank, and whether so much is there.
+"""The outlook of a job on its devices: its mode, and the memory that each rank needs and has.
 
-All code that shows, checks or waits for the memory of a job asks here, so that all agree.
+All code that shows, checks or waits for a job's memory calls this module, so all results agree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING_MEASURED = Box()
 
 
 class Card(Protocol):
-    """A GPU, its free and total memory in bytes (None where it does not report them), and who uses it, or ""."""
+    """A GPU: its free and total memory in bytes (None if it does not report them), and its user, or ""."""
 
     @property
     def index(self) -> int: ...
@@ -42,17 +42,17 @@ class Card(Protocol):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """The bytes of a GPU that a finished job of this shape took."""
+    """The GPU memory in bytes that a finished job of this shape used."""
 
     job_id: int
     n_bytes: int
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """The job with its mode settled, and the memory there is for each of its ranks.
+    """The job with its mode settled, and the memory available to each of its ranks.
 
-    `lack` says which memory is missing now, `excess` what exceeds even the devices' total memory; "" if nothing does.
-    `placed` says which devices run the language model, where there is one.
+    `lack` reports memory that is missing now, `excess` a need beyond the devices' total memory; "" if there is none.
+    `placed` is the placement of the language model, if the job has one.
     """
 
     settled: Settled
@@ -66,12 +66,12 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """The ranks, and the devices that only run a language model."""
+        """The number of ranks, plus the devices that only run a language model."""
         return self.ranks + self.settled.work.model_gpus
 
     @property
     def fullest(self) -> Memory:
-        """What the device holds that needs most: one that trains, or one that only runs a language model."""
+        """The memory of the device that needs most: one that trains, or one that only runs a language model."""
         reader = self._fullest_reader
         return reader or self.settled.memory
 
@@ -85,9 +85,9 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes per device: the estimate, or what such a job was seen to take where that is more and is free.
+        """Bytes per device: the estimate, or a similar job's measured use if that is larger and free.
 
-        A measured amount that is not free does not count: PyTorch reserves more of a card than it needs if it can.
+        A measured amount that is not free does not count: PyTorch reserves more of a GPU than it needs if it can.
         """
         estimate, free = self.fullest.total, self.room.free_bytes
         if self.took and estimate < self.took.n_bytes <= (self.took.n_bytes if free is None else free):
@@ -95,7 +95,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return estimate
 
     def problems(self, job: JobConfig) -> list[Problem]:
-        """Return the memory problems of `job` as it was written: an error if it can never run, a warning if not now."""
+        """Return the memory problems of `job` as written: an error if it can never run, a warning if it cannot now."""
         if self.excess:
             cure = self._cure(self.room.total_bytes or 0, "larger GPUs")
             return [Problem(self._culprit(job), f"{self.excess}; {cure}")]
@@ -109,7 +109,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return []
 
     def _cure(self, room_bytes: int, others: str) -> str:
-        """Say which single settings would make the job fit, or what to lower where none of them is enough."""
+        """Return the single settings that would each make the job fit, or what to lower if none is enough."""
         job = self.settled.job
         if (reader := self._fullest_reader) and reader.total > room_bytes:
             return f"lower data.batch_tokens, or choose a smaller model or {others}"
@@ -120,19 +120,19 @@ class Outlook(msgspec.Struct, frozen=True):
         return "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "") + other
 
     def remedies(self, room_bytes: int) -> list[str]:
-        """List single settings that would make the job fit into so much of each device."""
+        """Return single settings that would each make the job fit into `room_bytes` per device."""
         reader = self._fullest_reader
         can_help = self.on_gpus and not (reader and reader.total > room_bytes)
         return memory.remedies(self.settled.held, room_bytes) if can_help else []
 
     @property
     def _fullest_reader(self) -> Memory | None:
-        """What a device holds that only runs a language model, where that is more than one that trains does."""
+        """The memory of a device that only runs a language model, if larger than a training device's; else None."""
         reader = self.placed.reader if self.placed else None
         return reader if reader and reader.total > self.settled.needs_bytes else None
 
     def _culprit(self, job: JobConfig) -> str:
-        """Name the setting that most of the memory is due to."""
+        """Return the setting that most of the memory is due to."""
         if self._fullest_reader:
             return "data.model"
         parts = self.settled.memory
@@ -152,10 +152,10 @@ def outlook(
     cuda: bool = True,
     host: Room = NO_ROOM,
 ) -> Outlook:
-    """Return the outlook of the job on those of `cards` that its launch.gpus names, or for "auto" on the first ones.
+    """Return the outlook of the job on the GPUs that its launch.gpus names, or for "auto" on the first of `cards`.
 
-    Without `cuda` the cards are simulated: processes of this host run in their place, at a CPU's speed. `host` is the
-    memory of this machine, for processes on the CPU.
+    Without `cuda` the GPUs are simulated: processes of this host run instead, at a CPU's speed. `host` is the memory of
+    this machine, for processes on the CPU.
     """
     cards = () if job.cluster else cards
     if job.on_cpu or (job.launch.gpus == "auto" and not cards and not job.cluster):
@@ -168,7 +168,7 @@ def outlook(
 
 
 class ChosenCards:
-    """The cards that a job gets: those that `launch.gpus` names, or else any `ranks` of `cards`, the first ones now."""
+    """The GPUs that a job gets: the ones named in `launch.gpus`, or else any `ranks` of `cards`, now the first ones."""
 
     def __init__(self, launch: Launch, cards: Sequence[Card], ranks: int) -> None:
         self._launch, self._cards, self._ranks = launch, cards, ranks
@@ -182,7 +182,7 @@ class ChosenCards:
         )
 
     def lack(self, needs_bytes: int) -> str:
-        """Say which memory is missing now; return "" if none is."""
+        """Return a message on memory that is missing now; "" if none is."""
         if not _exceeds(needs_bytes, self.room.free_bytes):
             return ""
         if self._named:
@@ -190,7 +190,7 @@ class ChosenCards:
         return _lack_of_any(self._launch, self._cards, self._ranks, needs_bytes)
 
     def excess(self, needs_bytes: int) -> str:
-        """Say what exceeds even the cards' total memory; return "" if nothing does."""
+        """Return a message if the need exceeds even the GPUs' total memory; else ""."""
         if not _exceeds(needs_bytes, self.room.total_bytes):
             return ""
         cards = self.now if self._named else self._cards
@@ -207,7 +207,7 @@ def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, hos
 
 
 def lack_of_host(needs_bytes: int, host: Room, n_processes: int = 1) -> tuple[str, str]:
-    """Say which memory processes on the CPU lack now, and what exceeds even all of this machine's; "" if nothing."""
+    """Return messages on memory that CPU processes lack now, and on a need beyond this machine's total; "" for none."""
     lack = excess = ""
     if _exceeds(needs_bytes, host.free_bytes):
         lack = "this machine has {1} free of {0} needed".format(*distinct_sizes(needs_bytes, host.free_bytes or 0))
@@ -223,7 +223,7 @@ def _exceeds(needs_bytes: int, room_bytes: int | None) -> bool:
 
 
 def _lack_of_any(launch: Launch, cards: Sequence[Card], ranks: int, needs_bytes: int) -> str:
-    """Say `1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; return "" where there are enough."""
+    """Return `1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; "" if enough GPUs are free."""
     free = [card for card in cards if launch.share or not card.busy]
     enough = sum(card.memory_free_bytes is None or card.memory_free_bytes >= needs_bytes for card in free)
     if enough >= ranks:
@@ -234,16 +234,16 @@ def _lack_of_any(launch: Launch, cards: Sequence[Card], ranks: int, needs_bytes:
 
 
 def _lack(cards: Sequence[Card], needs_bytes: int) -> str:
-    """Say `GPU 2 has 9.1 GB free of 17.9 GB needed` of the fullest card."""
+    """Return `GPU 2 has 9.1 GB free of 17.9 GB needed` for the fullest GPU."""
     fullest = min(cards, key=lambda card: _or_inf(card.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
-    # Memory that a driver or a desktop holds is not freed by waiting.
+    # Waiting does not free memory that a driver or a desktop holds.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though nobody uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
 
 def _excess(cards: Sequence[Card], ranks: int, needs_bytes: int, *, named: bool) -> str:
-    """Say `needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all`; for unnamed GPUs, how many have enough."""
+    """Return `needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all`, or how many unnamed GPUs suffice."""
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     if named:
         smallest = min(cards, key=lambda card: _or_inf(card.memory_total_bytes))
@@ -261,5 +261,5 @@ def _or_inf(n_bytes: int | None) -> float:
 
 
 def _least(sizes: Iterable[int | None]) -> int | None:
-    """Return the smallest size that is known; None where none is."""
+    """Return the smallest known size; None if none is known."""
     return min((n_bytes for n_bytes in sizes if n_bytes is not None), default=None)

@@ -1,4 +1,4 @@
-"""What an attempt's ranks settled on, in `attempt<N>/plan.json`: how they share the work, expected time and memory."""
+"""The plan that an attempt's ranks agree on, in `attempt<N>/plan.json`: division of work, expected time and memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trainer.contract.json_file import read_json
 from trainer.contract.planning.model_placement import words_of_place
 from trainer.contract.store.rows import Count, Name
 
-# A rank whose own work takes so many times as long as the median rank's is late, and keeps the others waiting.
+# A rank is late, and delays the others, if its compute time exceeds the median rank's by this factor.
 LATE = 1.2
 
 Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How ranks share the work; `step_s` and `needs_bytes` (per rank) are expected, shares count by their ratios.
+    """How ranks share the work; `step_s` and `needs_bytes` (per rank) are estimates, only the ratios of shares matter.
 
-    `model_share` is the part of a step in which a language model reads, 0 where the data is not made by one; it reads
-    one of `text_parts` parts of the text. It is on each of `model_gpus`, which do nothing else, or if there are none on
-    every rank; `model_why` says in a clause why.
+    `model_share` is the fraction of a step in which a language model runs, 0 if the data needs none; each reader reads
+    one of `text_parts` shards of the text. The model runs on each of `model_gpus` separate GPUs, or on every rank if
+    there are none; `model_why` gives the reason in a clause.
     """
 
     mode: Name
@@ -46,7 +46,9 @@ class Plan(msgspec.Struct, frozen=True):
     precision: str = ""
 
     def sentence(self) -> str:
-        """Say `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens; latents per rank 60 % / 40 %`."""
+        """Return `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens`, with uneven shares at the
+        end.
+        """
         parts = [self.reason or f"{self.mode} on {self.ranks}"]
         if self.micro_batches > 1:
             parts.append(f"{self.micro_batches} micro-batches of {self.micro_batch:,} tokens")
@@ -65,9 +67,10 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str = "") -> list[str]:
-    """List `tokens per rank 60 % / 40 %` and the same of the latents; what is shared evenly is left out.
+    """Return phrases like `tokens per rank 60 % / 40 %`, for tokens and latents; even shares are omitted.
 
-    Tokens are shared by the rows of a grid of ranks and latents by its columns; with one row or column, by the ranks.
+    The rows of a grid of ranks share the tokens, and its columns the latents; a grid with one row or column is a list
+    of ranks.
     """
     is_grid = len(tokens) > 1 and len(latents) > 1
     phrases = []
@@ -79,5 +82,5 @@ def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str 
 
 
 def read_plan(file: Path) -> Plan | None:
-    """Read a plan; return None where there is none yet, or none that can be read."""
+    """Return the plan; None if the file is missing or unreadable."""
     return read_json(file, Plan)

@@ -1,4 +1,4 @@
-"""The full learning rate of a training: the rate between the warm-up and the decay."""
+"""The full learning rate of a training: the rate between warm-up and decay."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from trainer.contract.errors import Problem
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.following import following_rates
 
-# From this many steps on, the automatic rate is lower in a longer run.
+# From this number of steps on, the automatic rate falls with the length of the run.
 LONG_RUN_STEPS = 1000
-# So many times the rate of "auto" is a slip of the hand: every optimizer became worse at two or three times its own.
+# A rate this many times the automatic one is a typing error: every optimizer got worse at two or three times its own.
 _FAR_TOO_HIGH = 30
 
 
 def full_rate(layout: Layout, d_sae: int, *, is_transcoder: bool) -> float:
-    """Return the rate of an SAE of this width, with what `lr_scaling` makes of it."""
+    """Return the rate of an SAE of this width, after `lr_scaling`."""
     asked = layout.job.train.lr
     rate = auto_rate(layout, d_sae, is_transcoder=is_transcoder) if asked == "auto" else asked
     return rate * layout.lr_scale
@@ -32,17 +32,17 @@ def auto_rate(layout: Layout, d_sae: int, *, is_transcoder: bool) -> float:
 
 
 def length_factor(n_steps: int) -> float:
-    """Return the factor by which the rate of a long run is lower, where encoders follow their decoders.
+    """Return the factor that lowers the rate of a long run if encoders have tied updates.
 
-    Compared with the rate of short runs, held-out FVU of two hooks with 1,536 latents was 0 and 0.4 % lower after
-    2,000 steps, and 1.0 and 0.4 % lower after 10,000. After 50,000 steps the rate of short runs left 5 % of the latents
-    dead. See docs/quality.md.
+    Compared with the rate of short runs, held-out FVU of two hooks with 1,536 latents was 0 and 0.4 % lower after 2,000
+    steps, and 1.0 and 0.4 % lower after 10,000. After 50,000 steps the rate of short runs left 5 % of the latents dead.
+    See docs/quality.md.
     """
     return math.pow(LONG_RUN_STEPS / max(n_steps, LONG_RUN_STEPS), 0.2)
 
 
 def rate_problems(layout: Layout, d_sae: int, *, is_transcoder: bool) -> list[Problem]:
-    """Warn of a rate with which training would most likely diverge."""
+    """Warn about a rate that would most likely make training diverge."""
     asked = layout.job.train.lr
     if asked == "auto":
         return []

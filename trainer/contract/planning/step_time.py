@@ -1,7 +1,7 @@
-"""How long a step takes, from a job's settings and the speed of the machine: products, memory traffic, transfers.
+"""Estimates the time of a step from the settings and the machine's speed: products, memory traffic, transfers.
 
-A model to choose a mode by and to predict times before anything ran; `tests/benchmarks/cost_model.py` compares it with
-real steps. Sizes are per rank and step.
+The model chooses a mode and predicts times before a run; `tests/benchmarks/cost_model.py` compares it with real steps.
+Sizes are per rank and step.
 """
 
 from __future__ import annotations
@@ -14,42 +14,43 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig, Sae
 
-# How many rows of the decoder and of the data are read or written for each latent that is active on a token: for the
-# reconstruction, the gradients of activations, and those of both weight matrices, whose rows are read and written.
+# Rows of the decoder and of the data that are read or written per active latent of a token: for the reconstruction, the
+# gradients of activations, and the gradients of both weight matrices, whose rows are read and written.
 _DECODER_ROWS, _DATA_ROWS = 4, 3
-# The share of these rows that is not in a cache: 34 ms where memory alone would take 176 (one core, d_in 384, k 32).
+# The fraction of these rows that misses the caches: 34 ms instead of the 176 that memory alone would take (one core,
+# d_in 384, k 32).
 _FROM_MEMORY = 0.2
-# How often all pre-activations go through memory until the largest are found, and the data until its error is measured
-# (one core: 3 ns per pre-activation, of which the product's own traffic is a third). The last number: how many of the
-# passes over the data come after the sum over latents, and so are over a rank's own tokens only.
+# Passes over all pre-activations until the largest are found, and over the data until its error is measured (one core:
+# 3 ns per pre-activation, a third of it for the product's own traffic). The last number counts the passes over the data
+# that follow the sum over latents, and so only cover a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
-# How often a skip connection reads or writes the data: centred, multiplied, added up, and read again for its gradient.
+# Passes of a skip connection over the data: centring, product, sum, and reading it again for the gradient.
 _SKIP_PASSES = 8
-# Bytes read and written per weight of the encoder where a first look rounds it: 5 ms of a core with 16,384 latents.
+# Bytes read and written per encoder weight when a pre-selection rounds it: 5 ms of a core with 16,384 latents.
 _ROUNDED_BYTES = 28
-# Products as large as the encoder's in a step of an architecture that keeps all pre-activations.
+# Products of the encoder's size in a step of an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
-# How often AuxK's candidates' activations and reconstructions go through memory, and bytes for each of their weights:
-# read, copied, and their gradients added to those of all latents.
+# Passes over AuxK candidates' activations and over reconstructions, and bytes per candidate weight: read, copied, and
+# gradients added to the gradients of all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# Seconds of Python for a pass and for an update of an SAE, however small it is, and for a recorded step, as an H200's
-# slow host took; a GPU works at the same time.
+# Seconds of Python per pass and per update of an SAE, whatever its size, and per captured step, measured on an H200's
+# slow host; a GPU works at the same time.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
-# Bytes read and written per weight in a step beside the optimizer's state: by each rank that has it its gradient twice,
-# in the backward pass; by the one that steps it the weight twice and its gradient twice more.
+# Bytes read and written per weight in a step besides the optimizer state. Each rank that holds the weight moves its
+# gradient twice in the backward pass; the rank that steps it moves the weight twice and its gradient twice more.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
-# Bytes per second that a host moves in its memory for all ranks together, as with 8 channels of DDR4 in each of two
-# sockets; and how often it moves a row on its way to a GPU: out of the page cache, into pinned memory, out of that.
+# Bytes per second that a host's memory moves for all ranks together, as with 8 channels of DDR4 in each of two sockets;
+# and how often it moves a row on its way to a GPU: out of the page cache, into pinned memory, and to the GPU.
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
 # Bytes of a stored number.
 _STORED_BYTES = 2
-# The share of the passes before the first exchange of a step: the product of the encoder.
+# The fraction of the passes before the first exchange of a step: the encoder's product.
 _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """Seconds of a step: passes, the optimizer's update, and exchange; and those that AuxK adds once latents die."""
+    """Seconds of a step: passes, optimizer update and exchange, and the time that AuxK adds once latents die."""
 
     passes_s: float
     update_s: float
@@ -62,19 +63,19 @@ class StepTime(msgspec.Struct, frozen=True):
 
     @property
     def with_dead_s(self) -> float:
-        """Seconds of a step in which AuxK takes part."""
+        """Seconds of a step that includes AuxK."""
         return self.total_s + self.auxk_s
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """What a rank exchanges in a step: the bytes it sends, and how often it waits for other ranks."""
+    """The exchange of a rank in a step: the bytes it sends, and how often it waits for other ranks."""
 
     n_bytes: float
     n_waits: int
 
 
 def step_time(work: Workload, speeds: Speeds) -> StepTime:
-    """Return the expected time of a step of a job whose mode is settled, on ranks of the same speed."""
+    """Return the expected time of a step for a job whose mode is settled, on ranks of equal speed."""
     wire = wire_of(work)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
     of_ranks, made_s = [], 0.0 if work.model_gpus else source_s(work, speeds)
@@ -89,30 +90,30 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
     slowest = max(of_ranks, key=_total)
     if not work.model_gpus:
         return slowest
-    # Meanwhile the next rows are made; where that takes longer, the ranks wait for them before their passes.
+    # The next rows are computed meanwhile; if that takes longer, the ranks wait for them before their passes.
     busy_s = slowest.update_s + slowest.exchange_s
     return msgspec.structs.replace(slowest, passes_s=max(slowest.passes_s, source_s(work, speeds) - busy_s))
 
 
 def source_s(work: Workload, speeds: Speeds) -> float:
-    """Return the seconds of a step in which a device makes its share of the tokens, where they are not read.
+    """Return the seconds of a step in which a device computes its share of the tokens; 0 if they are read from disk.
 
-    A rank that runs the language model itself waits for them; GPUs that do nothing else read while the SAEs train. Of a
-    seconds for the model and b for the SAEs, m of n GPUs for the model need max(a / m, b / (n - m)), which is never
-    below the (a + b) / n of n that do both. So GPUs of its own are faster only by what that leaves out: fewer ranks
-    exchange less, and without the model beside it an SAE fits that otherwise would not, or in larger micro-batches.
+    A rank that runs the language model itself waits for it; separate model GPUs compute while the SAEs train. If the
+    model takes a seconds and the SAEs b, m model GPUs of n need max(a / m, b / (n - m)), which is never below the (a +
+    b) / n of n GPUs that do both. So separate GPUs only win by effects outside this formula: fewer ranks exchange less,
+    and without the model the SAE may fit at all, or fit in larger micro-batches.
     """
-    # A forward pass up to the last hook gives the rows of all of them.
+    # A forward pass up to the last hook produces the rows of all hooks.
     flops = max(knobs.flops_per_token() for knobs in work.job.hooks.values())
     return flops * work.tokens_per_step / text_parts(work) / speeds.flops_per_s
 
 
 def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
-    """Return whether ranks with the same tokens are faster if each reads a part of the stored rows.
+    """Return whether ranks with the same tokens are faster if each reads a shard of the stored rows.
 
-    Otherwise each of the `ranks_of_host` ranks of a host reads all of them. Eight ranks that share 65,536 latents then
-    move 3.6 GB in the host's memory for a step of 6 ms. The exchange of the parts has to take less time than it saves,
-    and end before the first exchange of the step, which it would delay. On CPUs it would go through the same memory.
+    Otherwise each of the `ranks_of_host` ranks of a host reads all of them: eight ranks that share 65,536 latents then
+    move 3.6 GB in the host's memory for a step of 6 ms. The exchange of shards must take less time than it saves, and
+    end before the first exchange of the step, which it would delay. On CPUs it would use the same memory.
     """
     if work.device != "cuda" or work.latent_ranks == 1:
         return False
@@ -125,9 +126,9 @@ def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
 
 
 def text_parts(work: Workload) -> int:
-    """Return into how many parts the text is divided that language models read: ranks of one machine share the work.
+    """Return how many shards of the text the language models read: ranks of one machine share the work.
 
-    GPUs that only read have a part each.
+    If there are separate model GPUs, each has a shard.
     """
     return work.model_gpus or (work.ranks if work.job.launch.nodes == 1 else work.data_ranks)
 
@@ -137,7 +138,7 @@ def _total(time: StepTime) -> float:
 
 
 def _host(work: Workload, n_saes: int, exchange_s: float) -> StepTime:
-    """Return what the host takes for a step, whatever its sizes; replayed, its update is part of its only launch."""
+    """Return the host's time for a step, independent of sizes; a replay includes the update in its only launch."""
     on_cuda = work.device == "cuda"
     if on_cuda and recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision):
         return StepTime(_HOST_RECORDED_S, 0.0, exchange_s)
@@ -149,10 +150,10 @@ def _both(busy: StepTime, host: StepTime) -> StepTime:
 
 
 def wire_of(work: Workload) -> Wire:
-    """Return what a rank exchanges in a step: bytes sent, and waits.
+    """Return the exchange of a rank in a step: bytes sent, and waits.
 
-    Ranks with the same latents exchange gradients once a step; ranks that share the latents exchange candidates and
-    reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n of what it sums.
+    Ranks with the same latents exchange gradients once per step; ranks that share the latents exchange candidates and
+    reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n of the bytes that it sums.
     """
     wires = [_wire_of_one(work, one) for one in work.members.values()]
     return Wire(sum(one.n_bytes for one in wires), sum(one.n_waits for one in wires) + (work.ranks > 1))
@@ -164,19 +165,20 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if work.job.parallel.gradients == "bf16" else 4
-        # Both ways: where replicas share the optimizer's work, weights come back instead, in fp32 or as 16-bit copies.
+        # In both directions: if replicas share the optimizer step, they receive weights instead, in fp32 or as 16-bit
+        # copies.
         back = (2 if activation_memory.exchanges_copies(work, member) else 4) if has_zero else of_value
         of_latents = memory.n_parameters(work, sae, sharing) - memory.n_skip(work, sae)
         n_bytes += _ring(with_tokens) / 2 * (of_value + back) * of_latents
         n_waits += 3 if has_zero else 1
-    # Each rank has the skip connection's gradient from its own tokens.
+    # Each rank computes the skip connection's gradient from its own tokens.
     n_bytes += _ring(with_tokens * sharing) * 4 * memory.n_skip(work, sae)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
-        # Reconstructions are added up in fp32; a GPU gathers their gradient in the type of products.
+        # Reconstructions are summed in fp32; a GPU gathers their gradient in the type of products.
         of_gradient = work.product_bytes if work.device == "cuda" else 4
         n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.knobs.n_prefixes) * tokens * work.d_out
-        # One byte comes back for each candidate.
+        # Each candidate is answered with one byte.
         candidates = tokens * activation_memory.candidates_of_token(work, sae)
         n_bytes += _ring(sharing) / 2 * candidates * (work.product_bytes + 1)
         n_waits += 4 * work.micro_batches
@@ -211,11 +213,11 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
 
 
 def _auxk_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
-    """Return the seconds that AuxK adds where latents have died: products, their operands, and what ranks exchange.
+    """Return the seconds that AuxK adds once latents have died: products, their operands, and exchange.
 
-    Each rank multiplies its own tokens with all candidates. Ranks that share the latents gather what orders them, and
-    sum up their weights and the gradients of these in fp32. A CPU counts the dead, and has so little work for the few
-    that there are that it is left out.
+    Each rank multiplies its own tokens with all candidates. Ranks that share the latents gather the candidates'
+    ranking, and sum the candidates' weights and their gradients in fp32. On a CPU the time is ignored: it only computes
+    the dead latents, which are few.
     """
     n_aux = sae.knobs.n_aux(work.d_in)
     if work.device == "cpu" or not n_aux:
@@ -232,7 +234,7 @@ def _auxk_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
 
 
 def _skip_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
-    """Return the seconds of a skip connection's two products: the output's, and that of its own gradient."""
+    """Return the seconds of a skip connection's two products: its output and its own gradient."""
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
     return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s

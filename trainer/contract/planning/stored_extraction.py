@@ -1,4 +1,4 @@
-"""What lies in the output folder of an extraction before it begins, and what would become of it."""
+"""Inspects the output folder of an extraction before launch, and reports what would happen to its content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Shard(msgspec.Struct):
 
 
 class _State(msgspec.Struct):
-    """What of an extraction's state tells whose rows they are and how many."""
+    """The fields of an extraction's state that identify its job and count its rows."""
 
     job: dict[str, Any]
     shards: list[list[_Shard]]
@@ -31,25 +31,25 @@ class _State(msgspec.Struct):
 
 
 def what_is_there(job: ExtractJob) -> str:
-    """Say in a sentence that rows lie in extract.output, and whether this job goes on with them; "" without any."""
+    """Return a sentence on existing rows in extract.output, and whether this job continues them; "" for no rows."""
     return _whats_there(job)[0]
 
 
 def check_what_is_there(job: ExtractJob) -> list[Problem]:
-    """Return what is to be known of rows in extract.output: an error where this job would be refused for them."""
+    """Return the problem with rows in extract.output: an error if the job would be refused, else a warning."""
     sentence, is_refused = _whats_there(job)
     return [Problem("extract.output", sentence, "error" if is_refused else "warning")] if sentence else []
 
 
 def n_stored_rows(job: ExtractJob) -> int:
-    """Return how many rows of this extraction are in whole shards, after which it would go on; 0 of another's."""
+    """Return how many rows of this extraction are in complete shards, after which it resumes; 0 for any other."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _State)
     return _n_rows(output, state) if state and not _changed(job, state) else 0
 
 
 def _whats_there(job: ExtractJob) -> tuple[str, bool]:
-    """Return the sentence on what lies in extract.output, and whether this job would be refused for it."""
+    """Return the sentence on the content of extract.output, and whether this job would be refused because of it."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _State)
     n_rows = _n_rows(output, state) if state else 0
@@ -65,12 +65,12 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
 
 
 def _changed(job: ExtractJob, state: _State) -> list[str]:
-    """Return the paths of the settings by which the rows that are stored are another extraction's."""
+    """Return the paths of the settings in which this job differs from the job of the stored rows."""
     return [path for path, value in identity(job).items() if state.job.get(path) != value]
 
 
 def _n_rows(output: Path, state: _State) -> int:
-    """Return the rows in whole shards: of several processes that have not ended, by what each wrote down."""
+    """Return the rows in complete shards; an unfinished extraction by several processes sums their own states."""
     if state.is_finished or state.n_ranks == 1:
         return state.n_stored
     parts = (read_json(output / PARTS / str(rank) / STATE, _State) for rank in range(state.n_ranks))

@@ -1,4 +1,4 @@
-"""A job on its ranks: how its steps are cut and shared, and on what devices it computes; all estimates start from it.
+"""A job on its ranks: how its steps are divided and on what devices it computes; the basis of all estimates.
 
 The SAEs of a sweep are parsed once, however many ways to train them are tried.
 """
@@ -18,20 +18,23 @@ from trainer.contract.settings.job_file import AnyJob, members
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.sources import DataShape
 
-# Modes in which one process has all of a job's devices.
+# Modes in which one process has all devices of a job.
 ONE_PROCESS = ("dp", "spread")
-# A run of fewer, larger steps learns less from the same tokens: see docs/quality.md.
+# A run with fewer, larger steps learns less from the same tokens: see docs/quality.md.
 LEAST_STEPS = 500
-# Of all ranks together. Gradients of fewer tokens are mostly noise, and the optimizer takes as long for them.
+# Tokens of all ranks together. Gradients of fewer tokens are mostly noise, and the optimizer takes as long for them.
 SMALLEST_STEP = 512
-# Products take as long for what is missing to a multiple of it.
+# Round batches up to a multiple of this; matrix products pad to it anyway.
 BATCH_UNIT = 64
-# Tokens of a step below which a rate of "auto" falls: each has more noise in it.
+# Tokens per step below which the automatic learning rate falls, because gradients are noisier.
 FULL_LR_TOKENS = 1024
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """A job on `ranks` ranks. A mode or batch size of "auto" counts as the plain one until it is settled."""
+    """A job on `ranks` ranks.
+
+    A mode or batch size of "auto" counts as the plain one until it is settled.
+    """
 
     job: JobConfig
     ranks: int
@@ -50,18 +53,18 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def model_gpus(self) -> int:
-        """How many GPUs beside those of the ranks only run a language model; 0 where that is yet to be settled."""
+        """The number of separate GPUs that only run a language model; 0 while it is not settled."""
         asked = model_gpus_of(self.job)
         return 0 if asked == "auto" else asked
 
     @property
     def latent_ranks(self) -> int:
-        """How many ranks share one set of latents; each group of so many ranks gets different tokens."""
+        """The number of ranks that share one set of latents; each such group gets different tokens."""
         return {"tensor": self.ranks, "hybrid": self.job.parallel.latent_ranks}.get(self.mode, 1)
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks, or groups of ranks that share the latents, get different tokens."""
+        """The number of ranks, or groups of ranks that share the latents, with different tokens."""
         return 1 if self.mode == "sweep" else max(1, self.ranks // self.latent_ranks)
 
     @property
@@ -71,14 +74,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def micro_batches(self) -> int:
-        """How many forward and backward passes make one optimiser step."""
+        """The number of forward and backward passes per optimiser step."""
         if not self.job.train.global_batch_size:
             return self.job.train.accumulate
         return -(-self.job.train.global_batch_size // (self._own_batch * self.data_ranks))
 
     @property
     def micro_batch(self) -> int:
-        """Tokens of a rank in one of these passes, where ranks share evenly."""
+        """Tokens of a rank in one of these passes, if ranks share evenly."""
         return -(-self.tokens_per_step // (self.micro_batches * self.data_ranks))
 
     @property
@@ -88,24 +91,24 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the whole run, which ends with a whole step."""
+        """Tokens of the whole run; its last step is always complete."""
         return self.total_steps * self.tokens_per_step
 
     @property
     def dead_after_tokens(self) -> int:
-        """The number of silent tokens after which a latent counts as dead."""
+        """The number of tokens without firing after which a latent counts as dead."""
         return self.dead_after(self.total_steps)
 
     def dead_after(self, steps: int) -> int:
-        """Return the number of silent tokens after which a latent counts as dead in a run of `steps` steps."""
+        """Return the number of tokens without firing after which a latent counts as dead in a run of `steps` steps."""
         return dead_after(self.job.sae.dead_after_tokens, steps * self.tokens_per_step)
 
     @property
     def chooses_latents(self) -> bool:
-        """Whether it is a kind of TopK, which the recipe for short runs was found for.
+        """Whether it is a kind of TopK; the recipe for short runs was tuned for these.
 
-        Others steer their L0 by a penalty, and need more steps at its full rate than a short run has: jumprelu came to
-        an L0 of 58 instead of 32 by it.
+        Other architectures steer their L0 by a penalty, and need more steps at the full rate than a short run has: with
+        that recipe jumprelu reached an L0 of 58 instead of 32.
         """
         return not ARCHITECTURES[self.job.sae.architecture].dense_matrices
 
@@ -121,12 +124,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """Whether every SAE's optimizer can step a part of a matrix without the rest."""
+        """Whether every SAE's optimizer can step part of a matrix without the rest."""
         return all(OPTIMIZERS[member.train.optimizer].elementwise for member in self.members.values())
 
     @property
     def members_by_rank(self) -> list[dict[str, JobConfig]]:
-        """Each rank's SAEs by label: all, or under "sweep" each on one rank, widest first to the least loaded."""
+        """Each rank's SAEs by label: all of them, or under "sweep" each SAE on one rank, widest first to the least
+        loaded.
+        """
         if self.mode != "sweep":
             return [self.members] * self.ranks
         of_ranks: list[dict[str, JobConfig]] = [{} for _ in range(self.ranks)]
@@ -138,7 +143,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return of_ranks
 
     def uses_zero(self, train: Train) -> bool:
-        """Tell whether replicas share this optimizer (ZeRO-1): if it is elementwise and averages no weights."""
+        """Return whether replicas share this optimizer's state (ZeRO-1): if elementwise and without weight averages."""
         entry = OPTIMIZERS[train.optimizer]
         return self.job.parallel.zero and entry.elementwise and not entry.averages
 
@@ -149,7 +154,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _auto_batch(self) -> int:
-        """The most tokens that leave a run `LEAST_STEPS`, where it is counted in tokens."""
+        """The most tokens per step that give a run `LEAST_STEPS`, if its length is set in tokens."""
         train = self.job.train
         if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH
@@ -159,29 +164,29 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def steps_of(job: AnyJob, devices: int) -> int:
-    """Return the steps of a whole run: those of the optimiser, or the rows of an extraction."""
+    """Return the steps of a whole run: optimiser steps, or the rows of an extraction."""
     return Layout(job, ranks_of(job, devices)).total_steps if isinstance(job, JobConfig) else job.extract.n_tokens
 
 
 def model_gpus_of(job: AnyJob) -> int | Literal["auto"]:
-    """Return how many GPUs are to run a job's language model alone."""
+    """Return how many GPUs only run a job's language model."""
     knobs = job.data.knobs if isinstance(job, JobConfig) else None
     return knobs.model_gpus if isinstance(knobs, ModelKnobs) else 0
 
 
 def ranks_of(job: AnyJob, devices: int) -> int:
-    """Return how many of its devices a job asks to train on: all but those that only run its language model.
+    """Return how many of its devices a job trains on: all except the GPUs that only run its language model.
 
-    Where it leaves that open, all of them: wherever the model runs then, a step has the tokens of so many ranks.
+    If the job leaves that open, all of them: wherever the model then runs, a step has the tokens of that many ranks.
     """
     asked = model_gpus_of(job)
     return devices if asked == "auto" else max(1, devices - asked)
 
 
 def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
-    """Return the job with so many of its devices for its language model alone.
+    """Return the job with `model_gpus` of its devices reserved for its language model.
 
-    Where it left that open, its steps keep the tokens that they have without; see `ranks_of`.
+    If the job left that open, its steps keep the tokens that they have without reserved GPUs; see `ranks_of`.
     """
     knobs = job.data.knobs
     if not isinstance(knobs, ModelKnobs) or knobs.model_gpus == model_gpus:
@@ -200,18 +205,18 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def device(self) -> str:
-        """The kind of device, "cuda" or "cpu"."""
+        """The type of device, "cuda" or "cpu"."""
         return "cpu" if self.device_name == CPU else "cuda"
 
     @property
     def precision(self) -> str:
-        """The arithmetic of the matrix products."""
+        """The number type of the matrix products."""
         asked = self.job.train.precision
         return auto_precision(self.device, usual_capability(self.device_name)) if asked == "auto" else asked
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of one number in a matrix product."""
+        """Bytes per number in a matrix product."""
         return 2 if self.precision in ("bf16", "fp16") else 4
 
     @property
@@ -220,7 +225,7 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def d_out(self) -> int:
-        """Width of what is reconstructed."""
+        """Width of the reconstruction."""
         return self.shape.d_out or self.shape.d_in
 
     @property
@@ -237,7 +242,7 @@ class Workload(Layout, frozen=True, dict=True):
         return self._copy(device_name=device_name)
 
     def with_settings(self, section: str, **changes: Any) -> Workload:
-        """Return a copy with settings changed that all SAEs of a sweep share."""
+        """Return a copy with changed settings that all SAEs of a sweep share."""
         changed = self._copy(job=self.job.replace(section, **changes))
         changed.__dict__["members"] = {
             label: member.replace(section, **changes) for label, member in self.members.items()
@@ -246,6 +251,6 @@ class Workload(Layout, frozen=True, dict=True):
 
     def _copy(self, **changes: Any) -> Workload:
         copied = msgspec.structs.replace(self, **changes)
-        # What the SAEs of a sweep are does not depend on where they are trained.
+        # The SAEs of a sweep do not depend on where they are trained.
         copied.__dict__["members"] = self.members
         return copied
