@@ -1,1 +1,1 @@
-"""Formats of other tools; the registry in `trainer.contract.settings.catalog` names them."""
+"""File formats of other tools, which `trainer.contract.settings.catalog` registers."""

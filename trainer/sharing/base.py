@@ -24,7 +24,7 @@ from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
 from trainer.saes.base import Sae
 
-# The metadata key of the dimension scales, {dimension: factor}.
+# The metadata key for the dimension scales, {dimension: factor}.
 SCALES = "dimension_scales"
 # The model card that `eval` writes next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
@@ -35,9 +35,9 @@ _LONGEST_NAME = 60
 
 
 class Firings(NamedTuple):
-    """Where latents fire in a text: tokens [n_contexts, length], places [n, 3] and activations [n].
+    """The nonzero activations on a text: tokens [n_contexts, length], places [n, 3] and activations [n].
 
-    Each row of `places` is (context, position in the context, latent); all activations are positive.
+    Each row of `places` is (context, position in the context, latent). All activations are positive.
     """
 
     tokens: Tensor
@@ -49,10 +49,10 @@ class Shared(NamedTuple):
     """An SAE in its exchange form: it maps raw activations to raw activations.
 
     `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, a transcoder x itself.
-    `k` is the number of latents per token in training, None if unknown. `levels` are the widths of a Matryoshka SAE's
-    prefixes. `features` is the file that `eval` stored for these weights. `firings` computes where latents fire in the
-    run's data, for formats that need it; None if the tokens of the data are unknown. `l0` is the L0 stated in the
-    files; `notes` are sentences about the files that were read.
+    `k` is the number of active latents per token in training, None if unknown. `levels` are the prefix widths of a
+    Matryoshka SAE. `features` is the file that `eval` stored for these weights. `firings` computes the activations on
+    the run's data, for formats that need them; None if the tokens of the data are unknown. `l0` is the L0 stated in
+    the files that were read; `notes` are sentences about these files.
     """
 
     config: dict[str, Any]
@@ -69,24 +69,24 @@ class Shared(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """SAELens' name of the architecture at inference; an SAE trained as BatchTopK is "jumprelu"."""
+        """SAELens' name for the inference architecture; an SAE trained with BatchTopK is "jumprelu"."""
         return str(self.config["architecture"])
 
     @property
     def form(self) -> str:
-        """SAELens' name of an SAE with the same activation function; "standard" for a plain transcoder."""
+        """SAELens' name for an SAE with the same activation function; "standard" for a plain transcoder."""
         name = self.architecture
         end = next((end for end in ("skip_transcoder", "transcoder") if name.endswith(end)), "")
         return name.removesuffix(end).removesuffix("_") or "standard"
 
     @property
     def has_skip(self) -> bool:
-        """Whether a skip connection W_skip [d_out, d_in] adds the mapped input to the output."""
+        """Whether a skip connection adds W_skip @ x to the output; W_skip is [d_out, d_in]."""
         return "W_skip" in self.weights
 
     @property
     def trained_as(self) -> str:
-        """Our name of the training architecture, printable and cut to 60 characters; "" if unknown."""
+        """Our name for the training architecture, printable and cut to 60 characters; "" if unknown."""
         return printable(str(self.metadata.get("training_architecture", "")))[:_LONGEST_NAME]
 
     @property
@@ -103,10 +103,10 @@ class Shared(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the user states in addition to the files of an SAE.
+    """Settings from the user that override or complete the files of an SAE.
 
     `config` maps dotted names to values and overrides the settings in the files. `transcoder` marks the SAE as a
-    transcoder, for files that do not say so.
+    transcoder if the files do not state it.
     """
 
     config: Mapping[str, Any] = MappingProxyType({})
@@ -127,12 +127,12 @@ class Format(ABC):
     needs_firings: ClassVar[bool] = False
 
     def refusal(self, sae: Shared) -> str | None:
-        """Return why the format cannot store this SAE without changing its output; None if it can."""
+        """Return the reason if the format cannot store this SAE without changing its output, else None."""
         return None
 
     @abstractmethod
     def write(self, sae: Shared, folder: Path) -> list[str]:
-        """Write an SAE atomically; return one sentence for each thing left out. Check `refusal` first."""
+        """Write an SAE atomically and return a sentence on each omission. Check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""
@@ -150,7 +150,7 @@ def folder_of(place: Path) -> Path:
 
 
 def holds(folder: Path, *names: str) -> bool:
-    """Return whether a folder contains all these files; links count only inside the hub's cache."""
+    """Return whether a folder contains all these files. Links count only inside the hub's cache."""
     return all(is_plain_file(folder / name) for name in names)
 
 
@@ -161,7 +161,7 @@ def format_named(name: str) -> Format:
 
 
 def format_in(place: Path) -> str | None:
-    """Return the name of the format of the SAE at a path; None if there is no SAE that can be read."""
+    """Return the format name of the SAE at a path; None if there is no readable SAE."""
     return next((name for name in catalog.READ_FORMATS if format_named(name).recognises(place)), None)
 
 
@@ -187,7 +187,7 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
 
 
 def _scales_of(sae: Sae) -> dict[str, Any]:
-    """Return the dimension scales of the training as metadata; the weights have them folded in already."""
+    """Return the dimension scales used in training as metadata; the exported weights already include them."""
     return {} if sae.dimension_scales is None else {SCALES: changed_scales(sae.dimension_scales)}
 
 
@@ -211,16 +211,16 @@ def public_name(value: Any) -> Any:
 
 
 def has_own_model_card(folder: Path) -> bool:
-    """Return whether `eval` wrote the README.md in a folder."""
+    """Return whether the README.md in a folder was written by `eval`."""
     with contextlib.suppress(OSError), open_plain(folder / MODEL_CARD) as stream:
         return stream.read(len(CARD_TITLE)) == CARD_TITLE.encode()
     return False
 
 
 def forget_card(folder: Path) -> None:
-    """Archive the card of the replaced weights as an older version, and remove it from the folder."""
+    """Archive the report card of the replaced weights as an older version and delete it from the folder."""
     with contextlib.suppress(OSError), locked(folder):
-        # Remove the card even if it cannot be archived: it must not describe other weights.
+        # Delete the report even if it cannot be archived: it must not describe other weights.
         with contextlib.suppress(OSError, UserError):
             archive(folder)
         for name in (CARD, FEATURES, SUMS, *([MODEL_CARD] if has_own_model_card(folder) else [])):

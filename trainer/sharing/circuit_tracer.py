@@ -75,13 +75,13 @@ class CircuitTracer(Format):
         form = "jumprelu" if "threshold" in weights else "standard"
         k = None
         if config.get("activation") == _TOPK:
-            # Of YAML only the texts are read.
+            # `_read_yaml` returns all values as strings.
             text = str(config.get("k", ""))
             form, k = _TOPK, int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else None
         name = saelens_name(form, is_transcoder=True, has_skip="W_skip" in weights)
         own = {"architecture": name, **({"k": k} if form == _TOPK else {})}
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
-        # circuit-tracer passes negative activations where a threshold is below 0; `checked` refuses such thresholds.
+        # With a threshold below 0, circuit-tracer passes negative activations; `checked` refuses such thresholds.
         sae = checked(Shared(own, weights, facts, k=k, is_transcoder=True), file)
         return converted(sae, file)
 
@@ -94,7 +94,7 @@ def layer_file(place: Path) -> Path | None:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
-    """Return the top-level strings of a YAML file; the settings of a set have nothing else."""
+    """Return the top-level values of a YAML file as strings; set files have no nested settings."""
     lines = (_SETTING.fullmatch(line) for line in read_text(file).splitlines())
     return {match[1]: match[2].strip().strip("\"'") for match in lines if match}
 
@@ -117,12 +117,12 @@ class Member(NamedTuple):
 
 
 def member_of(sae: Shared) -> Member:
-    """Return the properties of a transcoder that matter for its set."""
+    """Return the properties of a transcoder that its set depends on."""
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
-    """Return why the transcoders cannot form a set; None if they can."""
+    """Return the reason if the transcoders cannot form a set, else None."""
     layers = [one.layer for one in members]
     if None in layers:
         return f"the data of transcoder {layers.index(None) + 1} does not tell its layer; export it alone and rename it"
@@ -149,18 +149,18 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
 
 
 def layer_of(sae: Shared) -> int | None:
-    """Return the layer that a transcoder reads, used in its file name; None if unknown."""
+    """Return the layer of a transcoder's input, used in its file name; None if unknown."""
     layer = sae.metadata.get("hook_layer")
     return layer if isinstance(layer, int) and layer >= 0 else None
 
 
 def _k_of(sae: Shared) -> int | None:
-    """Return k of a TopK transcoder; None for any other."""
+    """Return k of a TopK transcoder; None for other architectures."""
     return int(sae.config["k"]) if sae.form == _TOPK else None
 
 
 def _tensors(sae: Shared) -> dict[str, Tensor]:
-    # Rows are latents in both matrices.
+    # circuit-tracer stores both matrices with one row per latent.
     tensors = {name: sae.weights[name] for name in ("W_dec", "b_enc", "b_dec")}
     tensors["W_enc"] = sae.weights["W_enc"].T
     if sae.has_skip:
@@ -185,6 +185,6 @@ def _config(sae: Shared) -> str:
 
 
 def _site(hook: object) -> str:
-    """Return a hook without its layer, as TransformerLens names it inside a block: "mlp.hook_in"."""
+    """Return a hook's name within its TransformerLens block, such as "mlp.hook_in"."""
     text = str(hook or "")
     return text.split(".", 2)[2] if text.startswith("blocks.") and text.count(".") > 1 else text

@@ -13,14 +13,14 @@ from trainer.contract.errors import UsageError
 from trainer.sharing.base import Firings, Format, Shared
 
 CONFIG = "config.json"
-# delphi's default.
+# delphi's default number of files.
 MOST_SPLITS = 5
-# Larger activations are infinite in the fp16 in which delphi stores them.
+# The largest fp16 number. delphi stores activations in fp16, where larger ones become infinite.
 _LARGEST_HALF = 65504
 
 
 class Delphi(Format):
-    """Stores where latents fire and the tokens of the text, but no SAE weights."""
+    """Stores the activations of latents and the tokens of the text, but no SAE weights."""
 
     files = ("[0-9]*_[0-9]*.safetensors", CONFIG)
     needs_firings = True
@@ -64,7 +64,7 @@ def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
 
 
 def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
-    """Return the tensors of a file; its latent indices start at 0."""
+    """Return the tensors of one file. Its latent indices start at 0."""
     latents = firings.places[:, 2]
     is_in = (latents >= first) & (latents <= last)
     places, activations = firings.places[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]

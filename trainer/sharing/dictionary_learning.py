@@ -1,4 +1,4 @@
-"""Marks's and Karvonen's dictionary_learning: `config.json` and `ae.pt`, a state dict; SAEs only."""
+"""dictionary_learning by Marks and Karvonen: `config.json` and a state dict `ae.pt`; SAEs only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OWN = {name: name for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
 class _Kind(NamedTuple):
     """A dictionary_learning class: the equivalent SAELens architecture and the tensor names.
 
-    `transposed` means that matrices are stored as in an nn.Linear; `extra` are optional tensors such as k.
+    `transposed` means that matrices are stored as in an nn.Linear. `extra` lists optional tensors such as k.
     """
 
     architecture: str
@@ -124,7 +124,7 @@ class DictionaryLearning(Format):
 
 
 def _files(place: Path) -> tuple[Path, Path] | None:
-    """Return the settings file and the weights file; the settings of a checkpoint may be one folder above it."""
+    """Return the settings file and the weights file; a checkpoint's settings may be in the parent folder."""
     if place.is_dir():
         return (place / CONFIG, place / WEIGHTS) if holds(place, CONFIG, WEIGHTS) else None
     if place.suffix != ".pt" or not is_plain_file(place):
@@ -133,7 +133,7 @@ def _files(place: Path) -> tuple[Path, Path] | None:
 
 
 def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> str:
-    """Return the class of a dictionary from its settings, or from its trainer and the names of its tensors.
+    """Return the class name of a dictionary from its settings, else from its trainer and tensor names.
 
     Settings written before mid-2024 do not state the class.
     """
@@ -147,7 +147,7 @@ def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -
     fitting = [name for name, kind in _KINDS.items() if _fits(kind, tensors)]
     trained = [name for name in fitting if _TRAINERS[name] in str(trainer.get("trainer_class")).lower()]
     if len(fitting) == 1 or trained:
-        # "TrainerBatchTopK" contains "topk" as well: the longest match wins.
+        # "TrainerBatchTopK" also contains "topk": the longest match wins.
         return max(trained or fitting, key=lambda one: len(_TRAINERS[one]))
     raise UsageError(
         f"{file}: trainer.dict_class is missing, and the tensors fit several classes or none; give --config "
@@ -156,7 +156,7 @@ def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -
 
 
 def _fits(kind: _Kind, tensors: dict[str, Tensor]) -> bool:
-    """Return whether the tensor names are those of a class; its `extra` tensors are optional."""
+    """Return whether the tensor names match a class; its `extra` tensors are optional."""
     names = {*kind.names.values()}
     return names <= tensors.keys() <= {*names, *kind.extra}
 
@@ -169,7 +169,7 @@ def _kind(name: str, tensors: dict[str, Tensor]) -> _Kind:
 
 
 def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    """Return the origin of an SAE: our own metadata, else the settings of the trainer and its buffer."""
+    """Return the origin of an SAE. Our own metadata overrides the settings of the trainer and its buffer."""
     place = trainer.get("submodule_name")
     facts = {
         "model_name": trainer.get("lm_name"),
@@ -181,7 +181,9 @@ def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(sae: Shared) -> str:
-    """Return the class that computes what an SAE does; its own one where a single threshold and k are known."""
+    """Return the name of a class that computes the same as the SAE.
+
+    The class of its training method is used only if k is known and all latents share one threshold."""
     name = _TRAINED.get(sae.trained_as)
     if name is None or sae.k is None or (sae.weights["threshold"] != sae.weights["threshold"][0]).any():
         return _COMPUTED[sae.architecture]
@@ -204,14 +206,14 @@ def _extra(sae: Shared, name: str) -> Tensor:
         return torch.tensor(sae.k, dtype=torch.int)
     if name == "group_sizes":
         return torch.tensor([sae.levels[0], *(b - a for a, b in zip(sae.levels, sae.levels[1:], strict=False))])
-    # −1 says of a TopK SAE that it has none.
+    # −1 marks a TopK SAE without a threshold.
     return sae.weights["threshold"][0].clone() if "threshold" in sae.weights else torch.tensor(-1.0)
 
 
 def _saved(tensors: dict[str, Tensor]) -> bytes:
-    """Return a file of `torch.save`; it reads these tensors and nothing else."""
+    """Return the tensors as the bytes of a `torch.save` file."""
     stream = io.BytesIO()
-    # A copy: a view would be saved with all that it is a part of.
+    # Copy each tensor: `torch.save` stores the whole storage of a view.
     torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, stream)
     return stream.getvalue()
 
@@ -252,7 +254,9 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
 
 
 def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, file: Path) -> float:
-    """Return the activation threshold; dictionary_learning stores a negative one, which has no effect, if never set."""
+    """Return the activation threshold.
+
+    dictionary_learning stores a negative one, which has no effect, if training never set it."""
     stored, said = extra.get("threshold"), positive(trainer.get("threshold"))
     if stored is not None and stored.numel() == 1 and not stored.is_complex():
         return float(stored)

@@ -1,4 +1,4 @@
-"""Finds the SAE in a folder, a file or a repository of the hub; if there is none, the error says what is there."""
+"""Finds the SAE in a folder, a file or a hub repository; the error for a missing SAE lists the files found."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, count_sae
 from trainer.sharing.circuit_tracer import layer_file
 from trainer.sharing.reading import positive, with_row_scale
 
-# The most folders that are searched below the given one, and the deepest level.
+# Limits of the search below the given folder: the number of folders and the depth.
 _MOST_FOLDERS, _DEEPEST = 5000, 6
-# The most file names in a sentence.
+# The maximum number of file names in a message.
 _MOST_NAMES = 6
 _CHECKPOINT = re.compile(r"ae_[0-9]+\.pt")
 
@@ -37,7 +37,9 @@ class Found(NamedTuple):
         return format_named(self.form)
 
     def read(self, given: Given = NOTHING_GIVEN) -> Shared:
-        """Read the SAE, with the scale factor of its rows from the user; SAELens has a setting of that name."""
+        """Read the SAE and apply the user's `norm_scaling_factor` to its rows.
+
+        The SAELens reader applies the factor itself, because SAELens has a setting of that name."""
         shared, said = self.reader.read(self.place, given), given.config.get("norm_scaling_factor")
         if self.form == "saelens" or said is None:
             return shared
@@ -48,15 +50,15 @@ class Found(NamedTuple):
 
 
 def find(name: Path, form: str | None = None) -> Found:
-    """Return the SAE at a path or with a name on the hub; `form` is its format, by default the one of its files.
+    """Return the SAE at a path or with a name on the hub; `form` is its format, detected from the files if None.
 
-    Raise `UsageError` if there is no SAE; the message lists the files that were searched for and found.
+    Raise `UsageError` if there is no SAE; the message lists the expected files and the files found.
     """
     return in_folder(name if os.path.lexists(name) else from_hub.fetch(str(name)) or name, form)
 
 
 def in_folder(place: Path, form: str | None = None) -> Found:
-    """Return the SAE in a local folder or file, as `find` does."""
+    """Return the SAE in a local folder or file; otherwise like `find`."""
     if form is not None:
         catalog.entry(catalog.FORMATS, form, "--format")
         if format_named(form).recognises(place):
@@ -90,7 +92,7 @@ def _nothing(place: Path, form: str | None) -> str:
 
 
 def _refused(folder: Path) -> str:
-    """Return why the files of an SAE cannot be read, mostly since one is a link; "" if no SAE has all its files."""
+    """Return why the files of an SAE cannot be read, usually because one is a link; "" if no SAE is complete."""
     for names in (names for form in catalog.READ_FORMATS for names in format_named(form).reads):
         if not all(os.path.lexists(folder / name) for name in names):
             continue

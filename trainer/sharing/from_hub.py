@@ -1,4 +1,4 @@
-"""Downloads SAEs from the Hugging Face hub by name, into the cache of the hub's own client."""
+"""Downloads SAEs from the Hugging Face hub by name into the cache of the hub's client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.sharing.hub import hub_client
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?", re.ASCII)
-# Seconds after which the hub counts as unreachable.
+# Timeout of a hub request in seconds.
 _TIMEOUT_S = 15
 
 
@@ -35,7 +35,7 @@ def parse(text: str) -> Name | None:
 
 
 def fetch(text: str) -> Path | None:
-    """Return the path of an SAE of the hub in the cache, downloading it if necessary; None if `text` is not a name.
+    """Return the cached path of an SAE on the hub, downloading it if necessary; None if `text` is not a name.
 
     Raise `UsageError` if the hub has no such SAE and `UserError` if the hub cannot be reached.
     """
@@ -44,7 +44,7 @@ def fetch(text: str) -> Path | None:
         return None
     hub = hub_client(f"FOLDER: there is nothing at {text}, and a download from the hub needs its client")
     cached = _cached(hub, name)
-    # A parent folder of SAEs is in the cache as soon as one of them is.
+    # Caching one SAE also creates its parent folders, so a cached folder must itself contain weights.
     if cached is not None and (cached.is_file() or any(map(_is_weights, _files(cached)))):
         return cached
     try:
@@ -54,7 +54,7 @@ def fetch(text: str) -> Path | None:
     except Exception as error:
         if cached is not None:
             return cached
-        # Any of the client's own errors, HTTP errors and disk errors.
+        # `error` may come from the client, from HTTP or from the disk.
         raise UserError(f"FOLDER: there is nothing at {text}, and {_reason(name, error)}") from None
 
 
@@ -64,11 +64,11 @@ def _is_mistyped_path(text: str) -> bool:
 
 
 def _cached(hub: Any, name: Name) -> Path | None:
-    """Return the folder or file of a name in the cache; None if it is not cached."""
+    """Return the folder or file of a name in the cache; None if it is absent."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:
-        # Which error the client raises depends on its version.
+        # The type of the client's error depends on its version.
         return None
     return place if (place := folder / name.path).exists() else None
 
@@ -78,7 +78,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _download(hub: Any, name: Name) -> Path:
-    # `list_repo_files` would list the same files, but it retries again and again without a network.
+    # `list_repo_files` would list the same files, but it retries many times without a network.
     info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_TIMEOUT_S)
     there = [PurePosixPath(one.rfilename) for one in info.siblings or ()]
     path = PurePosixPath(name.path)
@@ -91,7 +91,7 @@ def _download(hub: Any, name: Name) -> Path:
     if sum(bool(LAYER_FILE.fullmatch(one.name)) for one in wanted) > 1:
         raise UsageError(f"FOLDER: {name.repository} has a file for each layer; give one, such as {wanted[0]}")
     if any(one.name == "cfg.json" for one in wanted):
-        # sparsify stores the settings of the run in a folder above.
+        # sparsify stores the settings of the run in a parent folder.
         wanted += [one for one in there if one.name == "config.json" and one.parent in path.parents]
     for number, one in enumerate(wanted, start=1):
         complain(f"{name.repository}: file {number} of {len(wanted)}, {one}\n")
@@ -118,7 +118,7 @@ def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
 
 
 def _reason(name: Name, error: Exception) -> str:
-    """Return why an SAE cannot be downloaded, and what to do."""
+    """Return why an SAE cannot be downloaded and how to fix it."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         where = f"https://huggingface.co/{name.repository}"

@@ -29,9 +29,9 @@ from trainer.sharing.reading import (
 
 CONFIG, FIRST, SECOND = "config.json", "params.npz", "params.safetensors"
 _SKIP = "affine_skip_connection"
-# A repository of Gemma Scope 1: "gemma-scope-2b-pt-res"; a folder in it: "layer_12/width_16k/average_l0_60".
+# A Gemma Scope 1 repository: "gemma-scope-2b-pt-res"; a folder in it: "layer_12/width_16k/average_l0_60".
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)\b")
-# A repository of Gemma Scope 2: "gemma-scope-2-1b-pt"; a folder in it: "transcoder_all/layer_7_width_16k_l0_small".
+# A Gemma Scope 2 repository: "gemma-scope-2-1b-pt"; a folder in it: "transcoder_all/layer_7_width_16k_l0_small".
 _SECOND_REPOSITORY = re.compile(r"gemma-scope-2-(270m|1b|4b|12b|27b)-(pt|it)\b")
 _SECOND_SITE = re.compile(r"(resid_post|mlp_out|attn_out|transcoder)(?:_all)?/layer_([0-9]{1,4})_[^/]*$")
 _SECOND_HOOKS = {
@@ -42,7 +42,7 @@ _SECOND_HOOKS = {
 }
 _LAYER, _L0 = re.compile(r"layer_([0-9]{1,4})(?=_|/|$)"), re.compile(r"average_l0_([0-9]{1,6})")
 _SITES = {"res": "resid_post", "mlp": "mlp_out"}
-# Transcoders of Gemma Scope 1 were trained with the gain of this norm folded into the MLP (README of
+# Gemma Scope 1 transcoders were trained with the gain of the pre-MLP norm folded into the MLP (README of
 # google/gemma-scope-2b-pt-transcoders).
 _WITHOUT_GAIN = (
     "it reads the input of the MLP before the gain of the norm: divide rows of mlp_in by 1 + the weight of "
@@ -51,7 +51,7 @@ _WITHOUT_GAIN = (
 
 
 class GemmaScope(Format):
-    """Reads JumpReLU SAEs and transcoders, whose encoders get x, not x − b_dec."""
+    """Reads JumpReLU SAEs and transcoders. Both encode x, not x − b_dec."""
 
     reads = ((FIRST,), (CONFIG, SECOND), (SECOND,))
 
@@ -76,7 +76,7 @@ class GemmaScope(Format):
 
 
 def _in_one_case(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with the matrices named as in Gemma Scope 1: "W_enc", not "w_enc"."""
+    """Return the tensors with matrix names of Gemma Scope 1: "W_enc" instead of "w_enc"."""
     return {f"W{name[1:]}" if name in ("w_enc", "w_dec") else name: one for name, one in tensors.items()}
 
 
@@ -116,7 +116,7 @@ def _origin(config: dict[str, Any], *, is_transcoder: bool) -> dict[str, Any]:
 
 
 def _place(point: str, module: str, hook: str) -> dict[str, Any]:
-    """Return the origin of a hook point of Gemma Scope 2: a module's output or input, as "model.layers.7.output"."""
+    """Return the origin of a Gemma Scope 2 hook point, a module's output or input such as "model.layers.7.output"."""
     path, _, end = point.rpartition(".")
     if match := re.fullmatch(r"(?:.*\.)?layers\.([0-9]{1,4})\.self_attn\.o_proj", path):
         return {hook: f"blocks.{match[1]}.attn.hook_z", "hook_layer": int(match[1])} if end == "input" else {}
@@ -125,7 +125,7 @@ def _place(point: str, module: str, hook: str) -> dict[str, Any]:
 
 
 def _settings(folder: Path, given: Given) -> dict[str, Any]:
-    """Return the settings of a Gemma Scope 2 SAE: from its path where it was published without a settings file."""
+    """Return the settings of a Gemma Scope 2 SAE; derive them from its path if it has no settings file."""
     if os.path.lexists(folder / CONFIG):
         return read_config(folder / CONFIG, given)
     path, config = folder.absolute().as_posix(), {"architecture": "jump_relu"}
@@ -153,7 +153,7 @@ def _second_place(path: str) -> dict[str, Any]:
 
 
 def _by_path(folder: Path) -> dict[str, Any]:
-    """Return settings from the path of a Gemma Scope 1 SAE, which has no settings file."""
+    """Return settings derived from the path of a Gemma Scope 1 SAE, which has no settings file."""
     path = folder.absolute().as_posix()
     repository, layer, l0 = (_last(pattern, path) for pattern in (_REPOSITORY, _LAYER, _L0))
     config: dict[str, Any] = {"architecture": "jump_relu", "l0": float(l0[1]) if l0 else None}

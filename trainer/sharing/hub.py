@@ -1,4 +1,4 @@
-"""Sends files to a model's repository on the Hugging Face hub, by its own client: only where the user asks for it."""
+"""Uploads files to a model repository on the Hugging Face hub with the hub's client, only at the user's request."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
 class Repository:
-    """A repository on the hub that files are to go to: `url`, whether it `is_new` and whether it `has_card` already.
+    """The target repository of an upload: its `url`, and whether it `is_new` and `has_card`, a model card.
 
-    Making this object asks the hub who the user is and what is there, and changes nothing. Raise `UsageError` where
-    nothing can be sent, and `UserError` where the hub does not answer.
+    The constructor requests the user's name and the repository's files and changes nothing on the hub. It raises
+    `UsageError` if an upload is impossible and `UserError` if the hub does not respond.
     """
 
     def __init__(self, name: str, *, public: bool) -> None:
@@ -41,7 +41,7 @@ class Repository:
             raise UsageError(f"--push: {self.url} {way_out}, or choose another name")
 
     def send(self, files: Mapping[str, Path | bytes]) -> None:
-        """Commit files, by their names there, all or none of them; raise `UserError` where that fails."""
+        """Commit files under their names in the repository, all or none; raise `UserError` on failure."""
         added = [
             self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
         ]
@@ -59,7 +59,7 @@ class Repository:
             raise UsageError("--push: the hub does not take your token; log in again by `hf auth login`") from None
 
     def _look(self) -> Any:
-        """Return what the hub tells of the repository; None where there is none that the user sees."""
+        """Return the hub's information on the repository; None if it does not exist or is hidden from the user."""
         try:
             return self._api.repo_info(self.name)
         except self._hub.errors.RepositoryNotFoundError:
@@ -67,7 +67,7 @@ class Repository:
 
     @contextlib.contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
-        """Turn whatever the client raises, its own errors and those of HTTP and threads, into a `UserError`."""
+        """Convert every error of the client, of HTTP and of upload threads into a `UserError`."""
         try:
             yield
         except UserError:
@@ -86,20 +86,20 @@ def _require_name(name: str) -> None:
 
 
 def hub_client(missing: str) -> Any:
-    """Return the hub's client as a module; raise `UsageError` with `missing` and the remedy if it is not installed."""
+    """Return the hub's client module; raise `UsageError` with `missing` and the remedy if it is not installed."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         for part in ("constants", "errors", "utils"):
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
         raise UsageError(f"{missing}; {install('hf')}") from None
-    # Its warnings about failed attempts contain signed URLs, which anyone could use.
+    # The client's retry warnings contain signed URLs, which give access to anyone who reads them.
     hub.utils.logging.set_verbosity_error()
     return hub
 
 
 def _client() -> tuple[Any, str]:
-    """Return the hub's client and the user's token; raise `UsageError` where either is missing."""
+    """Return the hub's client and the user's token; raise `UsageError` if either is missing."""
     hub = hub_client("--push: needs the hub's client")
     if hub.constants.HF_HUB_OFFLINE:
         raise UsageError("--push: HF_HUB_OFFLINE is set, so nothing is sent; unset it")
@@ -112,9 +112,9 @@ def _client() -> tuple[Any, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a request failed, in one line without the URL: that of an upload is signed, and is a key to it."""
+    """Return why a request failed, in one line without the URL: the signed URL of an upload grants access."""
     if isinstance(error, RuntimeError) and error.__cause__:
-        # Of a file that was sent by another thread.
+        # The client wraps errors of its upload threads in a RuntimeError.
         error = error.__cause__
     response = getattr(error, "response", None)
     if response is None:

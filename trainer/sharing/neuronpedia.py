@@ -1,4 +1,4 @@
-"""Neuronpedia: `batch-N.json`, dashboards of latents as SAEDashboard makes them, from what `eval` has stored."""
+"""Neuronpedia: `batch-N.json` with latent dashboards in SAEDashboard's format, made from the results of `eval`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.contract.files import write_whole
 from trainer.contract.runs.features import Context, Feature, Features, Moved
 from trainer.sharing.base import Format, Shared
 
-# As many as SAEDashboard puts into one.
+# SAEDashboard's batch size.
 LATENTS_IN_A_BATCH = 128
-# What SAEDashboard writes of an example that is in no bin but among the strongest.
+# SAEDashboard's bin fields for a top-activating example, which belongs to no bin.
 _STRONGEST = {"bin_min": -1.0, "bin_max": 99.0, "bin_contains": -1.0}
 
 
 class Neuronpedia(Format):
-    """Holds what latents fire on and their directions, not the SAE itself; dead latents are left out."""
+    """Stores max-activating examples and decoder directions of live latents, but not the SAE itself."""
 
     files = ("batch-*.json",)
 
@@ -57,7 +57,7 @@ def _batch(sae: Shared, features: Features, latents: list[int]) -> dict[str, Any
 
 
 def _dashboard(sae: Shared, features: Features, feature: Feature) -> dict[str, Any]:
-    """Return a NeuronpediaDashboardFeature; what it has and is not here has a default there."""
+    """Return a NeuronpediaDashboardFeature; fields omitted here have defaults in SAEDashboard."""
     size = sae.metadata.get("context_size")
     n_tokens = size if isinstance(size, int) and size > 0 else 0
     width = feature.largest / max(1, len(feature.histogram))
@@ -77,7 +77,7 @@ def _dashboard(sae: Shared, features: Features, feature: Feature) -> dict[str, A
 
 
 def _moved(sign: str, tokens: tuple[Moved, ...]) -> dict[str, Any]:
-    """Return the tokens whose logits a latent moves one way, the furthest first; nothing where none is known."""
+    """Return the tokens that a latent promotes or suppresses most, strongest first; {} if unknown."""
     if not tokens:
         return {}
     return {f"{sign}_str": [token.text for token in tokens], f"{sign}_values": [token.logit for token in tokens]}

@@ -22,9 +22,9 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
     "prepend_bos": bool,
     "exclude_special_tokens": bool,
 }
-# The most characters and the largest number of a fact: foreign files may contain anything.
+# The maximum length and the upper limit of a value: foreign files may contain anything.
 _LONGEST, _LARGEST = 200, 2**31
-# A module of transformers: sparsify and Gemma Scope 2 name hooks in this way.
+# A transformers module; sparsify and Gemma Scope 2 name their hooks by modules.
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
 _SITES = {
     "": "resid_post",
@@ -35,25 +35,25 @@ _SITES = {
     "self_attn": "attn_out",
     "attention": "attn_out",
 }
-# A hook as dictionary_learning's scripts name it: "resid_post_layer_3", "mlp_out_layer3".
+# A hook name used by dictionary_learning's scripts: "resid_post_layer_3", "mlp_out_layer3".
 _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_layer_?([0-9]{1,4})")
 
 
 def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts without origin facts of a wrong type; strings of an origin become short and single-line."""
+    """Return facts without origin facts of a wrong type; origin strings become printable and short."""
     others = {name: value for name, value in facts.items() if name not in ORIGIN}
     return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
 
 
 def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the facts of the origin, with the layer of its hook if that has one."""
+    """Return only the facts of the origin; add the layer of its hook if the hook has one."""
     origin = {name: value for name, value in cleaned(facts).items() if name in ORIGIN}
     layer = layer_of(origin.get("hook_name"))
     return origin if layer is None else origin | {"hook_layer": layer}
 
 
 def layer_of(hook: object) -> int | None:
-    """Return the layer of a hook that has a name in TransformerLens or here; None for any other."""
+    """Return the layer of a hook with one of our names or TransformerLens' names; None for other hooks."""
     try:
         place = parse_hook(str(hook))
     except ValueError:
@@ -62,9 +62,9 @@ def layer_of(hook: object) -> int | None:
 
 
 def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
-    """Return the hook of a module of transformers: "layers.10" is the residual stream after block 10.
+    """Return the hook of a transformers module: "layers.10" is the residual stream after block 10.
 
-    A transcoder replaces a whole MLP, from its input to its output. Return {} for an unknown module.
+    A transcoder of an MLP module maps the MLP's input to its output. Return {} for an unknown module.
     """
     match = _MODULE.fullmatch(name)
     site = _SITES.get(match[2] or "") if match else None
@@ -76,7 +76,7 @@ def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
 
 
 def of_submodule(name: str) -> dict[str, Any]:
-    """Return the hook of a submodule of dictionary_learning; the name as it is if unknown."""
+    """Return the hook of a dictionary_learning submodule; an unknown name is returned unchanged."""
     match = _SUBMODULE.fullmatch(name)
     if match is None:
         return {"hook_name": name}
@@ -85,7 +85,7 @@ def of_submodule(name: str) -> dict[str, Any]:
 
 
 def of_hook(site: str, layer: int) -> dict[str, Any]:
-    """Return the origin of one of our sites."""
+    """Return the origin facts of one of our hook sites in a layer."""
     return {"hook_name": Hook(site, layer).transformer_lens, "hook_layer": layer}
 
 

@@ -1,4 +1,4 @@
-"""Reads other people's SAEs: plain files of a bounded size, tensors alone, never a pickle that runs code."""
+"""Reads SAE files from other people safely: regular files of limited size, only tensors, no code in pickles."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from trainer.contract.settings.rows import NotRowsError
 from trainer.contract.settings.torch_file import refuse_old_kind
 from trainer.sharing.base import NOTHING_GIVEN, Given, Shared
 
-# By what activations are (`Shared.form`): the tensors [d_sae] beside W_enc, W_dec and b_dec.
+# For each `Shared.form`, the tensors [d_sae] in addition to W_enc, W_dec and b_dec.
 PER_LATENT = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),
     "jumprelu": ("b_enc", "threshold"),
     "gated": ("b_gate", "b_mag", "r_mag"),
 }
-# The most bytes that are read of a text file.
+# The maximum number of bytes to read from a text file.
 _LARGEST_TEXT = 2**20
-# Parts of torch's messages that users must not see: they advise to load the file in a way that runs its code.
+# Parts of torch's messages to hide from users: they recommend loading the file in a way that runs its code.
 _REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def read_config(file: Path, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
-    """Read a JSON object and apply the user's settings to it; raise `UserError` if there is no such file."""
+    """Read a JSON object and apply the user's settings to it; raise `UserError` if the file cannot be read."""
     try:
         config = load_json(_plain(file), dict[str, Any])
     except (OSError, ValueError) as error:
@@ -77,7 +77,7 @@ def parsed_config(words: Iterable[str]) -> dict[str, Any]:
 
 
 def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
-    """Return settings overridden by the user's, which have dotted names; create missing tables."""
+    """Return settings overridden by the user's dotted settings; create missing tables."""
     for path, value in given.config.items():
         *tables, name = path.split(".")
         place = config
@@ -90,7 +90,7 @@ def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file; raise `UserError` where it is none."""
+    """Read all tensors of a safetensors file; raise `UserError` for any other file."""
     whole = _plain(file)
     try:
         _refuse_huge(whole)
@@ -103,10 +103,10 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
-    """Read a file of `torch.save` that holds nothing but tensors by name; raise `UserError` for any other.
+    """Read a `torch.save` file that contains only named tensors; raise `UserError` for any other file.
 
-    Nothing in it is run. A small file that would fill the memory, by compression or by tensors larger than what is
-    stored of them, is refused.
+    No code in the file is run. Refuse compressed files and tensors larger than their stored data, since a small file
+    could then fill the memory.
     """
     whole = _plain(file)
     try:
@@ -130,10 +130,10 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
 
 
 def read_npz(file: Path) -> dict[str, Tensor]:
-    """Read the arrays of a file of `numpy.savez`; raise `UserError` for any other.
+    """Read the arrays of a `numpy.savez` file; raise `UserError` for any other file.
 
-    Refuse arrays of Python objects, since reading them would run code. Refuse a compressed file and a file whose
-    arrays claim more bytes than it stores: either could fill the memory.
+    Refuse arrays of Python objects, since reading them would run code. Refuse compressed files and arrays larger than
+    their stored data, since a small file could then fill the memory.
     """
     whole = _plain(file)
     try:
@@ -155,7 +155,7 @@ def _refuse_compression(file: Path) -> None:
 
 
 def _refuse_empty_promises(file: Path) -> None:
-    """Raise `ValueError` before memory is allocated if the header of an array claims more numbers than are stored."""
+    """Raise `ValueError`, before memory is allocated, if an array's header claims more data than the file stores."""
     headers = {(1, 0): numpy.lib.format.read_array_header_1_0, (2, 0): numpy.lib.format.read_array_header_2_0}
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
@@ -166,13 +166,13 @@ def _refuse_empty_promises(file: Path) -> None:
 
 
 def _is_stored(value: Tensor) -> bool:
-    """Tell whether every number of a tensor has a place of its own."""
+    """Return whether a tensor is dense, on the CPU and no larger than its storage."""
     is_dense = value.layout == torch.strided and not value.is_quantized and value.device.type == "cpu"
     return is_dense and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _plain(file: Path) -> Path:
-    """Return the regular file at a path; raise `UserError` for a link out of the cache, a pipe or a git-lfs pointer."""
+    """Return a path's regular file; raise `UserError` for a pipe, a git-lfs pointer or a link outside the cache."""
     try:
         whole = plain_file(file)
         open_plain(whole).close()
@@ -192,9 +192,10 @@ def _refuse_huge(file: Path) -> None:
 def taken(
     tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path, transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return tensors in fp32 by our names, `names` being theirs, and `transposed` the matrices to transpose.
+    """Return the tensors in fp32 under our names, with the `transposed` matrices transposed.
 
-    Raise `UserError` if a tensor is missing or has no use here, or if one to transpose is not a matrix.
+    `names` maps our names to the file's. Raise `UserError` for a missing, unknown or non-floating-point tensor, and if
+    a tensor to transpose is not a matrix.
     """
     theirs = set(names.values())
     if missing := sorted(theirs - tensors.keys()):
@@ -212,7 +213,7 @@ def taken(
 
 
 def checked(sae: Shared, place: Path) -> Shared:
-    """Return an SAE whose tensors fit each other and are finite; raise `UserError` for any other."""
+    """Return the SAE; raise `UserError` if its shapes, values, thresholds or k are invalid."""
     for name in ("W_enc", "W_dec"):
         if sae.weights[name].dim() != 2 or not sae.weights[name].numel():
             raise UserError(f"{place}: {name} is no matrix of weights")
@@ -229,14 +230,14 @@ def checked(sae: Shared, place: Path) -> Shared:
         raise UserError(f"{place}: the SAE maps {sae.d_in} dimensions to {sae.d_out}")
     if "threshold" in sae.weights and (sae.weights["threshold"] < 0).any():
         raise UserError(f"{place}: a threshold is below 0, which no architecture here has")
-    # True is an int of Python's.
+    # In Python, True is an int.
     if sae.form == "topk" and not (type(sae.k) is int and 1 <= sae.k <= sae.d_sae):
         raise UserError(f"{place}: k must be a whole number from 1 to {sae.d_sae}, not {str(sae.k)[:60]}")
     return sae
 
 
 def converted(sae: Shared, place: Path) -> Shared:
-    """Return an SAE whose weights are finite as they are computed with here; raise `UserError` for any other."""
+    """Return the SAE; raise `UserError` if the conversion made any weight infinite or NaN."""
     for name, tensor in sae.weights.items():
         if not tensor.isfinite().all():
             raise UserError(f"{place}: its weights are so large that {name} is beyond fp32 as it is computed with here")
@@ -245,18 +246,18 @@ def converted(sae: Shared, place: Path) -> Shared:
 
 @torch.no_grad()
 def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of an encoder of x as those of one of x − b_dec, which compute the same."""
+    """Convert the weights of an encoder of x to equivalent weights of an encoder of x − b_dec."""
     shift = _encoded_bias(weights)
     moved: dict[str, Tensor] = {name: weights[name] + shift for name in ("b_enc", "b_gate") if name in weights}
     if "b_mag" in weights:
-        # The magnitudes have an encoder of their own scale.
+        # A gated SAE's magnitude encoder is W_enc * exp(r_mag).
         moved["b_mag"] = weights["b_mag"] + shift * weights["r_mag"].exp()
     return weights | moved
 
 
 @torch.no_grad()
 def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with decoder rows of norm 1: the activations are multiplied with the old norms."""
+    """Return weights with unit-norm decoder rows; the activations are multiplied by the old norms."""
     norms = weights["W_dec"].norm(dim=1)
     unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
@@ -264,7 +265,7 @@ def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def positive(value: object) -> float | None:
     """Return a setting of a foreign file if it is a number above 0; None for anything else."""
-    # True is an int of Python's.
+    # In Python, True is an int.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         return None
     return float(value)
@@ -272,13 +273,13 @@ def positive(value: object) -> float | None:
 
 @torch.no_grad()
 def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Fold a factor on the rows into the weights: unscaled rows then give the same activations."""
+    """Fold a factor on the input rows into the weights; unscaled rows then give the same activations."""
     scaled = {"W_enc": weights["W_enc"] * factor}
     return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
 
 
 def positive_thresholds(sae: Shared) -> Shared:
-    """Return an SAE with negative thresholds set to 0, which changes nothing after a ReLU."""
+    """Set negative thresholds to 0; this changes nothing after a ReLU."""
     if "threshold" not in sae.weights:
         return sae
     return sae._replace(weights=sae.weights | {"threshold": sae.weights["threshold"].clamp_min(0)})
@@ -286,7 +287,7 @@ def positive_thresholds(sae: Shared) -> Shared:
 
 @torch.no_grad()
 def without_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of an encoder of x − b_dec as those of one of x; not of a gated one."""
+    """Convert the weights of an encoder of x − b_dec to equivalent weights of an encoder of x. Not for gated SAEs."""
     return weights | {"b_enc": weights["b_enc"] - _encoded_bias(weights)}
 
 
@@ -296,7 +297,7 @@ def _encoded_bias(weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def wanted(config: Mapping[str, Any], place: Path, **values: Any) -> None:
-    """Raise `UsageError` where a setting that changes the result has none of the values that can be computed here."""
+    """Raise `UsageError` if a setting has none of its allowed values; a missing setting has the first of them."""
     for name, allowed in values.items():
         if config.get(name, allowed[0]) not in allowed:
             listed = " or ".join(repr(value) for value in allowed)

@@ -1,4 +1,4 @@
-"""SAELens' format, which a finished run leaves too where it can: `cfg.json` and `sae_weights.safetensors`."""
+"""SAELens' format, `cfg.json` and `sae_weights.safetensors`; finished runs use it unless SAELens lacks the architecture."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# The version of SAELens whose reader the files were tested with; readers convert by it.
+# The SAELens version that was tested with these files; SAELens uses it to decide how to convert them.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-# Models that people train SAEs on and TransformerLens has by these names of the hub, "openai-community/gpt2" not among
-# them. Those of other models are told to be loaded from the hub by transformers, with the module as the hook.
+# Common models for SAEs that TransformerLens knows by these hub names (it does not know "openai-community/gpt2").
+# Exports for other models set model_class_name to AutoModelForCausalLM and name the module as the hook.
 TRANSFORMER_LENS_MODELS = frozenset(
     [
         "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "EleutherAI/gpt-neo-125M", "EleutherAI/gpt-j-6B",
@@ -38,12 +38,12 @@ TRANSFORMER_LENS_MODELS = frozenset(
         "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
     ]
 )  # fmt: skip
-# The hooks that it has in every block of these; where circuit-tracer reads the input of an MLP, it has none.
+# Hooks that TransformerLens has in every block of these models. It has none at circuit-tracer's MLP inputs.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
 
 
 class SaeLens(Format):
-    """Holds all that we train but TopK transcoders, with its metadata."""
+    """Stores every architecture that we train except TopK transcoders, with metadata."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
@@ -66,9 +66,9 @@ class SaeLens(Format):
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
-    """Write an SAE as a run leaves it: in SAELens' format, or in sparsify's where SAELens knows no such architecture.
+    """Write the SAE of a run in SAELens' format, or in sparsify's if SAELens lacks the architecture.
 
-    Write each file whole or not at all and leave others there alone; raise `UserError` where that fails.
+    Write each file atomically and keep unrelated files in the folder; raise `UserError` on failure.
     """
     shared = shared_form(sae, metadata)
     form = Sparsify() if SaeLens().refusal(shared) else SaeLens()
@@ -76,14 +76,14 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
 
 
 def exported_tokens(folder: Path) -> int | None:
-    """Return how many tokens the SAE that `export_sae` has written to a folder had seen; None without one."""
+    """Return the number of training tokens of the SAE that `export_sae` wrote to a folder; None if unknown."""
     metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
     tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
     return tokens if isinstance(tokens, int) else None
 
 
 def origin(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return, under SAELens' names, what the data's meta.json says of where the activations were taken."""
+    """Return the origin of the activations from the data's meta.json, under SAELens' names."""
     hook = meta.get("hook_name")
     before = meta.get("tokens_before_text")
     facts = {
@@ -111,14 +111,14 @@ def _config(sae: Shared) -> dict[str, Any]:
         **({"d_out": sae.d_out} if sae.is_transcoder else {}),
         "apply_b_dec_to_input": not sae.is_transcoder,
         "normalize_activations": "none",
-        # SAELens keeps the heads of hook_z in their own axis; our rows have them concatenated.
+        # SAELens has a separate axis for the heads of hook_z; our rows concatenate the heads.
         "reshape_activations": "hook_z" if str(sae.metadata.get("hook_name")).endswith("hook_z") else "none",
         "metadata": {"sae_lens_version": SAE_LENS_VERSION, **sae.metadata, **_loading(sae.metadata)},
     }
 
 
 def _loading(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what SAELens needs to load the model and to find the hook in it."""
+    """Return the metadata that SAELens needs to load the model and find the hook."""
     if "module" in facts and not _is_in_transformer_lens(facts):
         return _by_transformers(facts)
     if "hook_layer" in facts:
@@ -132,7 +132,9 @@ def _is_in_transformer_lens(facts: dict[str, Any]) -> bool:
 
 
 def _by_transformers(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what has the model loaded by transformers, whose hooks are the outputs of modules, and what that hides."""
+    """Return metadata for loading the model with transformers, where hooks are module outputs.
+
+    The replaced values are kept under `ORIGINAL`."""
     model = Path(str(facts.get("model_name", "")))
     of_gguf = {"model_name": str(model.parent)} if model.suffix == ".gguf" else {}
     its_own = of_gguf | {"hook_name": facts["module"]}

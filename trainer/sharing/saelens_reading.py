@@ -29,9 +29,9 @@ from trainer.sharing.reading import (
     with_unit_rows,
 )
 
-# What the metadata said where SAELens gets something else in its place.
+# The metadata key for original values that were replaced for SAELens.
 ORIGINAL = "as_extracted"
-# Its architectures that are read and written.
+# SAELens' architectures that can be read and written here.
 ARCHITECTURES = (
     "standard",
     "topk",
@@ -42,18 +42,18 @@ ARCHITECTURES = (
     "jumprelu_transcoder",
     "jumprelu_skip_transcoder",
 )
-# Architectures of training checkpoints, which `save_inference_model` writes as "jumprelu", with our names for them.
+# Architectures of training checkpoints and our names for them; `save_inference_model` writes them as "jumprelu".
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
-# Today's names of settings, and their names in versions 1 to 5.
+# Current names of settings, and their names in versions 1 to 5.
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
-# Why such a normalisation of rows cannot be folded into the weights.
+# For each unsupported normalisation, why it cannot be folded into the weights.
 _NORMALISED = {
     "layer_norm": "it centres and scales each row on its own",
     "constant_norm_rescale": "it scales each row on its own to a fixed norm",
     "covariance_whitening": "its whitening is folded in only when its training ends",
 }
 _SCALED = ("expected_average_only_in", True)
-# Settings whose names match may change what is computed; those in `_OF_TRAINING` affect only the training.
+# Settings with a matching name may change the result. The settings in `_OF_TRAINING` do not, or are handled by `read`.
 _COMPUTES = re.compile(
     "normali|standardi|scal|bias|thresh|whiten|rotat|cent(er|re)|mean|(^|_)std|activation_f|postact|nonlin|softcap|"
     "clamp|clip|temperature|signed|tied|skip|affine|residual|error_term"
@@ -95,7 +95,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> Shared:
 
 
 def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a file with what was put aside for SAELens."""
+    """Return the metadata of a file with the original values that were replaced for SAELens."""
     original = metadata.get(ORIGINAL)
     others = {name: value for name, value in metadata.items() if name != ORIGINAL}
     return others | original if isinstance(original, dict) else others
@@ -107,8 +107,8 @@ def _in_todays_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
-    """Return the architecture and k; up to version 5, TopK was an activation function of "standard"."""
-    # Before version 6 it was the only one where nothing is said.
+    """Return the architecture and k. Up to version 5, TopK was an activation function of "standard"."""
+    # Before version 6, files without an architecture were "standard" SAEs.
     wanted(config, file, architecture=(None, *ARCHITECTURES, *_BATCHED), activation_fn=("relu", None, "topk"))
     architecture, k = config.get("architecture") or "standard", config.get("k")
     kwargs = config.get("activation_fn_kwargs") or {}
@@ -126,7 +126,7 @@ def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
 
 
 def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
-    """Raise `UsageError` for an unknown setting that may change what is computed."""
+    """Raise `UsageError` for an unknown setting that may change the result."""
     for name, value in config.items():
         if name not in _OF_TRAINING and _COMPUTES.search(name) and not _is_neutral(value):
             raise UsageError(
@@ -136,15 +136,15 @@ def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
 
 
 def _is_neutral(value: object) -> bool:
-    """Return whether this value of a setting leaves the result unchanged: off, or a factor of 1."""
-    # True equals 1 in Python.
+    """Return whether a setting with this value has no effect: it is off or a factor of 1."""
+    # In Python, True equals 1.
     return value is not True and value in (None, False, "none", 0, 1, {}, [])
 
 
 def _without_extras(
     tensors: dict[str, Tensor], config: dict[str, Any], architecture: str, file: Path
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the tensors of an inference SAE, and the factor [d_sae] on its activations in the decoder, if any."""
+    """Return the tensors of an inference SAE, and the factor [d_sae] on the decoder's activations or None."""
     tensors = dict(tensors)
     if architecture in ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder") and "log_threshold" in tensors:
         tensors["threshold"] = tensors.pop("log_threshold").double().exp().float()
@@ -160,7 +160,7 @@ def _without_extras(
 def _used_factor(
     factor: Tensor | None, config: dict[str, Any], tensors: dict[str, Tensor], file: Path
 ) -> Tensor | None:
-    """Return the factor [d_sae] that a fine-tuning put on the activations; None if it is all ones or not used."""
+    """Return the fine-tuned factor [d_sae] on the activations; None if it is all ones or unused."""
     is_used = config.get("finetuning_scaling_factor")
     if factor is None or not factor.is_floating_point() or (factor.float() == 1).all() or is_used is False:
         return None
@@ -175,7 +175,7 @@ def _used_factor(
 
 
 def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None, file: Path) -> Shared:
-    """Return an SAE with what its settings add to the arithmetic folded into its weights."""
+    """Fold the operations that the settings add, such as scaling, into the weights of an SAE."""
     wanted(config, file, reshape_activations=("none", None, "hook_z"))
     weights, is_batched = sae.weights, config.get("architecture") in _BATCHED
     is_rescaled = (sae.architecture == "topk" or is_batched) and config.get("rescale_acts_by_decoder_norm", False)
@@ -184,7 +184,7 @@ def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None
     if (scale := _row_scale(sae, config, file)) is not None:
         weights = with_row_scale(weights, scale)
         if is_rescaled and is_batched:
-            # The threshold applies to activations times the norms of decoder rows, which are now smaller by `scale`.
+            # The threshold applies to activations times decoder norms, and these norms were divided by `scale`.
             weights["threshold"] = weights["threshold"] / scale
     # True is SAELens' default.
     subtracts = config.get("apply_b_dec_to_input", True)
@@ -198,7 +198,7 @@ def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None
 
 
 def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
-    """Return the factor on rows before the encoder; None for no factor. Raise `UsageError` if it is unknown."""
+    """Return the factor on the rows before the encoder, None without one; raise `UsageError` if it is unknown."""
     value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
     if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
         return None
@@ -217,7 +217,7 @@ def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the SAE: version 6 has a table for it, older versions mix it with the settings."""
+    """Return the metadata of the SAE. Version 6 has a table for it; older versions mix it with the settings."""
     facts = as_extracted(table(config, "metadata"))
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):

@@ -1,4 +1,4 @@
-"""EleutherAI's sparsify: `cfg.json` and `sae.safetensors`, for TopK of one width; what it does not know it skips."""
+"""EleutherAI's sparsify: `cfg.json` and `sae.safetensors`, for TopK SAEs and transcoders with d_in = d_out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 
 
 class Sparsify(Format):
-    """Holds TopK SAEs, and of transcoders those whose target is as wide as their input."""
+    """Stores TopK SAEs, and TopK transcoders with d_in = d_out."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
@@ -40,7 +40,7 @@ class Sparsify(Format):
 
     def write(self, sae: Shared, folder: Path) -> list[str]:
         renamed = {
-            # Its encoder is an nn.Linear.
+            # sparsify's encoder is an nn.Linear.
             "encoder.weight": sae.weights["W_enc"].T,
             "encoder.bias": sae.weights["b_enc"],
             "W_dec": sae.weights["W_dec"],
@@ -67,7 +67,7 @@ class Sparsify(Format):
         own = {"architecture": name, "k": k}
         sae = checked(Shared(own, weights, facts, k=k, is_transcoder=is_transcoder), file)
         if is_transcoder and config.get("transcode") is not True:
-            # Before sparsify had this setting, the encoders of its transcoders got x − b_dec as well.
+            # Before sparsify had the `transcode` setting, its transcoders also encoded x − b_dec.
             sae = sae._replace(weights=without_input_bias(weights))
         return converted(sae, file)
 
@@ -76,7 +76,7 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
     wanted(config, file, activation=("topk",), transcode=(False, True), signed=(False, None))
     skips = config.get("skip_connection")
     if skips and config.get("transcode") is not True and not given.transcoder:
-        # The input of an SAE, from which b_dec is taken, goes around it as it is: no architecture here does that.
+        # The skip connection of a sparsify SAE gets x while its encoder gets x − b_dec; no architecture here does that.
         raise UsageError(
             f"{file}: skip_connection is {str(skips)[:60]!r} and transcode is not: no architecture here is an SAE "
             f"with a skip connection; if it is a transcoder, give --transcoder"
@@ -85,14 +85,14 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
 
 
 def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
-    """Return the origin of an SAE: its hook from the name of its folder, the rest from the run's settings above."""
+    """Return the origin of an SAE: its hook from a folder name, the rest from the run's settings in a parent folder."""
     above = folder.absolute().parts[:-4:-1]
     place = next((found for name in above if (found := of_module(name, is_transcoder=is_transcoder))), {})
     run: dict[str, Any] = {}
     for parent in (folder.parent, folder.parent.parent):
         with contextlib.suppress(UserError):
             run = run or read_config(parent / "config.json")
-    # Settings of a run have "model"; the config.json of a language model does not.
+    # The settings of a run contain "model"; the config.json of a language model does not.
     if not isinstance(run.get("model"), str):
         return place
     facts = {"model_name": run["model"], "dataset_path": run.get("dataset"), "context_size": run.get("ctx_len")}
@@ -102,7 +102,7 @@ def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
 def _config(sae: Shared) -> dict[str, Any]:
     return {
         "activation": "topk",
-        # Not read where num_latents is given; a whole number all the same.
+        # sparsify ignores this if num_latents is given, but requires an integer.
         "expansion_factor": max(1, sae.d_sae // sae.d_in),
         "normalize_decoder": sae.unit_decoder,
         "num_latents": sae.d_sae,
@@ -111,6 +111,6 @@ def _config(sae: Shared) -> dict[str, Any]:
         "skip_connection": sae.has_skip,
         "transcode": sae.is_transcoder,
         "d_in": sae.d_in,
-        # It reads the settings that it knows, and drops the rest.
+        # sparsify ignores settings that it does not know.
         "metadata": sae.metadata,
     }
