@@ -1,4 +1,4 @@
-"""The flags of `sae-train`."""
+"""The command-line parser of `sae-train`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROGRAM = "sae-train"
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command line; it leaves the name of the command in `command`."""
+    """Return the command-line parser; the parsed arguments contain the command's name as `command`."""
     parser = Parser(
         prog=PROGRAM,
         description="Trains sparse autoencoders on what language models have at their hooks, stored or as they read.",
@@ -135,7 +135,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 
 def _add_given(command: argparse.ArgumentParser) -> None:
-    """Add what an SAE's own files may lack."""
+    """Add the options for facts that an SAE's files may lack."""
     command.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     command.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
 
