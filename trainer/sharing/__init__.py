@@ -1,1 +1,1 @@
-"""File formats of other tools, which `trainer.contract.settings.catalog` registers."""
+"""File formats of other tools, registered in `trainer.contract.settings.catalog`."""

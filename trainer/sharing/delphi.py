@@ -1,4 +1,4 @@
-"""EleutherAI's delphi: latent activations on a text, one `FIRST_LAST.safetensors` per latent range, `config.json`."""
+"""EleutherAI's delphi: `config.json`, and a `FIRST_LAST.safetensors` of activations for each range of latents."""
 
 from __future__ import annotations
 

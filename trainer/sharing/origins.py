@@ -9,7 +9,7 @@ from typing import Any
 from trainer.contract.printable import printable
 from trainer.contract.settings.hooks import Hook, parse_hook
 
-# The facts of an origin with their types. An import keeps them, and every later export writes them.
+# The fields of an origin and their types. An import keeps them, and every later export writes them.
 ORIGIN: dict[str, type | tuple[type, ...]] = {
     "model_name": str,
     "hook_name": str,
@@ -40,13 +40,13 @@ _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_
 
 
 def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts without origin facts of a wrong type; origin strings become printable and short."""
+    """Return metadata without origin fields of a wrong type; make origin strings printable and short."""
     others = {name: value for name, value in facts.items() if name not in ORIGIN}
     return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
 
 
 def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the facts of the origin; add the layer of its hook if the hook has one."""
+    """Return only the origin fields of metadata; add the layer of the hook if the hook has one."""
     origin = {name: value for name, value in cleaned(facts).items() if name in ORIGIN}
     layer = layer_of(origin.get("hook_name"))
     return origin if layer is None else origin | {"hook_layer": layer}
@@ -85,7 +85,7 @@ def of_submodule(name: str) -> dict[str, Any]:
 
 
 def of_hook(site: str, layer: int) -> dict[str, Any]:
-    """Return the origin facts of one of our hook sites in a layer."""
+    """Return the origin fields for one of our hook sites in a layer."""
     return {"hook_name": Hook(site, layer).transformer_lens, "hook_layer": layer}
 
 

@@ -1,4 +1,4 @@
-"""Reads SAE files from other people safely: regular files of limited size, only tensors, no code in pickles."""
+"""Reads SAE files from other people safely: regular files of limited size, only tensors, never code from pickles."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def parsed_config(words: Iterable[str]) -> dict[str, Any]:
 
 
 def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
-    """Return settings overridden by the user's dotted settings; create missing tables."""
+    """Override settings in place with the user's, whose keys are dotted paths; create missing tables."""
     for path, value in given.config.items():
         *tables, name = path.split(".")
         place = config

@@ -1,4 +1,4 @@
-"""SAELens' format, `cfg.json` and `sae_weights.safetensors`; finished runs use it unless SAELens lacks the architecture."""
+"""SAELens' format: `cfg.json` and `sae_weights.safetensors`. Runs use it unless SAELens lacks the architecture."""
 
 from __future__ import annotations
 
