@@ -135,7 +135,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 
 def _add_given(command: argparse.ArgumentParser) -> None:
-    """Add the options for facts that an SAE's files may lack."""
+    """Add the options for settings that an SAE's files may lack."""
     command.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     command.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
 
