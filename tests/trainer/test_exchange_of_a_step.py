@@ -7,13 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.exchange_table import COLUMNS, LATENCY, LINK, CountedRanks, counted_collectives, rows, times_of
+from support.exchange_table import (
+    CASES,
+    COLUMNS,
+    LATENCY,
+    LINK,
+    MODES,
+    CountedRanks,
+    counted_collectives,
+    rows,
+    step_of,
+    times_of,
+)
 from support.step_ops import Op, Operand, OpLog, Step
 
 TABLE = Path(__file__).with_name("exchange_of_a_step.csv")
 OF_8 = torch.zeros(16, 1000)
 # Megabytes that one of 8 ranks sends of a tensor of 64,000 bytes, by a ring: 7 parts of it, or twice as many.
-SENT = {
+SENT: dict[str, Callable[[CountedRanks], object]] = {
     "sum": lambda ranks: ranks.sum_(OF_8),
     "broadcast": lambda ranks: ranks.copy_from_first_([OF_8]),
     "gather": lambda ranks: ranks.spread_parts_([OF_8]),
@@ -66,3 +77,10 @@ def test_a_transfer_hides_behind_operations_before_its_wait() -> None:
     first, second = times_of(counted(hidden), 1), times_of(counted(exposed), 1)
     assert first.step_s == pytest.approx(first.computing_s)
     assert second.step_s == pytest.approx(second.computing_s + sum_s)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_encode_while_they_receive_the_decoder(case: str) -> None:
+    step = step_of(next(mode for mode in MODES if (mode.name, mode.ranks) == ("ddp", 8)), "B", case)
+    (decoder,) = (one for one in step.exchanges if one.ends_later)
+    assert "addmm" in {op.name for op in step.ops[: decoder.ends]}

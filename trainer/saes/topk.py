@@ -66,10 +66,14 @@ class TopK(Sae):
         """Return the activations for x − input_bias [n_tokens, d_in], and what dead latents explain of the error.
 
         Ranks exchange the weights of dead latents while they encode. Autograd takes the reverse order of this pass, so
-        that they exchange the gradients of these weights during the encoder's backward pass.
+        that they exchange the gradients of these weights during the encoder's backward pass. Replicas that hold all
+        latents may still receive W_dec while they encode, so they read its rows afterwards.
         """
-        candidates = self.auxk.candidates(self, centred.dtype)
+        exchanges = self.latents.group.size > 1
+        candidates = self.auxk.candidates(self, centred.dtype) if exchanges else None
         acts = self.encode_latents(centred)
+        if not exchanges:
+            candidates = self.auxk.candidates(self, centred.dtype)
         return acts, self.auxk.explain(self, centred, candidates)
 
     def encode_latents(self, centred: Tensor) -> Acts:
