@@ -278,11 +278,13 @@ class _Chosen(_Pass):
     def _levels_backward(self) -> float:
         """Return the bytes of the gradient of all Matryoshka levels' outputs.
 
-        A single GPU computes it from the levels' errors, next to x_hat and the centred data; otherwise it coexists with
-        its 16-bit copy.
+        A single GPU computes it from the levels' errors, next to x_hat and the centred data. GPUs that share latents
+        gather it in the type of products. On a CPU it coexists with its 16-bit copy.
         """
         levels = self.n_tokens * self.n_prefixes * self.width
-        if self.work.device == "cuda" and self.sharing == 1 and levels:
+        if self.work.device == "cuda" and self.sharing > 1:
+            return levels * (self.product + 4 / self.sharing)
+        if self.work.device == "cuda" and levels:
             return levels * (4 + self.product) + self.n_tokens * (4 * self.width + self.product * self.d_in)
         return levels * (4 + 2 * (self.product == 2))
 
