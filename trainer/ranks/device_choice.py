@@ -29,15 +29,15 @@ J = TypeVar("J", JobConfig, ExtractJob)
 
 
 def here(job: J) -> J:
-    """Return the job for this machine, also where it asks for a cluster."""
+    """Return the job for this machine, even if it asks for a cluster."""
     local = msgspec.structs.replace(job.launch, backend="local", nodes=1)
     return msgspec.structs.replace(job, launch=local) if job.cluster else job
 
 
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
-    """Raise `JobFileError` with all that keeps the job from running; warn of what only slows it.
+    """Raise `JobFileError` with every error that prevents the job from running; print the other problems as warnings.
 
-    Only problems of settings whose path begins with `only` count.
+    Check only settings whose path begins with `only`.
     """
     machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
     problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
@@ -48,7 +48,7 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 
 
 def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
-    """Return the GPUs to run on; none for the CPU, which is also what "auto" means on a machine without GPUs."""
+    """Return the GPUs to run on; none for the CPU, which "auto" selects on a machine without GPUs."""
     by_index, count = {gpu.index: gpu for gpu in gpus}, wanted_devices(job)
     any_will_do = [gpu.index for gpu in gpus if takes_slices(job) or not is_slice(gpu.uuid)]
     indices = chosen_indices(job) or any_will_do[:count]
@@ -56,9 +56,9 @@ def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
 
 
 def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankSpec:
-    """Return the spec of an attempt on these GPUs, or on the CPU, with some for the language model alone if it is so.
+    """Return the spec with GPUs reserved for the language model, if the plan for these GPUs (or the CPU) needs any.
 
-    What others use of their memory is not known here.
+    GPU memory used by other processes is not considered.
     """
     name = slowest(gpu.name for gpu in gpus) if gpus else CPU
     room = Room(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
@@ -68,9 +68,9 @@ def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankS
 def devices_again(
     job: JobConfig, last: RankSpec, overrides: Sequence[str]
 ) -> tuple[int, DeviceType, list[Device], str]:
-    """Return the number of devices, their kind ("cuda" or "cpu"), GPUs and their vendor for a resumed run.
+    """Return the number of devices, their type ("cuda" or "cpu"), the GPUs and their vendor for a resumed run.
 
-    They are those of the last attempt, unless `overrides` set launch.gpus or a GPU of it is gone.
+    Use the devices of the last attempt, unless `overrides` set launch.gpus or one of its GPUs is gone.
     """
     job = here(job)
     asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
@@ -86,9 +86,9 @@ def devices_again(
 
 
 def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
-    """Return the number of ranks and the UUIDs of their GPUs, which are none for CPU processes.
+    """Return the number of ranks and the UUIDs of their GPUs, empty for CPU processes.
 
-    `asked` is like launch.gpus: "auto:2", "cpu:2" or "0,1". Raise `UsageError` if it is wrong or names a missing GPU.
+    `asked` has the format of launch.gpus: "auto:2", "cpu:2" or "0,1". Raise `UsageError` if it is wrong or names a missing GPU.
     """
     word, _, count = asked.partition(":")
     gpus = [] if word == "cpu" else visible_gpus()
@@ -106,6 +106,9 @@ def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
 
 
 def _any_of(uuids: Mapping[str, str], count: int | None) -> list[str]:
-    """Return the indices of so many GPUs, or all: whole ones, or where there is none, or one is wanted, a slice."""
+    """Return the indices of the first `count` GPUs (None: all) that are not MIG slices.
+
+    If `count` is 1, or all GPUs are slices, return the first GPU or slice.
+    """
     whole = [index for index, uuid in uuids.items() if not is_slice(uuid)]
     return (whole or list(uuids)[:1])[:count] if count != 1 else list(uuids)[:1]

@@ -1,6 +1,6 @@
-"""Lists the GPUs that PyTorch can use, in a process of its own.
+"""Lists the GPUs that PyTorch can use, in a separate process.
 
-That makes a CUDA context of some 500 MB, which must not stay in a process that only starts others.
+Listing them creates a CUDA context of about 500 MB, which must not stay in a process that only starts ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_CARDS = 64
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU by the index that its vendor's tool shows and the UUID that pins to it; `memory_bytes` is its total."""
+    """A GPU: the index that its vendor's tool shows, the UUID used to select it, its name and its total memory."""
 
     index: int
     uuid: str
@@ -33,24 +33,24 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def as_machine_gpu(self) -> MachineGpu:
-        """The GPU for the checks of a job; how much of its memory others use is not known here."""
+        """The GPU in the form used by job checks, without the memory used by other processes."""
         return MachineGpu(self.index, self.name, self.memory_bytes, is_slice=is_slice(self.uuid))
 
 
 def torch_vendor() -> str:
-    """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`; "" where there is none."""
+    """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`; "" if there is none."""
     return vendor_of_build(vendors_here())
 
 
 def gpus_here() -> list[Device]:
-    """Return the GPUs that jobs can use; none where PyTorch cannot list them, which is no matter for an estimate."""
+    """Return the GPUs that jobs can use; none if PyTorch cannot list them, since an estimate works without them."""
     with contextlib.suppress(UserError):
         return visible_gpus()
     return []
 
 
 def visible_gpus() -> list[Device]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, none where there is no driver; this process imports no torch.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, none without a driver; do not import torch in this process.
 
     Raise `UserError` if PyTorch cannot list them.
     """
@@ -63,7 +63,7 @@ def visible_gpus() -> list[Device]:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
         raise UserError(f'launch.gpus: PyTorch cannot list the GPUs ({lines[-1]}); choose "cpu" to do without')
-    # What libraries print as they are imported comes before.
+    # Libraries may print to stdout during import, so only the last line counts.
     return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=list[Device])
 
 
@@ -79,9 +79,9 @@ def _list_by_torch(vendor: Vendor) -> list[Device]:
 
 
 def uuid_of(uuid: object, prefix: str) -> str:
-    """Return the UUID that pins to a card, of which PyTorch has 16 bytes.
+    """Return the UUID that selects a GPU, from the 16 bytes that PyTorch reports.
 
-    ROCm puts the 16 digits of the card's serial number into them, of which PyTorch then shows each as two digits.
+    ROCm stores the 16 ASCII digits of the GPU's serial number in these bytes; PyTorch prints each byte as two digits.
     """
     digits = str(uuid).replace("-", "")
     with contextlib.suppress(ValueError, UnicodeDecodeError):
@@ -91,10 +91,10 @@ def uuid_of(uuid: object, prefix: str) -> str:
 
 
 def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor, visible: str | None) -> list[Device]:
-    """Return the devices with their indices among all cards, since CUDA counts only those it may see, from 0.
+    """Return the devices with their indices among all GPUs, since CUDA numbers only the visible ones, from 0.
 
-    `on_the_bus` are the UUIDs of all cards in the order of the bus; where it lacks some, the numbers in the vendor's
-    variable (`visible`) serve instead.
+    `on_the_bus` has the UUIDs of all GPUs in bus order; if some are missing, use the numbers in the vendor's
+    environment variable (`visible`).
     """
     if {device.uuid for device in listed} <= set(on_the_bus):
         indices = [on_the_bus.index(device.uuid) for device in listed]
@@ -107,7 +107,7 @@ def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor
 
 
 def uuids_on_the_bus(vendor: Vendor, root: Path = Path("/")) -> list[str]:
-    """Return the UUIDs of all cards in the order of the PCI bus; none where the kernel's driver does not list them."""
+    """Return the UUIDs of all GPUs in PCI bus order; none if the kernel driver does not list them."""
     files = root.glob(vendor.uuid_files) if vendor.uuid_files else ()
     uuids = []
     for file in sorted(files, key=lambda file: (len(file.parent.name), file.parent.name)):

@@ -1,4 +1,4 @@
-"""Records what a run was made with: versions, the project's commit, the hardware, the command. Never fails a run."""
+"""Records the environment of a run: versions, the project's commit, hardware, command. Errors never fail a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = ("sae-tui", "torch", "numpy", "triton", "safetensors", "msgspec")
 
 
 def write_environment(file: Path) -> None:
-    """Write what can be found out (0600), null for the rest; write nothing if the folder takes no file."""
+    """Write the environment to a file (mode 0600), with null for unknown values; ignore all errors."""
     from trainer.checkpoints.atomic_folder import write_json
 
     with contextlib.suppress(Exception):
@@ -31,7 +31,7 @@ def write_environment(file: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return everything as JSON values; with the GPUs where torch uses CUDA."""
+    """Return the environment as JSON values; GPUs are included only if torch uses CUDA."""
     parts: dict[str, Callable[[], Any]] = {
         "started": lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": _command_of_parent,
@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, the training packages and torch's CUDA or ROCm; None for what is not installed."""
+    """Return the versions of Python, the training packages and torch's CUDA or ROCm; None for packages that are missing."""
     import torch
 
     by_name = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}
@@ -55,7 +55,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
-    """Return the commit of a checkout and whether files differ from it; None where `root` is none or git fails."""
+    """Return the commit of a checkout and whether files differ from it; None if `root` is no checkout or git fails."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")
@@ -64,7 +64,7 @@ def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Return host, CPU, GPUs and driver; sizes are in bytes, `cores` are those this process may use."""
+    """Return host, CPU, GPUs and driver; sizes are in bytes; `cores` counts the cores that this process may use."""
     return {
         "host": platform.node(),
         "cpu": _or_none(_cpu_model),
@@ -76,7 +76,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _command_of_parent() -> list[str]:
-    """Return the parent's command line, which says what the user asked for; a rank's own says nothing."""
+    """Return the parent's command line, which is the user's command; the rank's own only names a spec file."""
     raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")]
 
@@ -104,9 +104,9 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    # Without the lock on the index that `status` would take: the user may be committing.
+    # `status` would lock the index while the user may be committing.
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-    # In a git hook such variables name a repository, which is not this one.
+    # In a git hook these variables refer to another repository.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A rank that extracts: its progress counts rows, and goes on after the last shard that is whole."""
+"""Runs one rank of an extraction. Its progress counts rows and continues after the last complete shard."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trainer.metrics.pace import memory_bytes
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
-# Seconds between two values of the curve of tokens/s, and between two lines of the log.
+# Interval in seconds between tokens/s values and between log lines.
 ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
-# What an extraction by several ranks came to.
+# The file with the result of an extraction by several ranks.
 RESULT = "result.json"
-# The folder of an attempt in which its ranks find each other.
+# The folder, within the attempt's, in which its ranks find each other.
 PEERS = "peers"
 
 
 def extract_rows(
     job: ExtractJob, rank: int, size: int, device: torch.device, folder: Path, progress: Progress, stop: threading.Event
 ) -> bool:
-    """Extract this rank's part; return True if there are rows enough or the text has ended, False if it was stopped.
+    """Extract this rank's part; return True when there are enough rows or the text has ended, False after a stop.
 
-    Ranks find each other in `folder`, which is new, and where rank 0 leaves what it came to.
+    Ranks find each other in `folder`, which must be new; rank 0 writes the result there.
     """
     n_stored = stored_state(job, size).n_stored
     progress.beat(LOADING_MODEL, n_stored, n_stored)
@@ -45,16 +45,16 @@ def extract_rows(
 
 
 class Reporter:
-    """Tells the store and the log how many rows of `n_wanted` are kept, beginning at `n_kept`."""
+    """Reports to the store and the log how many of the `n_wanted` rows are kept, starting at `n_kept`."""
 
     def __init__(self, progress: Progress, device: torch.device, n_wanted: int, n_kept: int) -> None:
         self._progress, self._device, self._n_wanted = progress, device, n_wanted
         self._n_before, self._line_at = n_kept, 0.0
-        # When the first batch was through; before it the model was loaded.
+        # Start of the current interval; None until the first batch is done, since the model loads before it.
         self._since: float | None = None
 
     def advance(self, n_kept: int) -> None:
-        """Report that so many rows are kept; called after every batch."""
+        """Report that `n_kept` rows are kept; called after every batch."""
         now = time.monotonic()
         self._progress.beat("extracting", n_kept, n_kept)
         if self._since is None:
@@ -72,7 +72,7 @@ class Reporter:
         return Row("memory_bytes", n_kept, memory_bytes(self._device))
 
     def end(self, result: Result) -> None:
-        """Report what an extraction came to."""
+        """Report the result of the extraction."""
         left_out = "".join(f", left out {n:,} {reason}" for reason, n in result.left_out.items() if n)
         sentence = f"{result.state}: {result.n_tokens:,} rows for each hook{left_out}"
         self._progress.beat(result.state, result.n_tokens, result.n_tokens)

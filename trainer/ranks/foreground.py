@@ -37,14 +37,14 @@ from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, S
 from trainer.contract.store.rows import Event
 
 POLL_S = 0.2
-# What a rank may take to see that a peer is gone and to end by itself.
+# Seconds for a rank to notice that a peer is gone and to exit by itself.
 END_AFTER_FAILURE_S = 5.0
-# tqdm's own format takes 60 columns beside the bar.
+# tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
 def new_run(job: JobConfig, run_dir: Path) -> RunLock:
-    """Make the folder of a run and return its lock; raise `UsageError` if it holds a run already."""
+    """Create the folder of a run and return its lock; raise `UsageError` if it already contains a run."""
     paths = RunPaths(run_dir)
     if paths.job_file.exists():
         raise UsageError(_occupied(run_dir))
@@ -55,7 +55,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 
 def _occupied(run_dir: Path) -> str:
-    """Say that there is a run in a folder already, and what can be done."""
+    """Return the error for a folder that already contains a run, with the remedy."""
     if is_held(RunPaths(run_dir).lock_file):
         return f"--out: {still_going(run_dir)}, or choose another folder"
     if newest_first(RunPaths(run_dir).checkpoints):
@@ -65,14 +65,14 @@ def _occupied(run_dir: Path) -> str:
 
 
 def write_job(job: AnyJob, paths: RunPaths) -> None:
-    """Write the job file, whole or not at all."""
+    """Write the job file atomically."""
     write_own(paths.job_file, dump_job(job))
 
 
 def own_box_file() -> Path | None:
-    """Return the file in the user's data folder for the speeds of this machine, which jobs of the app use as well.
+    """Return the file with the speeds of this machine in the user's data folder, shared with jobs of the app.
 
-    None if the folder cannot be made.
+    Return None if the folder cannot be created.
     """
     try:
         data = data_dir()
@@ -83,7 +83,7 @@ def own_box_file() -> Path | None:
 
 
 def running_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the running attempt in a folder; raise `UserError` if none runs, or the app runs it."""
+    """Return the spec of the running attempt in a folder; raise `UserError` if none runs or the app started it."""
     if not RunPaths(run_dir).job_file.exists():
         raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it holds no job.toml")
     spec = last_spec(run_dir)
@@ -111,14 +111,14 @@ class Foreground:
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()
-        # When the newest event was recorded that this process has seen.
+        # Timestamp of the newest event that this process has seen.
         self._seen_until = self._began
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> int:
         """Train to the end and return the exit code; raise `UserError` if a rank failed.
 
-        Ctrl-C stops with a checkpoint, a second Ctrl-C at once.
+        Ctrl-C stops with a checkpoint; a second Ctrl-C stops at once.
         """
         refuse_uninstalled()
         self._paths.create()
@@ -127,7 +127,7 @@ class Foreground:
         self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.n_processes):
-            # Added one by one, so that a Ctrl-C in between reaches the ranks that run already.
+            # Append one by one, so that a Ctrl-C in between reaches the ranks that already run.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:
             self._signal_ranks()
@@ -142,7 +142,7 @@ class Foreground:
         raise UserError(self._cause())
 
     def cards(self) -> list[str]:
-        """Return what was told of the report cards, a line for each SAE."""
+        """Return the messages about the report cards, one line per SAE."""
         return [event.message for event in self._events(self._began) if event.kind == "card"]
 
     def _start(self, spec_file: Path, rank: int) -> ChildRank:
@@ -160,18 +160,18 @@ class Foreground:
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, *STOP_SIGNALS):
             signal.signal(number, self._on_stop)
-        # Under nohup it is ignored, and stays so.
+        # Under nohup SIGHUP is ignored and must stay ignored.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # Only Ctrl-C asks twice: a session that ends sends SIGTERM and SIGHUP in one go.
+        # Only a second Ctrl-C kills: a session that ends sends SIGTERM and SIGHUP together.
         self._is_killing |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
         self._signal_ranks()
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        """Stop as on SIGTERM, but print nothing any more, since the terminal is gone."""
+        """Stop as on SIGTERM, but print nothing more, since the terminal is gone."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
@@ -207,11 +207,11 @@ class Foreground:
         if heartbeat:
             is_stepping = heartbeat.phase in (TRAINING, COOLING)
             phase = "stopping" if self._is_stopping and is_stepping else heartbeat.phase
-            # A run that finishes early has fewer steps. A heartbeat of an earlier attempt does not count.
+            # A run that finishes early has fewer steps. Ignore heartbeats of an earlier attempt.
             bar.total = heartbeat.total_steps if heartbeat.timestamp > self._began else bar.total
             bar.set_description_str(phase, refresh=False)
             bar.set_postfix(_shown_in_bar(latest), refresh=False)
-            # While it prepares, a resumed run still counts from 0.
+            # A resumed run counts from 0 while it prepares.
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
 
@@ -219,13 +219,13 @@ class Foreground:
         """Write each new warning of the run on stderr, above the bar."""
         for event in self._events(self._seen_until):
             self._seen_until = event.timestamp
-            # What became of a card is told with the result.
+            # Report cards are printed with the result.
             if event.level == "warning" and event.kind != "card":
                 with bar.external_write_mode(sys.stderr):
                     complain(f"{printable_lines(event.message)}\n")
 
     def _events(self, after: float) -> list[Event]:
-        """Return the events recorded after a time; none where the store cannot be read."""
+        """Return the events recorded after a time; none if the store cannot be read."""
         with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(self._paths.metrics_db)) as reader:
             return [event for event in reader.events() if event.timestamp > after]
         return []
@@ -236,7 +236,7 @@ class Foreground:
                 rank.kill()
 
     def _cause(self) -> str:
-        """Return the error of the rank that failed first, since the others only lost their connection to it."""
+        """Return the error of the rank that failed first; the other ranks only lost their connection to it."""
         first = first_failed(self._ranks)
         if self._is_killing and not (first and first.hangs):
             return "ended at once, without a checkpoint of its last steps"
@@ -252,11 +252,11 @@ class Foreground:
 
 
 def refuse_uninstalled() -> None:
-    """Raise `UsageError` if this package is only found in the working folder, which ranks do not search."""
+    """Raise `UsageError` if this package is importable only from the working folder, which ranks do not search."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        # It was deleted, so it is not the first entry of sys.path.
+        # The working folder was deleted, so it cannot be the first entry of sys.path.
         here = ""
     elsewhere = sys.path[1:] if sys.path[0] in ("", here) else sys.path
     if not sys.flags.safe_path and PathFinder.find_spec("trainer", [folder for folder in elsewhere if folder]) is None:
@@ -265,9 +265,9 @@ def refuse_uninstalled() -> None:
 
 
 def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]:
-    """Return rank 0's newest heartbeat and metric values; nothing where its store cannot be read.
+    """Return rank 0's newest heartbeat and metric values, or (None, {}) if its store cannot be read.
 
-    That is no reason for a run to fail.
+    An unreadable store does not fail the run.
     """
     try:
         with contextlib.closing(SeriesReader(metrics_db)) as reader:
@@ -277,7 +277,7 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
 
 
 def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
-    """Return the values that the bar shows, by short names for 80 columns; the batch's FVU only at first."""
+    """Return the values shown in the bar, with short names for 80 columns; batch FVU only until held-out FVU exists."""
     names = {series.short or name: name for name, series in key_metrics().items() if name != CRITERION}
     fvu = {"held-out FVU": held_out(CRITERION)} if held_out(CRITERION) in latest else {"batch FVU": CRITERION}
     values = {label: value_of_sae(latest, name, best_sae(latest)) for label, name in (fvu | names).items()}
@@ -287,7 +287,7 @@ def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
     """Return the result of a run for `--json`: paths, steps, tokens and metrics.
 
-    For a sweep these are the metrics of the best SAE, and those of each are under `saes`.
+    For a sweep the metrics are those of the best SAE, and `saes` has the metrics of each SAE.
     """
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()
@@ -312,7 +312,7 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
 def _ignore_the_terminal() -> None:
     """Ignore SIGINT and SIGHUP in a rank before its program starts.
 
-    Ctrl-C reaches the whole process group, but this process tells the ranks what it means.
+    Ctrl-C reaches the whole process group, but this process decides what to send to the ranks.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The command `extract`: chooses the devices, shows how far it is, stops on a signal, and prints what it came to."""
+"""The command `extract`: chooses the devices, shows progress, stops on a signal and prints the result."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from trainer.ranks.devices import Device, torch_vendor, visible_gpus
 from trainer.ranks.extraction_rank import PEERS, RESULT
 from trainer.ranks.foreground import Foreground, write_job
 
-# In the output folder, the run folder of several processes.
+# Run folder within the output folder, used when several processes extract.
 RUN = ".run"
 
 
 def run(job: ExtractJob, *, as_json: bool) -> int:
-    """Run an extraction in the foreground and return its exit code; print JSON in the last line, or words."""
+    """Run an extraction in the foreground and return its exit code; print the result as JSON on the last line, or as text."""
     job = here(job)
     gpus = _gpus(job)
     size = len(gpus) or wanted_ranks(job)
@@ -55,7 +55,7 @@ def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
     """Extract in this process."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS):
-        # Under nohup SIGHUP is ignored, and stays so.
+        # Under nohup SIGHUP is ignored and must stay ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
     if gpus:
@@ -68,14 +68,14 @@ def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
 
 
 def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> Result:
-    """Extract in several processes, whose run folder is in the output folder until they have ended."""
+    """Extract in several processes, with a temporary run folder inside the output folder."""
     state, output = stored_state(job, size), Path(job.extract.output)
     if state.is_finished:
         return result_of(job, state, "finished")
     refuse_link(output)
     paths = RunPaths(private_folder(output / RUN, "extract.output"))
     with RunLock(paths.root) as lock:
-        # What one that was killed has left.
+        # Remove the attempts of an extraction that was killed.
         for left in paths.root.glob("attempt*"):
             shutil.rmtree(left)
         paths.create()
@@ -100,7 +100,7 @@ def _tell(sentence: str) -> None:
 
 
 def _gpus(job: ExtractJob) -> list[Device]:
-    """Return the GPUs to run on, none for the CPU; raise `UsageError` where one is not there."""
+    """Return the GPUs to run on, none for the CPU; raise `UsageError` if a requested GPU is missing."""
     asked, count = job.launch.gpus, wanted_ranks(job)
     gpus = [] if job.on_cpu else visible_gpus()
     if not gpus:
@@ -119,7 +119,7 @@ def _gpus(job: ExtractJob) -> list[Device]:
 
 
 def _of_hook(hook: str, folder: Path) -> Iterator[str]:
-    """Yield a line with the folder of a hook, and one with the other names of its place, where there are any."""
+    """Yield a line with the folder of a hook and, if the hook has other names, a line with these."""
     yield f"{hook}: {folder}"
     if others := other_names(hook, folder):
         yield f"  also called {join_words(others)}"

@@ -1,4 +1,4 @@
-"""A rank that srun started on a node of a cluster; it reports to the supervisor by files in the run folder."""
+"""Runs a rank that srun started on a cluster node; it reports to the supervisor through files in the run folder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from trainer.ranks.rank_parent import fork_rank
 
 
 def join_launched(spec: RankSpec) -> int:
-    """Run this process as the rank that srun says it is, and return its exit code.
+    """Run this process as the rank that srun assigned, and return its exit code.
 
-    If the cluster starts it again, it resumes from the newest checkpoint.
+    If the cluster restarts the job, resume from the newest checkpoint.
     """
     os.environ.update(srun_environment(spec))
     rank, paths = int(os.environ["RANK"]), RunPaths(spec.run_dir)
     _write_to(paths.log(rank))
     end_with_parent()
     if not staging.is_staged():
-        # A rank that started itself again is watched already.
+        # A rank that restarted itself already has a watching parent.
         fork_rank(paths.rank_mark(spec.attempt, rank))
     resume_from = spec.resume_from or newest_checkpoint(paths)
     return run(msgspec.structs.replace(spec, resume_from=resume_from), rank)
@@ -35,7 +35,7 @@ def join_launched(spec: RankSpec) -> int:
 def newest_checkpoint(paths: RunPaths) -> Path | None:
     """Return the newest complete checkpoint, or None.
 
-    All ranks find the same one, since none writes before all have met.
+    All ranks find the same checkpoint, since no rank writes before all have joined the process group.
     """
     try:
         return newest_whole(paths.checkpoints)
@@ -44,7 +44,7 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _write_to(log: Path) -> None:
-    """Send all output of this process to a log file, also that of libraries that bypass Python."""
+    """Redirect all output of this process to a log file, including output of libraries that bypass Python."""
     descriptor = open_private(log, os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,4 +1,4 @@
-"""Loads what a rank trains with."""
+"""Imports the modules that a rank trains with."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _NEEDED = ("torch", "trainer.parallel.arrange", "trainer.training.loop")
 
 
 def load_trainer() -> None:
-    """Import torch and the trainer without looking for garbage among their objects, of which none is any.
+    """Import torch and the trainer with garbage collection disabled, since imports create almost no garbage.
 
-    Python would look for it some hundred times, which took a third of the two seconds of CPU time.
+    Otherwise Python collects about a hundred times, which took a third of the two seconds of CPU time.
     """
     gc.disable()
     try:
         for name in _NEEDED:
             importlib.import_module(name)
     finally:
-        # The collections of the training need not look at these objects either.
+        # Exclude these objects from collections during training too.
         gc.freeze()
         gc.enable()

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other: rank 0 may be writing what all of them hold."""
+"""Computes how long ranks wait for each other: rank 0 may be writing a checkpoint of all ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 
 LEAST_S = 600.0
-# A crowded network file system.
+# Assumed write speed of a busy network file system, in bytes per second.
 _WRITTEN_PER_S = 50e6
 
 
 def patience_s(job: AnyJob, world_size: int) -> float:
-    """Return the seconds that other ranks wait for one that is busy: those of a checkpoint on a slow disk, or more."""
+    """Return how many seconds ranks wait for a busy rank: the time to write a checkpoint, but at least `LEAST_S`."""
     if not isinstance(job, JobConfig):
         return LEAST_S
     try:
         work = Workload(job, world_size, job.data_shape())
-    except JobFileError:  # The ranks will say so themselves.
+    except JobFileError:  # The ranks report this error themselves.
         return LEAST_S
     return max(LEAST_S, checkpoint_bytes(work) / _WRITTEN_PER_S)

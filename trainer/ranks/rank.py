@@ -1,4 +1,4 @@
-"""One rank of a run: its signals, device, seeds and process group; then the Trainer."""
+"""Runs one rank: sets up its signals, device, seed and process group, then trains or extracts."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ if TYPE_CHECKING:
     from trainer.parallel.process_group import World
     from trainer.reporting.progress import Progress
 
-# A rank that was told to stop and makes no progress for so long is stuck.
+# A rank that was asked to stop and makes no progress for this long is stuck.
 STUCK_AFTER_S = 60.0
-# Compiled kernels are read within a second.
+# Kernels from the cache load within a second; only report compilation that takes longer.
 SLOW_S = 2.0
 
 
 def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
     """Run the rank that the environment variable RANK names, and end the process with its exit code."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
-    # Their log may be on a full disk.
+    # The disk of the log may be full.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # Shutting PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
+    # Skip PyTorch's shutdown: it takes a second of CPU time and would delay a stop and the next job.
     os._exit(code)
 
 
 def run(spec: RankSpec, rank: int, job: AnyJob | None = None, on_met: Callable[[], object] = lambda: None) -> int:
     """Run one rank of an attempt and return its exit code; exit the process if it fails.
 
-    `job` is given where this host may not see the run's folder yet. `on_met` is called once all ranks have met.
+    Pass `job` if this host may not see the run's folder yet. `on_met` is called once all ranks have joined.
     """
     stop = threading.Event()
     parent = end_with_parent()
@@ -89,7 +89,7 @@ def _train(
     job: AnyJob | None,
     on_met: Callable[[], object],
 ) -> bool:
-    """Train or extract; return True if the run is finished, False if it stopped after its checkpoint."""
+    """Train or extract; return True if the run is finished, False if it stopped with a checkpoint."""
     from trainer.reporting.progress import Progress
 
     paths = RunPaths(spec.run_dir)
@@ -99,7 +99,7 @@ def _train(
     finish = threading.Event()
     progress = _reporting(spec, job, paths, stop, finish) if rank == 0 else Progress()
     try:
-        # The other ranks wait in the next step while rank 0 saves, and end with it if it fails.
+        # While rank 0 saves, the other ranks wait in the next step; if it fails, they end too.
         others_s = patience_s(job, spec.world_size)
         first = paths.first_rank(spec.attempt)
         if rank == 0 and isinstance(job, JobConfig):
@@ -117,7 +117,7 @@ def _train(
 def _reporting(
     spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event
 ) -> Progress:
-    """Return the progress of rank 0, to the run's store and to the mirrors that a training asks for."""
+    """Return the progress writer of rank 0, which writes to the run's store and to the mirrors configured in the job."""
     from trainer.reporting.mirroring import with_mirrors
 
     progress = _progress(spec, job, paths, stop, finish)
@@ -128,14 +128,14 @@ def _reporting(
 
 
 def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event) -> Progress:
-    """Return a progress to the run's store or, where that is on another host, to a file.
+    """Return a progress writer for the run's store or, if the store is on another host, for a file.
 
-    The history of a resumed run is cut back to the step at which it resumes.
+    For a resumed run, delete the history after the step at which it resumes.
     """
     from trainer.reporting.jsonl_file import FileRequests, LineFile
     from trainer.reporting.progress import Requests, StoredProgress
 
-    # An extraction goes on after its last shard, and its curves are of the time that it took.
+    # Extractions keep their history: they continue after the last shard.
     is_training = isinstance(job, JobConfig)
     total_steps = steps_of(job, spec.n_devices)
     at = _begins_at(spec, total_steps) if is_training and paths.metrics_db.exists() else None
@@ -143,7 +143,7 @@ def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Even
     if spec.by_files:
         return StoredProgress(LineFile(paths.progress_file(spec.attempt), at), total_steps, stop, by_files, finish)
     if at:
-        # A store that cannot be used costs rows, never a run.
+        # An unusable store loses metrics but must not fail the run.
         with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
             writer.rewind(at)
     requests = by_files if spec.control_db is None or spec.job_id is None else Requests(spec.control_db, spec.job_id)
@@ -151,7 +151,7 @@ def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Even
 
 
 def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
-    """Return the heartbeat of the step at which the run begins; None where it cannot be read."""
+    """Return a heartbeat for the step at which the run begins; None if the checkpoint cannot be read."""
     with contextlib.suppress(Exception):
         at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
         return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
@@ -169,7 +169,7 @@ def _run(
     on_met: Callable[[], object],
     patience_s: float,
 ) -> bool:
-    """Connect to the other ranks and train; this process is one rank or, with threads, all of them."""
+    """Connect to the other ranks and train; this process is one rank or, with threads, all ranks."""
     attempt = paths.attempt(spec.attempt)
     if isinstance(job, ExtractJob):
         from trainer.ranks.extraction_rank import PEERS, extract_rows
@@ -283,13 +283,13 @@ def _train_with(
 
 
 class Compiling:
-    """Reports the kernels that Triton compiles before the first step, of a run that begins at `step`."""
+    """Reports the kernels that Triton compiles before the first step of a run that begins at `step`."""
 
     def __init__(self, progress: Progress, step: int, tokens: int) -> None:
         self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
 
     def begin(self, number: int) -> None:
-        """Report the kernel of this number, unless training has begun, whose steps are its progress."""
+        """Report that kernel `number` is compiling; do nothing after training has begun, since steps show the progress."""
         from trainer.reporting import rank_log
         from trainer.runtime.triton_kernels import N_KERNELS
 
@@ -305,8 +305,8 @@ class Compiling:
 def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -> None:
     """Compile and try all kernels before the first step, with a heartbeat for each.
 
-    The first time on a machine that takes one or two minutes, in which the run must not look as if it hangs. The first
-    step compiles some more for its own sizes.
+    The first time on a machine this takes one or two minutes, and without heartbeats the run would appear to hang. The
+    first step compiles some more kernels for its tensor sizes.
     """
     from trainer.parallel.same_kernels import agree
     from trainer.runtime.triton_kernels import report_compiling
@@ -335,8 +335,8 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
 
 
 def _report_staged(spec: RankSpec, progress: Progress) -> None:
-    """Report transfers through the host's memory; record them where later jobs will read it."""
-    # Nodes of a cluster only know the file of the host that submitted the job.
+    """Report that transfers go through host memory, and record that for later jobs."""
+    # Cluster nodes would write to the file of the host that submitted the job.
     if spec.by_files or not spec.box_file:
         progress.event("staged", staging.SENTENCE, "warning")
         return
@@ -346,14 +346,14 @@ def _report_staged(spec: RankSpec, progress: Progress) -> None:
 
 
 def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
-    """Return the file in which the ranks meet, a new one each time that they are started; None under torchrun."""
+    """Return the rendezvous file of the ranks, a new one for each start; None under torchrun."""
     return attempt / _once_each_start(spec, "rendezvous") if spec.by_files or spec.on_one_host else None
 
 
 def _once_each_start(spec: RankSpec, name: str) -> str:
-    """Return a name in the attempt's folder that is another one where a cluster starts the same attempt again."""
+    """Return a name in the attempt's folder that changes whenever a cluster restarts the same attempt."""
     if staging.is_staged():
-        # The process before may have left the file locked.
+        # The process may have left the file locked before its restart.
         name = f"{name}-staged"
     if not spec.by_files:
         return name
@@ -365,21 +365,21 @@ def _local_rank() -> int:
 
 
 def set_order_of_sums(deterministic: bool) -> None:
-    """Let NCCL add in one order, before it is loaded: rings, trees and switches, chosen by size, round differently."""
+    """Make NCCL use rings only, before it is loaded; rings, trees and switches, chosen by size, round differently."""
     if deterministic:
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
-    """Return the device of this rank, and make it the current one of this thread.
+    """Return the device of this rank and make it the current device of this thread.
 
-    Raise `UserError` where PyTorch sees too few GPUs.
+    Raise `UserError` if PyTorch sees too few GPUs.
     """
     import torch
 
     if spec.device != "cuda":
         return torch.device("cpu")
-    # srun and wrappers of torchrun may show each rank its own GPU alone; NCCL refuses ranks that share one.
+    # srun and wrappers of torchrun may make only one GPU visible to each rank; NCCL refuses ranks that share a GPU.
     index = 0 if not spec.gpu_uuids and not spec.as_one_process and torch.cuda.device_count() == 1 else local_rank
     _require_gpu(index, f"rank {local_rank} has none")
     torch.cuda.set_device(index)
@@ -387,9 +387,10 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
 
 def refuse_slice(spec: RankSpec, local_rank: int) -> None:
-    """Raise `UserError` where this rank is to exchange with others from a slice of a card.
+    """Raise `UserError` if this rank would exchange tensors with other ranks from a MIG slice.
 
-    torchrun and SLURM give out GPUs that nobody has looked at. CUDA shows a process one slice, whatever its number.
+    GPUs assigned by torchrun and SLURM were not checked before. CUDA shows a process only one slice, so any local rank
+    may have to use device 0.
     """
     import torch
 
@@ -402,9 +403,9 @@ def refuse_slice(spec: RankSpec, local_rank: int) -> None:
 
 
 def model_devices(spec: RankSpec, local_rank: int) -> list[torch.device]:
-    """Return the devices that only run a language model for this rank.
+    """Return the devices reserved for this rank's language model.
 
-    Raise `UserError` where PyTorch sees too few GPUs.
+    Raise `UserError` if PyTorch sees too few GPUs.
     """
     import torch
 
@@ -417,7 +418,7 @@ def model_devices(spec: RankSpec, local_rank: int) -> list[torch.device]:
 
 
 def _require_gpu(index: int, lack: str) -> None:
-    """Raise `UserError` where PyTorch sees no GPU of this number."""
+    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` ends the message."""
     import torch
 
     if index >= (n_gpus := torch.cuda.device_count()):
@@ -433,17 +434,17 @@ def end_with_parent() -> int:
 
 
 def _hold_signals() -> None:
-    """Block `STOP_SIGNALS`, which a thread waits for; ignore SIGINT and SIGHUP, which the parent handles."""
+    """Block `STOP_SIGNALS`, for which a thread waits; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    # Before torch starts its threads, which take over this mask: one without it would be killed by the signal.
+    # Must run before torch starts threads, which inherit this mask: an unmasked thread would let the signal kill us.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def _stop_on_sigterm(
     stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int, first: Path | None = None
 ) -> None:
-    """Start a thread that waits for `STOP_SIGNALS`: a handler would not run while the main thread waits for a peer."""
+    """Start a thread that waits for `STOP_SIGNALS`; a handler would not run while the main thread waits for a peer."""
     arguments = (stop, progress, stuck_after_s, parent, first)
     threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
 
@@ -451,7 +452,7 @@ def _stop_on_sigterm(
 def _await_sigterm(
     stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int, first: Path | None
 ) -> None:
-    """Ask the training to stop at each such signal; after the first, also exit if it is stuck or orphaned."""
+    """Request a stop at each stop signal; after the first, start a thread that exits if training hangs or is orphaned."""
     signal.sigwait(STOP_SIGNALS)
     stop.set()
     arguments = (progress, stuck_after_s, parent, first)
@@ -462,14 +463,14 @@ def _await_sigterm(
 
 
 def _end_if_stuck(progress: Progress, stuck_after_s: float, parent: int, first: Path | None) -> None:
-    """Wait until the training is stuck or orphaned, and exit the process."""
+    """Wait until training is stuck or orphaned, then exit the process."""
 
     def is_alone() -> bool:
-        """Return whether the supervisor is gone, and nothing is lost by ending: before the first step, or if rank 0,
-        which saves, is gone too.
+        """Return whether the supervisor is gone and ending loses nothing.
 
-        The other ranks, orphans too, may have died before all had met. The signal of a parent's death can come from one
-        of its threads, a moment before the process is gone.
+        Nothing is lost before the first step, or if rank 0, which saves, is gone too: other orphaned ranks may have
+        died before all ranks joined. Poll, since the parent-death signal can come when one of the parent's threads
+        ends, a moment before the process is gone.
         """
         return os.getppid() != parent and (progress.place[0] == "starting" or _is_gone(first))
 
@@ -481,7 +482,7 @@ def _end_if_stuck(progress: Progress, stuck_after_s: float, parent: int, first: 
 
 
 def _is_gone(first: Path | None) -> bool:
-    """Return whether the process of rank 0 is known to have ended; on another host it is not."""
+    """Return whether the process of rank 0 is known to have ended; False if it runs on another host."""
     process = read_json(first, ProcessRef) if first else None
     return process is not None and process.is_gone
 
@@ -493,9 +494,9 @@ def _leave(reason: str) -> NoReturn:
 
 
 def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Return once step and phase have not changed for `after_s` seconds, or `is_over()`.
+    """Return once step and phase have not changed for `after_s` seconds, or once `is_over()` is true.
 
-    A save may take any time, and so may the wait for space on a full disk.
+    Saving and waiting for disk space are not limited.
     """
     place, since = progress.place, time.monotonic()
     while time.monotonic() - since < after_s and not is_over():
@@ -505,7 +506,7 @@ def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], b
 
 
 def _report(file: Path, error: BaseException) -> None:
-    """Write the error to a file for the supervisor, and one line to the log."""
+    """Write the error to a file for the supervisor and one line to the log."""
     sentence = _sentence(error)
     report = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
@@ -517,7 +518,7 @@ def _sentence(error: BaseException) -> str:
     """Return an error as one line for the user."""
     if isinstance(error, UserError):
         return str(error)
-    # NCCL has the words in the middle of its message.
+    # NCCL puts "out of memory" in the middle of its message.
     if type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error):
         return "train.batch_size: the GPU has too little free memory; lower train.batch_size or sae.d_sae"
     first = (str(error).strip().splitlines() or [""])[0]

@@ -1,6 +1,6 @@
 """Forks the rank and records how it ended, since the supervisor cannot see processes on other hosts.
 
-srun's own exit code says neither which rank failed nor whether it stopped; a rank that is killed says nothing.
+srun's exit code shows neither which rank failed nor whether it stopped, and a killed rank cannot write a record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
 
 
 def fork_rank(mark_file: Path) -> None:
-    """Fork and return in the child, which is the rank; this process stays its parent, marks how it ends, and exits."""
+    """Fork and return in the child, which becomes the rank; the parent waits, records how the child ended, and exits."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     if child := os.fork():
         _watch(child, mark_file)
@@ -39,7 +39,7 @@ def _watch(child: int, mark_file: Path) -> None:
     killed = code < 0
     how = {"exit_code": None if killed else code, "exit_signal": -code if killed else None}
     _write_mark(mark_file, msgspec.structs.replace(mark, **how))
-    # srun takes the exit code of a stopped rank for a failure, and would end the others before they have saved.
+    # srun treats the exit code of a stopped rank as a failure and would kill the other ranks before they have saved.
     os._exit(EXIT_FINISHED if code in (EXIT_FINISHED, EXIT_STOPPED) else EXIT_FAILED)
 
 
@@ -49,13 +49,13 @@ def _wait_for_exit(child: int, process: ProcessRef) -> int:
         if signal.sigwait(_AWAITED) in STOP_SIGNALS:
             process.send(signal.SIGTERM)
             continue
-        # A SIGCHLD also comes when SLURM stops the rank or lets it go on again.
+        # SIGCHLD also arrives when SLURM suspends or resumes the rank.
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
 
 
 def _write_mark(mark_file: Path, mark: RankMark) -> None:
-    """Write the mark; a disk that takes no file must not end the rank."""
+    """Write the mark; ignore disk errors, which must not end the rank."""
     with contextlib.suppress(OSError):
         write_mark(mark_file, mark)

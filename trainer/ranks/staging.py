@@ -1,4 +1,4 @@
-"""What a rank does where GPUs do not reach each other directly: it starts again, with transfers through host memory."""
+"""Restarts a rank with transfers through host memory when the GPUs cannot reach each other directly."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ OVER_NETWORK = "; between hosts a firewall, or the wrong interface (NCCL_SOCKET_
 
 
 def is_staged() -> bool:
-    """Whether this process was started again for transfers through the host's memory."""
+    """Return whether this process was restarted for transfers through host memory."""
     return _MARK in os.environ
 
 
 def restart(give_up: Callable[[str], object], *, on_one_host: bool = True) -> None:
-    """Start this process again with `STAGED`; call `give_up` where that would not help or is impossible.
+    """Restart this process with the variables in `STAGED`; call `give_up` if that would not help or is impossible.
 
-    The process keeps its pid, its parent and the files that it was given. Its threads, and what they wait for on the
-    GPU, are gone.
+    The process keeps its pid, its parent and its inherited files. Its threads and their pending GPU operations are
+    gone.
     """
     if is_staged() or all(os.environ.get(name) == value for name, value in STAGED.items()):
         give_up(HOPELESS if on_one_host else HOPELESS + OVER_NETWORK)

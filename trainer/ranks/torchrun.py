@@ -1,4 +1,4 @@
-"""Ranks that torchrun started, on one host or several: they meet by its environment and share one run folder."""
+"""Runs ranks started by torchrun on one or more hosts: its variables connect them, and they share one run folder."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(job: JobConfig, run_dir: Path) -> int:
-    """Run this process as the rank that torchrun says it is, and return its exit code.
+    """Run this process as the rank that torchrun assigned, and return its exit code.
 
-    A language model runs on the GPUs that train.
-    A run folder with a checkpoint is resumed, so that a restart by torchrun or the same command given again continues
-    the run. Raise `UsageError` without torchrun.
+    A language model runs on the training GPUs. If the run folder has a checkpoint, resume from it, so that a restart by
+    torchrun, or the same command run again, continues the run. Raise `UsageError` without torchrun.
     """
     if missing := [name for name in _NEEDED if name not in os.environ]:
         message = f"{missing[0]} is not set: start it by torchrun, or use `run` on one host"
@@ -60,15 +59,15 @@ def join(job: JobConfig, run_dir: Path) -> int:
     if rank == 0:
         for note in notes:
             complain(f"warning: {printable(note)}\n")
-        # The same attempt starts again by the same command: requests to the last one are done.
+        # The same command starts the same attempt again, so delete requests to the previous start.
         for file in (paths.stop_file(spec.attempt), paths.finish_file(spec.attempt)):
             file.unlink(missing_ok=True)
     else:
-        # One rank speaks for all on torchrun's console.
+        # Only rank 0 prints to torchrun's console.
         sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")
 
     def on_met() -> None:
-        # Not before: until then the other ranks read the files of the last attempt.
+        # Until all ranks have joined, the other ranks still read the files of the last attempt.
         if rank == 0:
             write_job(job, paths)
             write_spec(spec)
@@ -77,14 +76,14 @@ def join(job: JobConfig, run_dir: Path) -> int:
 
 
 def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
-    """Return the job with as many tokens in a step as the run in the folder has, and notes on what that changes.
+    """Return the job with the tokens per step of the run in the folder, and notes on what that changes.
 
-    Raise `JobFileError` if it would be another run.
+    Raise `JobFileError` if the job's data or SAE settings differ from that run's.
     """
     if newest_checkpoint(paths) is None:
         return job, []
     was, stored = load_run_job(paths.job_file), stored_run(paths.root)
-    # Settings that are newer than the run keep the values that it had, not their present defaults.
+    # Settings introduced after the run began keep the behaviour the run had, not today's defaults.
     job = job_of(to_table(job), settings_since(paths.job_file))
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):
