@@ -37,7 +37,7 @@ from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, S
 from trainer.contract.store.rows import Event
 
 POLL_S = 0.2
-# Seconds for a rank to notice that a peer is gone and to exit by itself.
+# Seconds that a rank has to notice a lost peer and exit.
 END_AFTER_FAILURE_S = 5.0
 # tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
@@ -287,7 +287,7 @@ def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
     """Return the result of a run for `--json`: paths, steps, tokens and metrics.
 
-    For a sweep the metrics are those of the best SAE, and `saes` has the metrics of each SAE.
+    For a sweep the metrics describe the best SAE, and `saes` has the metrics of each SAE.
     """
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()

@@ -42,7 +42,7 @@ RUN = ".run"
 
 
 def run(job: ExtractJob, *, as_json: bool) -> int:
-    """Run an extraction in the foreground and return its exit code; print the result as JSON on the last line, or as text."""
+    """Run an extraction in the foreground, print the result as text or JSON, and return the exit code."""
     job = here(job)
     gpus = _gpus(job)
     size = len(gpus) or wanted_ranks(job)

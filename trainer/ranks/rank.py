@@ -117,7 +117,7 @@ def _train(
 def _reporting(
     spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event
 ) -> Progress:
-    """Return the progress writer of rank 0, which writes to the run's store and to the mirrors configured in the job."""
+    """Return the progress writer of rank 0, for the run's store and the mirrors configured in the job."""
     from trainer.reporting.mirroring import with_mirrors
 
     progress = _progress(spec, job, paths, stop, finish)
@@ -289,7 +289,7 @@ class Compiling:
         self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
 
     def begin(self, number: int) -> None:
-        """Report that kernel `number` is compiling; do nothing after training has begun, since steps show the progress."""
+        """Report that kernel `number` is compiling; do nothing once training has begun, when steps show progress."""
         from trainer.reporting import rank_log
         from trainer.runtime.triton_kernels import N_KERNELS
 
@@ -434,7 +434,7 @@ def end_with_parent() -> int:
 
 
 def _hold_signals() -> None:
-    """Block `STOP_SIGNALS`, for which a thread waits; ignore SIGINT and SIGHUP, which the parent handles."""
+    """Block `STOP_SIGNALS`, since a thread waits for them; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Must run before torch starts threads, which inherit this mask: an unmasked thread would let the signal kill us.
@@ -452,7 +452,7 @@ def _stop_on_sigterm(
 def _await_sigterm(
     stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int, first: Path | None
 ) -> None:
-    """Request a stop at each stop signal; after the first, start a thread that exits if training hangs or is orphaned."""
+    """Request a stop at each stop signal; after the first, watch for training that is stuck or orphaned."""
     signal.sigwait(STOP_SIGNALS)
     stop.set()
     arguments = (progress, stuck_after_s, parent, first)

@@ -21,7 +21,7 @@ _AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
 
 
 def fork_rank(mark_file: Path) -> None:
-    """Fork and return in the child, which becomes the rank; the parent waits, records how the child ended, and exits."""
+    """Fork and return in the child, the rank; the parent waits, records how the child ended, and exits."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     if child := os.fork():
         _watch(child, mark_file)
