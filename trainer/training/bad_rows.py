@@ -1,4 +1,4 @@
-"""Reports rows that are not finite, which a run replaces one by one, and ends the run if there are too many."""
+"""Reports rows that are not finite, which a run replaces, and ends the run if there are too many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.wording import plural
 from trainer.reporting.report import Report
 
-# A larger share of rows that are not finite is no accident.
+# If a larger share of rows is not finite, something is wrong with the data.
 MOST_BAD_ROWS = 0.01
 CURE = "extract them again, in bf16 or fp32 if it was fp16"
 
@@ -41,8 +41,8 @@ class BadRows:
     def look_at(self, found: LeftOut, since: Position, now: Position, hook: str) -> None:
         """Report the bad rows at a hook up to the position `now`; raise `UserError` if there are too many.
 
-        `found` counts the rows read so far; the newest were read after `since`. Ranks that learn the same SAEs call
-        this alike.
+        `found` counts the rows read so far; the newest were read after `since`. Ranks that train the same SAEs must
+        all call this.
         """
         if not found.not_finite:
             return

@@ -1,4 +1,4 @@
-"""Tries once whether a micro-batch fits into the memory that is really there, where its size was left open."""
+"""Tests whether a micro-batch fits into the available memory, for jobs with an automatic batch size."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainer.parallel.dry_run import dry_run
 from trainer.runtime.out_of_memory import hand_back, is_shortage
 from trainer.training.learner import Learner
 
-# Where so few do not fit, smaller micro-batches would not help.
+# If a micro-batch of this size does not fit, a smaller one would not either.
 LEAST_TOKENS = 64
-# Batches held beside a pass: read ahead, being moved, and summed in fp64 for the metrics.
+# Batches held in memory in addition to the pass: read ahead, in transfer, and in fp64 sums for the metrics.
 BATCHES_BESIDE = 4
-# Address space of the threads that begin only later.
+# Address space of threads that start later.
 THREAD_BYTES = 2**27
 
 
@@ -29,11 +29,11 @@ def fits_everywhere(
     n_hooks: int = 1,
     kept_bytes: int = 0,
 ) -> bool:
-    """Tell whether all ranks can pass their `stretch` of rows through every SAE; learn nothing from it.
+    """Return whether all ranks can run a pass on their `stretch` of rows through every SAE; discard the gradients.
 
-    They are rows of the `sample`, whichever of the `n_hooks` in a batch an SAE is of. Beside them `kept_bytes` have to
-    find room, which evaluations keep. Ranks wait for each other only after it: a rank that fails leaves nobody waiting
-    in the middle of a pass.
+    Every SAE gets rows of the `sample`, whichever of the `n_hooks` hooks it trains on. `kept_bytes` for the rows that
+    evaluations keep must fit as well. Ranks synchronise only afterwards, so a rank that fails leaves no other rank
+    waiting in the middle of a pass.
     """
     failed = torch.zeros((), device=parallel.device)
     failed.fill_(not _fits(learners, sample, stretch, n_hooks, kept_bytes))
@@ -62,14 +62,14 @@ def _fits(
 
 
 def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
-    """Allocate as much memory as a later step holds beside such a pass."""
+    """Allocate the memory that a later step needs in addition to the pass."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
     n_bytes += kept_bytes
     if x.device.type == "cpu":
-        # How a CPU finds the largest pre-activations depends on the data: at worst it makes all of them once more.
+        # The CPU's top-k algorithm depends on the data: at worst it copies all pre-activations.
         of_pass = THREAD_BYTES + x.element_size() * len(x) * max(learner.sae.n_own for learner in learners)
         n_bytes += of_pass
-        # Where memory is short, fail here and not within a product: there oneDNN does not check whether it got any.
+        # Fail here if memory is short: oneDNN does not check its allocations within a matrix product.
         _empty(n_bytes + of_pass, x.device)
     return _empty(n_bytes, x.device)
 
@@ -79,7 +79,7 @@ def _empty(n_bytes: int, device: torch.device) -> Tensor:
 
 
 def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
-    """Return n inputs and targets, repeating the sample's where it has fewer; one tensor for both where it has one."""
+    """Return n inputs and targets, repeating rows of a smaller sample; the same tensor twice if the sample has one."""
     x, y = sample
     rows = torch.arange(n, device=x.device) % len(x)
     inputs = x[rows]

@@ -16,19 +16,19 @@ _CURE = "put it back as it was and resume, or start a new run"
 
 
 class DataWatch:
-    """Compares the shards with what they were when the run began; only rank 0 has one with a record.
+    """Compares the shards with their state when the run began; only rank 0 passes a record.
 
     A shard that was replaced or removed is still open with its old content. If one was written to, the run no longer
-    trains on the recorded rows: `fault` then says so.
+    trains on the recorded rows, and `fault` is the error message.
     """
 
     def __init__(self, record: DataRecord) -> None:
         self._began_with = record
-        # In parallel to the first steps, since it reads up to 256 MiB.
+        # Sample in a thread during the first steps, since this reads up to 256 MiB.
         reader = ThreadPoolExecutor(1, "data-record")
         self._sampled = reader.submit(sampled, record)
         reader.shutdown(wait=False)
-        # Size and time of change of each changed file, as last seen.
+        # Last seen size and modification time of each changed file.
         self._seen: dict[Path, tuple[int, int] | None] = {}
         self._sound_at = Position(0, 0)
         self.fault: str | None = None
@@ -46,7 +46,7 @@ class DataWatch:
             self._sound_at = at
 
     def _changed(self) -> Iterator[tuple[FolderRecord, ShardRecord]]:
-        """Yield the shards whose size or time of change differs from the last check."""
+        """Yield the shards whose size or modification time differs from the last check."""
         for number, folder in enumerate(self._began_with):
             for place, shard in enumerate(folder.shards):
                 file = folder.file(shard)

@@ -1,4 +1,4 @@
-"""Measures SAEs on held-out data, in the form in which they are exported."""
+"""Measures SAEs on held-out data, in the form used for export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 from trainer.training.thresholds import set_thresholds
 
-# PyTorch before 2.7 does not find what is marked in a larger matrix on a GPU.
+# Before PyTorch 2.7, `nonzero` fails on larger matrices on a GPU.
 MOST_VALUES = 2**31 - 1
 
 
@@ -27,7 +27,7 @@ MOST_VALUES = 2**31 - 1
 def evaluate(
     learners: dict[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return the held-out metrics of every learner by its label, with thresholds that are set on held-out rows.
+    """Return the held-out metrics of every learner by its label, with thresholds set on held-out rows.
 
     Each rank measures its share of the rows.
     """
@@ -46,12 +46,12 @@ def evaluate(
 
 
 def most_tokens(d_sae: int) -> int:
-    """Return how many tokens to encode at once for so many latents of all ranks."""
+    """Return the largest evaluation batch, in tokens, for an SAE with `d_sae` latents over all ranks."""
     return min(MOST_TOKENS, max(1, MOST_VALUES // d_sae))
 
 
 def _measure(learner: Learner, batches: Iterable[Pair], measured: Interval) -> None:
-    """Observe this rank's rows."""
+    """Add the metrics of this rank's rows to `measured`."""
     sae = learner.sae
     with learner.evaluating():
         for x, y in batches:

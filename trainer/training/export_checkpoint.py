@@ -68,17 +68,17 @@ def export_checkpoint(
     only: Sequence[str] = (),
     firings: Callable[[JobConfig], FiringsOf] = lambda job: None,
 ) -> dict[str, Any]:
-    """Write every SAE of a checkpoint, or of a run's newest or best one; return the step and where each SAE went.
+    """Export every SAE of a checkpoint, or of a run's newest or best checkpoint; return the step and the output paths.
 
-    `path` is a checkpoint or a run folder, `form` the name of a format; with `only` SAEs of these labels are written;
-    `firings` returns for a job what finds out where the latents of an SAE fire in its data. SAEs that the format cannot
-    hold are `left_out`, by label with the reason. Raise `UserError` where it holds none of them, or `JobFileError`
-    where a flag is wrong.
+    `path` is a checkpoint or a run folder, `form` the name of a format. With `only`, write just the SAEs with these
+    labels. `firings` returns, for a job, a function that finds where the latents of an SAE fire in its data. SAEs that
+    the format cannot represent are returned under `left_out`, with the reasons by label. Raise `UserError` if the
+    format can represent none of them, `JobFileError` if a flag is wrong.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
     job = load_run_job(RunPaths(run_dir).job_file)
-    # A link that the user names is followed; a link inside the folder that it leads to is not.
+    # Follow a symbolic link given as --out, but none inside the folder it points to.
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in labels_of(job, only)}
     refuse_to_overwrite(out, folders, force)
@@ -107,7 +107,7 @@ def export_checkpoint(
 
 
 def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
-    """Return the labels of a job's SAEs, or those in `only` if it has any; raise `JobFileError` for an unknown one."""
+    """Return the labels of a job's SAEs, limited to `only`, if given; raise `JobFileError` for an unknown label."""
     labels = [*members(job)]
     if only and not job.sweep:
         raise JobFileError([Problem("--only", "this run has one SAE, which has no label; leave out --only")])
@@ -118,7 +118,7 @@ def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
 
 
 def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collection[str]) -> None:
-    """Raise `UserError` if a format can hold none of the SAEs that were asked for."""
+    """Raise `UserError` if a format can represent none of the requested SAEs."""
     if len(left_out) < len(asked):
         return
     if "" in left_out:
@@ -130,7 +130,7 @@ def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collec
 def how_far_of(
     run_dir: Path, job: JobConfig, state: State, measured: Mapping[str, float] = NOTHING, *, is_transcoder: bool
 ) -> HowFar | None:
-    """Return how far a run was at a checkpoint, with the values `measured` there; None at step 0."""
+    """Return the progress of a run at a checkpoint, with the metrics `measured` there; None at step 0."""
     step, tokens = state.position.step, state.position.tokens
     if not step:
         return None
@@ -144,16 +144,16 @@ def how_far_of(
 
 
 def how_far_of_sae(run_dir: Path, job: JobConfig, label: str, state: State, *, is_transcoder: bool) -> HowFar | None:
-    """Return how far the training of an SAE was, with the values measured when the checkpoint was saved."""
+    """Return the training progress of an SAE at a checkpoint, with the metrics measured when it was saved."""
     if job.sweep:
-        # The best of a sweep is a mean over its SAEs.
+        # The best FVU of a sweep is a mean over its SAEs.
         state = msgspec.structs.replace(state, best=msgspec.UNSET)
     measured = _read_measurements(run_dir, state.position.step, label if job.sweep else "")
     return how_far_of(run_dir, members(job)[label], state, measured, is_transcoder=is_transcoder)
 
 
 def notes_on_unfinished(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
-    """Yield a note that the run is unfinished, and how to finish it."""
+    """If the run is unfinished, yield a note that says so and how to finish it."""
     how_far = how_far_of(run_dir, job, state, is_transcoder=state.d_out is not None)
     if how_far and how_far.unfinished:
         yield f"{how_far.unfinished}{f': {_resume(run_dir)} --finish' * how_far.is_last}"
@@ -175,7 +175,7 @@ def shared_saes(
     firings_of: FiringsOf,
     labels: Collection[str],
 ) -> Iterator[tuple[str, Shared]]:
-    """Yield the label of each SAE and the SAE in the form in which it is shared, with what was measured of it."""
+    """Yield the label of each SAE and the SAE in its shared form, with its metrics and training facts."""
     position, output = state.position, output_of(run_dir)
     for label, learner in learners_of(job, tensors, state, labels=labels):
         training = training_facts(learner, position, recipe_of_run(run_dir, state, label, learner.sae.d_in))
@@ -192,7 +192,7 @@ def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe 
     """Return the recipe of an SAE up to a checkpoint; None if it was imported or the recipe is unknown."""
     with contextlib.suppress(UserError):
         if (position := state.position).step:
-            # A run keeps its tokens per step on any number of ranks.
+            # The tokens per step of a run do not depend on the number of ranks.
             own = stored_job(run_dir, []).replace("train", global_batch_size=position.tokens // position.step)
             of = Layout(own, 1), members(own)[label], position, d_in
             facts: dict[str, Any] = {"is_transcoder": state.d_out is not None, "n_rows": state.n_train_rows}
@@ -201,9 +201,9 @@ def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe 
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:
-    """Remove what another format has left: under one configuration it would be two SAEs.
+    """Remove files of an earlier export in another format, so that the folder does not contain two SAEs.
 
-    Of a set of files that goes beyond this SAE nothing is removed.
+    Keep files whose names a format gives as patterns: they may belong to other SAEs of a set.
     """
     names = {name for other in catalog.FORMATS.values() for name in other.load().files if "*" not in name}
     for name in names - {*chosen.files}:
@@ -211,14 +211,14 @@ def _remove_other_formats(chosen: Format, folder: Path) -> None:
 
 
 def output_of(run_dir: Path) -> Path:
-    """Return where a run has exported its SAEs, or would."""
+    """Return the folder for a run's exported SAEs."""
     with contextlib.suppress(UserError):
         return last_spec(run_dir).output_dir
     return run_dir / "sae"
 
 
 def checkpoint_of(path: Path, best: bool) -> tuple[Path, Path]:
-    """Return the run folder and the checkpoint that `path`, which is either, stands for."""
+    """Return the run folder and the checkpoint for `path`, which may be a run folder or a checkpoint."""
     if (path / STATE).exists() or (path / MANIFEST).exists():
         if best:
             raise JobFileError([Problem("--best", f"takes a run folder, and {path} is a single checkpoint")])
@@ -243,7 +243,7 @@ def _best(checkpoints: list[Path]) -> Path:
 
 
 def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> None:
-    """Raise an error where a folder to write to holds something; `force` allows SAEs there, but nothing else."""
+    """Raise an error if an output folder is not empty; with `force`, accept folders that contain only exported SAEs."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -259,7 +259,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
 
 
 def _strangers(folder: Path) -> list[str]:
-    """Return the names in a folder that no export writes."""
+    """Return the names of files in a folder that no export writes."""
     ours = [CARD, FEATURES, SUMS, MODEL_CARD, VERSIONS]
     for entry in catalog.FORMATS.values():
         ours += entry.load().files
@@ -273,7 +273,7 @@ def learners_of(
     device: torch.device = CPU,
     labels: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Learner]]:
-    """Yield the label and the learner of each SAE, or of some, one after the other, in the form to be exported."""
+    """Yield the label and the learner, in its export form, of each SAE, or of the SAEs in `labels`, one at a time."""
     for label, member in members(job).items():
         if labels is not None and label not in labels:
             continue
@@ -286,7 +286,7 @@ def learners_of(
 
 
 def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None) -> int:
-    """Return the d_in of an SAE; raise `UserError` before memory is taken for one that the checkpoint does not hold."""
+    """Return the d_in of an SAE; raise `UserError`, before allocating the SAE, if the checkpoint has other shapes."""
     d_in, *_ = tensors["sae.W_enc"].shape
     d_sae = job.sae.width(d_in)
     for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else d_out))):
@@ -296,7 +296,7 @@ def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None
 
 
 def _read_measurements(run_dir: Path, step: int, label: str) -> dict[str, float]:
-    """Read what was measured when the checkpoint was saved; return nothing where the run's store is gone."""
+    """Return the metrics measured at the checkpoint's step; none if the run's store is gone."""
     values: dict[str, float] = {}
     with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(RunPaths(run_dir).metrics_db)) as reader:
         for name in measured_names():

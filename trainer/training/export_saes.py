@@ -1,4 +1,4 @@
-"""Writes the finished SAEs of a run for other tools, with what was measured of them."""
+"""Writes the finished SAEs of a run for other tools, with their metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.training.thresholds import threshold_facts
 
 
 class Exporter:
-    """Writes below `output`.
+    """Writes the SAEs of a run to `output`, or to subfolders named by their labels.
 
     `origins` describes the data of each SAE, by label, for its `cfg.json`; `recipe_of` returns the recipe of an SAE by
     its label.
@@ -41,9 +41,9 @@ class Exporter:
     def writes(
         self, learners: Mapping[str, Learner], position: Position, how_far: Callable[[str], HowFar]
     ) -> list[Write]:
-        """Return the writes of each SAE to a folder of its label; all ranks that share its latents have to call this.
+        """Return the writes of each SAE to a folder of its label; all ranks that share its latents call this.
 
-        `how_far` returns by label how far the training is.
+        `how_far` returns the training progress of an SAE by its label.
         """
         writes = []
         for label, learner in learners.items():
@@ -70,7 +70,7 @@ class Exporter:
             rank_log.say(how_far.unfinished)
 
     def _report_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
-        """Report an L0 that is not the requested one, since its FVU cannot be compared with the FVU of other SAEs."""
+        """Report an L0 that differs from the requested one, which makes the FVU incomparable with other SAEs'."""
         values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:
@@ -84,7 +84,7 @@ class Exporter:
 
 
 def training_facts(learner: Learner, position: Position, recipe: Recipe | None) -> dict[str, Any]:
-    """Return the facts on its training for an exported SAE's metadata."""
+    """Return facts about the training of an SAE, for the metadata of its export."""
     return {
         "training_architecture": learner.architecture,
         "training_tokens": position.tokens,

@@ -1,4 +1,4 @@
-"""Writes transcoders of one run or several, one for each layer of a model, as the set that circuit-tracer reads."""
+"""Writes transcoders of one or more runs, one for each layer of a model, as a transcoder set for circuit-tracer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from trainer.training.export_checkpoint import (
 
 
 def is_set(paths: Sequence[Path], form: str) -> bool:
-    """Tell whether an export makes one folder of all SAEs: of several runs, or of one with several layers' transcoders.
+    """Return whether to export one set: from several runs, or circuit-tracer transcoders of several hooks.
 
-    Raise `UserError` where a path is no run.
+    Raise `UserError` if a path is not a run.
     """
     if len(paths) > 1:
         return True
@@ -40,10 +40,10 @@ def is_set(paths: Sequence[Path], form: str) -> bool:
 def export_set(
     paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool, only: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Write every transcoder of runs or checkpoints into one folder, or only those labelled `only`; return their steps.
+    """Write all transcoders of runs or checkpoints, or the ones labelled in `only`, to one folder; return their steps.
 
-    Transcoders that the format cannot hold are left out, with a note. Nothing is written if the others do not make a
-    set. Raise `UserError`.
+    Transcoders that the format cannot represent are left out, with a note. Raise `UserError`, and write nothing, if the
+    others do not form a set.
     """
     chosen = catalog.entry(catalog.FORMATS, form, "--format").load()()
     if not isinstance(chosen, CircuitTracer):
@@ -84,7 +84,7 @@ def export_set(
 
 
 def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, Shared]]:
-    """Yield the name, the step and the SAE, one after the other, since all may not fit into memory."""
+    """Yield the name, step and SAE of each transcoder, one at a time, since all of them may not fit into memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)
         tensors, position = load(checkpoint)

@@ -1,4 +1,4 @@
-"""Writes the last checkpoint and the SAEs of a run, and waits for space where the disk is full."""
+"""Writes the last checkpoint and the SAEs of a run, and waits for space if the disk is full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 
-# Seconds between two attempts to write to a full disk, and until the run gives up.
+# Seconds between attempts to write to a full disk, and until the run gives up.
 RETRY_S = 30.0
 GIVE_UP_S = 24 * 3600.0
 
@@ -35,9 +35,9 @@ class Write(NamedTuple):
 
 
 class FinalWrites:
-    """Writes what belongs to each rank; all ranks call it alike, and wait for each other.
+    """Performs the final writes of each rank; all ranks call it together and wait for each other.
 
-    While the disk of an SAE is full, the SAE is kept on another disk.
+    While the disk of an SAE is full, a copy of the SAE is kept on another disk.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class FinalWrites:
     def write(self, writes: Sequence[Write]) -> None:
         """Write everything; wait up to a day for space, or until another stop is requested.
 
-        Raise `UserError` on the ranks that could not write something in the end, once everything else is written.
+        Raise `UserError` on each rank with a failed write, after all other writes are done.
         """
         was_stopped = self._stop.is_set()
-        # The stop that brought the run here is done. Only a request that comes from now on ends the wait.
+        # The stop request that ended training is handled. Only a new request ends the wait.
         self._stop.clear()
         try:
             self._write(writes)
@@ -91,7 +91,7 @@ class FinalWrites:
         return waiting
 
     def _is_waiting(self, is_own: bool, *, is_over: bool) -> bool:
-        """Return on all ranks whether any rank waits and no rank has to end."""
+        """Return, on all ranks, whether any rank is waiting and no rank must give up."""
         counts = torch.tensor([float(is_own), float(is_over)], device=self._parallel.device)
         self._parallel.world.sum_(counts)
         n_waiting, n_over = counts.tolist()
@@ -105,7 +105,7 @@ class FinalWrites:
     def _report_wait(self, error: NoRoomError) -> None:
         message = f"{WAITING}: {error}"
         rank_log.say(message)
-        # The messages of later attempts differ in their numbers only.
+        # Messages of later attempts differ only in their numbers.
         if not self._has_reported:
             self._has_reported = True
             self._report.event("space", message, level="warning")

@@ -1,4 +1,4 @@
-"""Lets the encoder of a latent move with its decoder."""
+"""Moves the encoder of a latent together with its decoder."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class Following:
-    """W_enc as share · W_decᵀ and a rest: while they are `apart` the optimizer steps W_dec and that rest.
+    """Splits W_enc into share · W_decᵀ and a remainder; within `apart` the optimizer steps W_dec and the remainder.
 
-    The encoder decides on which tokens a latent fires, and where it moves by its own gradient alone it lags behind a
-    decoder that every such token corrects. What following is worth is told beside Adam's rates in the catalog.
+    The encoder decides on which tokens a latent fires. If it moves only by its own gradient, it lags behind the
+    decoder, which every such token corrects. The catalog gives the measured benefit next to Adam's rates.
     """
 
     def __init__(self, share: float, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -21,7 +21,7 @@ class Following:
 
     @contextlib.contextmanager
     def apart(self, skips: Tensor) -> Iterator[None]:
-        """Take the decoder's share out of W_enc while the context lasts; where `skips` (0-dim bool), change no bit."""
+        """Subtract the decoder's share from W_enc within the context; change nothing if `skips` (0-dim bool)."""
         share = torch.where(skips, 0.0, self._share).to(self._encoder.dtype)
         self._add(-share)
         try:
@@ -31,5 +31,5 @@ class Following:
 
     @torch.no_grad()
     def _add(self, share: Tensor) -> None:
-        # In one pass, without a matrix in between.
+        # One pass, without a temporary matrix.
         self._encoder.addcmul_(self._decoder.T, share)

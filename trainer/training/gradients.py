@@ -1,4 +1,4 @@
-"""What happens between backward pass and step: is the gradient finite, and is it too long?"""
+"""Checks gradients for finite values, scales the loss for fp16, and clips gradient norms."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from trainer.runtime.triton_kernels import working_kernels
 
-# The largest factor on an fp16 loss. Of sums in fp32 it could go up to 2^60; when latents die AuxK multiplies in fp16,
-# and a step would be skipped for each time that it halves: more than training puts up with.
+# The largest fp16 loss scale. fp32 sums alone would allow 2^60, but once latents die AuxK multiplies in fp16: the scale
+# would overflow, and each halving skips a step, more in a row than the run tolerates.
 LARGEST_SCALE = 2.0**24
 
 
 class LossScale:
-    """The factor on an fp16 loss, without which small gradients would be 0; 1 and idle for every other precision.
+    """The fp16 loss scale, which keeps small gradients from underflowing; 1 and constant for other precisions.
 
-    It halves where a gradient overflowed and doubles after 2,000 steps without one, all on the device.
+    It halves when a gradient overflows and doubles after 2,000 steps without an overflow, entirely on the device.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -27,11 +27,11 @@ class LossScale:
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def mean(self, loss: Tensor, n_tokens: int) -> Tensor:
-        """Return the mean over so many tokens of a loss that is their sum, times the factor."""
+        """Return the scaled mean of `loss`, a sum over tokens, for `n_tokens` tokens."""
         return loss * (self.factor / n_tokens if self.enabled else 1 / n_tokens)
 
     def update(self, found_inf: Tensor) -> None:
-        """Adjust the factor after a step; `found_inf` (0-dim) is 1 where its gradient was infinite."""
+        """Adjust the factor after a step; `found_inf` (0-dim) is 1 if the gradient was not finite."""
         if self.enabled:
             torch._amp_update_scale_(self.factor, self._clean_steps, found_inf, 2.0, 0.5, 2000)
             self.factor.clamp_(max=LARGEST_SCALE)
@@ -46,10 +46,10 @@ class LossScale:
 
 
 def total_square(gradients: list[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return Σ‖g‖² of all gradients, fp64, 0-dim, in one pass that only reads; that of none is on `device`.
+    """Return Σ‖g‖² over all gradients, fp64, 0-dim, in one read-only pass; an empty list gives 0 on `device`.
 
-    A CPU adds up a whole matrix in fp32 one number after the other: the norm of 50 million is off by 4 in 1,000, and
-    by another amount where ranks have a part each. Added up by latents it is as fast, and exact to 7 digits.
+    On a CPU torch sums a whole matrix sequentially in fp32: the norm of 50 million values is off by 0.4 %, and by a
+    different amount if ranks hold parts of it. Summing per latent is as fast and exact to 7 digits.
     """
     if any(gradient.is_cuda for gradient in gradients):
         of_each = torch._foreach_norm(gradients)
@@ -61,11 +61,11 @@ def total_square(gradients: list[Tensor], device: torch.device | None = None) ->
 
 
 class Verdict(NamedTuple):
-    """What a step has to know of its gradient; all are 0-dim, and stay on the device.
+    """The result of checking a step's gradient; all tensors are 0-dim and stay on the device.
 
-    `divisor` is the number by which the optimizer has to divide gradients; None for 1. Where a step `skips` (bool),
-    since the norm is not finite, `bad` is 1, and `bad_gradient` is, unless it was made so because activations were
-    lost; `taken` is 1 where it does not. `n_tokens` are those of the step; of one that is skipped none.
+    The optimizer divides gradients by `divisor`; None means 1. If the norm is not finite, the step is skipped: `skips`
+    (bool) is true, `bad` is 1, `taken` is 0 and `n_tokens` is 0. `bad_gradient` is then 1 too, unless the gradient was
+    made infinite because activations were lost. Otherwise `taken` is 1 and `n_tokens` counts the tokens of the step.
     """
 
     divisor: Tensor | None
@@ -79,10 +79,9 @@ class Verdict(NamedTuple):
 class Verdicts:
     """Judges the gradients of steps of `expected` tokens and clips their norms to `largest` (0: never).
 
-    `norm` (0-dim) is the last gradient's without the loss scale. `skipped` [3] are the steps skipped in this log
-    interval, those in a row up to now, and those of the interval's whose gradient was made infinite because activations
-    were lost. They change in place, as all that outlives a step: a recorded one repeats what is done to memory, and
-    nothing else.
+    `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] counts the steps skipped in
+    this log interval, the consecutive skips up to now (lost activations do not count), and the skips in the interval
+    caused by lost activations. All are updated in place, since a recorded step only repeats operations on memory.
     """
 
     def __init__(self, device: torch.device, expected: int, largest: float) -> None:
@@ -93,9 +92,9 @@ class Verdicts:
     def of(
         self, of_latents: Tensor, of_all: Tensor, factor: Tensor, n_tokens: Tensor, overflowed: Tensor | None
     ) -> Verdict:
-        """Judge a gradient by the squares of its parts (fp64), the loss scale `factor` and the tokens that came.
+        """Check a gradient, given its squared norms (fp64), the loss scale `factor` and the step's number of tokens.
 
-        `overflowed` (bool) tells whether activations were lost; None: never. All are 0-dim.
+        `overflowed` (bool) is true if activations were lost; None means that they cannot be. All tensors are 0-dim.
         """
         if factor.is_cuda and (triton := _working_triton(factor.device)):
             given = of_latents, of_all, factor, n_tokens, overflowed
@@ -116,16 +115,15 @@ def _working_triton(device: torch.device) -> ModuleType | None:
 
 @torch.no_grad()
 def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Derive from a gradient's `norm` (0-dim) what the step has to know.
+    """Return the unscaled norm, the divisor for gradients, and whether to skip the step, from a gradient's `norm`.
 
-    Return the norm without the loss scale `scale`; the number by which the optimizer has to divide gradients, which
-    takes that scale out and clips the norm to `largest` (0: never), or None for 1; and whether the step is to be
-    skipped since the norm is not finite, bool. All are 0-dim and stay on the device: only on a CPU is it known at no
-    cost that nothing has to be divided.
+    The divisor removes the loss scale `scale` and clips the norm to `largest` (0: never); None means 1, and is returned
+    only on a CPU, where reading the value costs nothing. The step is skipped (bool) if the norm is not finite. All
+    tensors are 0-dim and stay on the device.
     """
     norm = norm / scale
-    # The small number is that of torch.nn.utils.clip_grad_norm_.
+    # torch.nn.utils.clip_grad_norm_ uses the same epsilon.
     divisor = scale * ((norm + 1e-6) / largest).clamp_min(1) if largest else scale
     needed = divisor.is_cuda or float(divisor) != 1
-    # What is not finite is no number once it is multiplied by 0: two operations where `isfinite` takes a GPU four.
+    # inf · 0 and nan · 0 are nan: two operations, while `isfinite` takes four on a GPU.
     return norm, divisor if needed else None, norm * 0 != 0

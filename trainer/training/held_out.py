@@ -1,4 +1,4 @@
-"""The rows that evaluations measure on."""
+"""The held-out rows used for evaluation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class HeldOutData(Protocol):
 
 
 class HeldOut:
-    """This rank's held-out rows of each hook on its device, without the rows to leave out, which are counted.
+    """This rank's held-out rows of each hook on its device, without outliers, which are counted.
 
-    They are read for every evaluation where the host's memory is the device's; a GPU keeps them from the first on, up
-    to `MOST_KEPT_BYTES`: to read 151 MB anew takes a tenth of a second from the page cache, and longer from a disk.
+    On a CPU they are read for every evaluation. A GPU keeps them after the first evaluation, up to `MOST_KEPT_BYTES`:
+    reading 151 MB again takes a tenth of a second from the page cache, and longer from a disk.
     """
 
     def __init__(self, data: HeldOutData, outliers: Sequence[Outliers], device: torch.device) -> None:
@@ -49,7 +49,7 @@ class HeldOut:
         return LeftOut.of(sum(counts, torch.zeros(4, dtype=torch.int64)))
 
     def batches(self, hook: int, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield inputs and targets of a hook, up to `batch_size` rows at a time: on a CPU in fp32, else as stored.
+        """Yield inputs and targets of a hook, up to `batch_size` rows at a time: in fp32 on a CPU, as stored on a GPU.
 
         With `half`, yield only this rank's part of that half of all held-out rows.
         """
@@ -61,7 +61,7 @@ class HeldOut:
             yield from zip(inputs, inputs if y is x else y.split(batch_size), strict=True)
 
     def _keep(self, hook: int, batch_size: int, half: int | None) -> None:
-        """Keep the rows of a hook if there is room for them; if not, no more are."""
+        """Keep the rows of a hook on the device if they fit; if not, keep no further hooks."""
         rows: list[Pair] = []
         try:
             for x, y in self._read(hook, batch_size, half):

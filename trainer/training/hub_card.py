@@ -1,4 +1,4 @@
-"""Writes the README.md of SAEs on the Hugging Face hub: what the hub lists them by, and how they were judged."""
+"""Creates the README.md of SAEs on the Hugging Face hub: metadata for the hub's listing, and evaluation results."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
-    """Return the README.md of the SAEs of some checkpoints, exported in a format, in the repository `name`.
+    """Return the README.md for the repository `name`, with the SAEs of `checkpoints` exported in the format `form`.
 
-    `labels` names the SAEs that were exported; None stands for all. An SAE that was evaluated as it is has its model
-    card in it.
+    `labels` names the exported SAEs; None means all. If an SAE was evaluated with these weights, include its model
+    card.
     """
     runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
     models = {
@@ -42,7 +42,7 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
     facts = {"library_name": form, "tags": [kind, form]}
     if len(models) == 1 and is_on_the_hub(model := models.pop()):
         facts["base_model"] = model
-    # Texts and lists in JSON are those of YAML.
+    # JSON strings and lists are valid YAML.
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in facts.items())
     sections = [section for run in runs for section in _sections(*run, labels)]
     body = "\n".join(sections)
@@ -51,7 +51,7 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
 
 
 def local_paths(checkpoints: Sequence[Path]) -> list[str]:
-    """Return the paths of this machine that the metadata of the SAEs of some checkpoints tells."""
+    """Return the absolute local paths that the metadata of the checkpoints' SAEs reveals."""
     states = [read_state(path) for path in checkpoints]
     origins = [origin for state in states for origin in (state.origin, *(state.origins or {}).values())]
     values = [str(value) for origin in origins for value in origin.values()]
@@ -59,7 +59,7 @@ def local_paths(checkpoints: Sequence[Path]) -> list[str]:
 
 
 def is_on_the_hub(model: str) -> bool:
-    """Tell whether a model is called as one on the hub is, and is no folder or file here."""
+    """Return whether `model` has the form of a hub name and is not a local folder or file."""
     is_name = len(model) <= 96 and _ON_THE_HUB.fullmatch(model) is not None and not model.endswith(".gguf")
     return is_name and not Path(model).exists()
 
@@ -78,12 +78,15 @@ def _sections(checkpoint: Path, job: JobConfig, state: State, labels: Collection
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
         text = _card_text(card) if is_judged else ""
-        # Its figures lie beside it, and are not sent.
+        # The figures of the card are separate files, which are not uploaded.
         yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
 
 
 def _card_text(card: Path) -> str:
-    """Return a model card written by `eval`; "" for any other. A received run may hold text by its author."""
+    """Return the text of a model card with all HTML escaped; "" if the file is too large or cannot be read.
+
+    The run may come from someone else, so the card may contain text by its author.
+    """
     with contextlib.suppress(OSError), open_plain(card) as stream:
         content = stream.read(_LARGEST_CARD + 1)
         # Cards written by `eval` contain no HTML, so each < is escaped.

@@ -1,4 +1,4 @@
-"""Checks an imported SAE on rows that should resemble its training rows: by L0 and FVU."""
+"""Checks L0 and FVU of an imported SAE on rows that should resemble its training rows."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from trainer.sharing.base import Shared
 from trainer.sharing.reading import with_input_bias, with_row_scale, without_input_bias
 from trainer.training.learner import Learner
 
-# This many rows give L0 to a few percent and take a second. Batches are small for the memory of wide SAEs.
+# 1,000 rows measure L0 to a few percent and take a second. Small batches save memory for large SAEs.
 N_ROWS, _AT_ONCE = 1000, 100
-# L0 cannot be right if it is off by more than this factor.
+# An L0 that is off by more than this factor must be wrong.
 _FAR = 2.0
-# Without an L0 to compare with, a larger share of active latents with a larger FVU is no sparse code.
+# Without an expected L0, the code is not sparse if both the share of active latents and the FVU are larger than these.
 _DENSE, _POOR = 0.25, 0.5
-# Another way to read an SAE is mentioned if it lowers the FVU by at least this factor.
+# Suggest another interpretation of the files if it reduces the FVU to this fraction or less.
 _BETTER = 0.5
 
 
 def check(
     learner: Learner, shared: Shared, x: Tensor, y: Tensor, set_weights: Callable[[Shared], None]
 ) -> tuple[ImportCheck, list[str]]:
-    """Measure an SAE on raw rows x [n, d_in] and their targets; return the figures and why they cannot be right.
+    """Measure an SAE on raw rows x [n, d_in] and their targets; return L0 and FVU, and reasons why they look wrong.
 
-    `set_weights` gives the learner the weights of an SAE. If the figures are wrong, other ways to read the files are
-    tried; in the end the learner has the weights of `shared` again.
+    `set_weights` copies weights into the learner. If the values look wrong, try other interpretations of the files;
+    at the end the learner has the weights of `shared` again.
     """
     places = torch.linspace(0, len(x) - 1, min(N_ROWS, len(x))).long()
     x, y = x[places], (x if y is x else y)[places]
@@ -70,7 +70,7 @@ def _doubts(found: ImportCheck, shared: Shared) -> Iterator[str]:
 def _cause(
     learner: Learner, shared: Shared, x: Tensor, y: Tensor, found: ImportCheck, set_weights: Callable[[Shared], None]
 ) -> str:
-    """Return which other way to read the SAE fits the rows, or what else may be the cause."""
+    """Return which other interpretation of the SAE fits the rows, or else another possible cause."""
     tried = {}
     for name, other in _other_ways(shared, x):
         set_weights(other)

@@ -1,4 +1,4 @@
-"""Makes a run of an SAE that another tool has trained: one to evaluate, to compare, to export and to train on."""
+"""Imports an SAE trained by another tool as a run that can be evaluated, compared, exported and trained further."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
 
 CPU = torch.device("cpu")
-# Rows of W_dec whose length differs by more are no unit rows.
+# Tolerance for the length of unit rows of W_dec.
 _UNIT = 1e-3
 
 
 class Imported(NamedTuple):
-    """The result of an import: the run, its format, our name of the architecture, and notes.
+    """The result of an import: the run folder, the format, our name of the architecture, and notes.
 
-    `check` has its figures on rows, `warnings` says why these cannot be right.
+    `check` has L0 and FVU on sample rows; `warnings` lists reasons why they look wrong.
     """
 
     run_dir: Path
@@ -60,11 +60,11 @@ def import_sae(
     form: str | None = None,
     given: Given = NOTHING_GIVEN,
 ) -> Imported:
-    """Make a run folder with the SAE as its first checkpoint, and beside it as a finished run has it.
+    """Create a run folder with the SAE as its first checkpoint and as the exported SAE of a finished run.
 
-    `name` is its folder, its file or its name on the hub. `data` are activations like those it was trained on: their
-    scale is what a further training works at, and it is evaluated on them. `overrides` are settings of the job. Raise
-    `UserError` where something cannot be read.
+    `name` is the SAE's folder, file or name on the hub. `data` has activations like the SAE's training data: they
+    determine the scale for further training, and evaluations use them. `overrides` are settings of the job. Raise
+    `UserError` if something cannot be read.
     """
     found = find(name, form)
     shared = found.read(given)
@@ -105,12 +105,12 @@ def _setting(job: JobConfig, name: str) -> object:
 
 
 def _architecture(shared: Shared) -> str:
-    """Return ours that computes the same: what it was trained as, where one threshold and k of it are known."""
+    """Return our equivalent architecture: batch_topk if trained as such with one threshold and a known k."""
     if shared.trained_as == "batch_topk" and shared.form == "jumprelu" and shared.k is not None:
         threshold = shared.weights["threshold"]
         if (threshold == threshold[0]).all():
             return "batch_topk"
-    # Those without a k of their own have one name here and in SAELens.
+    # Architectures without a k have the same name here and in SAELens.
     return shared.form
 
 
@@ -135,7 +135,7 @@ def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _set_weights(learner: Learner, shared: Shared) -> None:
-    """Set weights that compute the same on scaled data: the inverse of `Sae.export_weights`."""
+    """Set weights that compute the same function on scaled data; the inverse of `Sae.export_weights`."""
     sae, scale = learner.sae, learner.sae.acts_scale
     x_scale, y_scale = sae.x_scale.reshape(-1, 1), sae.y_scale
     encoder = shared.weights["W_enc"] * (scale / x_scale)
@@ -157,14 +157,14 @@ def _set_weights(learner: Learner, shared: Shared) -> None:
 
 
 def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any]) -> None:
-    """Write what a run leaves, or nothing."""
+    """Write the files of a finished run; remove all of them if one fails."""
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UsageError(f"--out: there is something in {run_dir} already; choose another folder")
     RunPaths(run_dir).create()
     try:
         _fill(job, RunPaths(run_dir), learner, facts)
     except BaseException:
-        # It was empty before.
+        # The folder was empty or missing before.
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
 
@@ -182,7 +182,7 @@ def _fill(job: JobConfig, paths: RunPaths, learner: Learner, facts: dict[str, An
 
 
 def _notes(learner: Learner) -> list[str]:
-    """Return what a further training would change at once."""
+    """Return notes on what the first step of further training would change."""
     lengths = learner.sae.W_dec.detach().norm(dim=1)
     if learner.sae.unit_decoder and (lengths - 1).abs().max() > _UNIT:
         return ["its decoder rows are not of length 1, to which a further training would scale them at its first step"]

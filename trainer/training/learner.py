@@ -1,4 +1,4 @@
-"""Trains one SAE: forward, backward, update. A sweep is several of these on the same batches."""
+"""Trains one SAE: forward, backward, update. A sweep runs several learners on the same batches."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from trainer.training.zero_shards import Stepped, SteppedShare
 
 
 class StepState(NamedTuple):
-    """Steps that a learner skipped in a log interval, and in a row up to its end; its last gradient's norm and rate.
+    """The skipped steps of a log interval, the consecutive skips at its end, and the last gradient norm and rate.
 
-    `overflowed` of the skipped ones had more active latents than there was room for.
+    `overflowed` counts the skipped steps with more active latents than the buffer can hold.
     """
 
     skipped: int
@@ -56,22 +56,22 @@ class StepState(NamedTuple):
 
     @classmethod
     def of(cls, state: Tensor) -> StepState:
-        """Read what `Learner.take_state` returned, on the CPU by now."""
+        """Return the state from the result of `Learner.take_state`, copied to the CPU."""
         skipped, in_a_row, overflowed, grad_norm, lr = state.tolist()
         return cls(int(skipped), int(in_a_row), int(overflowed), grad_norm, lr)
 
 
 class WholeSteps(Protocol):
-    """Takes a learner's steps where a batch is not cut and there is nothing to exchange with others."""
+    """Takes complete steps of a learner, if a step is a single micro-batch and needs no exchange with other ranks."""
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
-        """Take a step on raw data."""
+        """Take a step on raw data, a batch of `of_all` tokens."""
 
 
 class Learner:
-    """An SAE with its optimizer and its metrics; `state` is what a checkpoint of it has to hold.
+    """An SAE with its optimizer and its metrics; `state` is its content in a checkpoint.
 
-    Of the hooks that a batch has rows of, it learns those of number `hook`.
+    It trains on the batch's rows of hook number `hook`.
     """
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel, hook: int = 0) -> None:
@@ -111,52 +111,52 @@ class Learner:
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
         self._verdicts = Verdicts(device, self.tokens_per_step, self._train.grad_clip)
-        # The rate of this step, of all groups that have none of their own: no number before the first.
+        # The learning rate of this step for groups without their own factor; nan before the first step.
         self._rate = math.nan
-        # What takes its steps as a whole, where anything does.
+        # Takes complete steps (a recorded CUDA graph), if possible.
         self.whole_steps: WholeSteps | None = None
 
     def _may_exchange_narrow(self, dtype: torch.dtype) -> bool:
-        """Tell whether kernels on all replicas read matrices only in a type of 16 bits and write their rows in it."""
+        """Return whether the kernels of all replicas read and write matrices only in the 16-bit type `dtype`."""
         W_dec, replicas = self.sae.W_dec, self.stepped.others
         if not W_dec.is_cuda or replicas.size == 1:
             return False
         may = self.steps_by_rows and self.sae.reads_narrow and triton_for(W_dec, dtype) is not None
-        # Asked of all, since replicas that gather other types would wait for each other forever.
+        # All replicas must agree: if they gathered different types, they would wait for each other forever.
         return not bool(replicas.gather(torch.full((), not may, device=W_dec.device)).any())
 
     def _keep_rates_on_device(self) -> None:
-        """Let the optimizer read its rates from memory: a recorded step would repeat a number."""
+        """Store the optimizer's rates as tensors, since a recorded step would replay a Python number unchanged."""
         for group in self.optimizer.param_groups:
-            # torch refuses to be recorded unless told that it may; a fused step does nothing else for it.
+            # torch raises during capture without `capturable`, which has no other effect on a fused step.
             group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
 
     def _update_of(self, rates: FollowingRates | None, n_passes: int) -> Update:
-        """Return how weights are stepped; with `rates` encoders go with their decoders."""
+        """Return the update for the weights; with `rates`, encoders follow their decoders."""
         of = self.sae, self.stepped, self.optimizer
         asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
         share = self.sae.encoder_scale if asked == "auto" else asked
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: Follower(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
-        # What is summed in one pass and stays on this rank is the gradient of the step. Of more passes, into which a
-        # step is cut where memory runs out, measures are void.
+        # With a single pass and a single replica, the pass's gradient sums are the gradient of the step, so their norms
+        # can be measured in the kernel. With several micro-batches they cannot.
         if by_rows and n_passes == 1 and self.sae.data.size == 1:
             by_rows.let_sums_be_measured()
         return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
 
     def initialise(self, x: Tensor, y: Tensor) -> None:
-        """Set the SAE's first weights from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
+        """Initialise the SAE's weights from a data sample, inputs x [n, d_in] and targets y [n, d_out]."""
         data = self._job.data
         scales = (dimension_scales(x, data), dimension_scales(y, data)) if data.scales_dimensions else None
         initialise(self.sae, x, y, self._job.sae, self._train.seed, scales)
 
     def begin_step(self, step: int) -> None:
-        """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
+        """Set the SAE's schedules and the learning rate for step number `step`."""
         self.sae.begin_step(self.schedule.progress(step))
         factor = self.lr_factor(step)
         if self._lr * factor == self._rate:
-            # Most of a run has one rate. To write it to a GPU each time took the host of an H200 0.1 ms.
+            # The rate is constant for most of a run, and writing it to an H200 took 0.1 ms of host time per step.
             return
         self._rate = self._lr * factor
         for group in self.optimizer.param_groups:
@@ -167,15 +167,15 @@ class Learner:
                 group["lr"] = rate
 
     def lr_factor(self, step: int) -> float:
-        """Return the share of the full learning rate for a step; without a schedule the rate never falls."""
+        """Return the fraction of the full learning rate for a step; schedule-free optimizers never decay the rate."""
         if self.optimizer.is_schedule_free:
             return Schedule(self.schedule.planned, self._train.warmup_fraction, decay_fraction=0.0).lr_factor(step)
         return self.schedule.lr_factor(step)
 
     def cool_down(self, cool_down: CoolDown) -> None:
-        """End the run early: its schedules, and after which silence a latent counts as dead, follow its new length.
+        """End the run early: schedules and the silence after which a latent counts as dead follow the new length.
 
-        Adam's decays stay what they were. Its averages are corrected by them, so another decay would change the step.
+        Adam's betas stay unchanged: its bias correction assumes constant betas, so new ones would change the step.
         """
         self.schedule = msgspec.structs.replace(self.schedule, cool_down=cool_down)
         self.sae.dead_after_tokens = self._layout.dead_after(cool_down.end)
@@ -183,20 +183,20 @@ class Learner:
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None, *, is_last: bool = False) -> None:
         """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
 
-        Where other ranks have tokens of the micro-batch too, `of_all` is the number of tokens of all ranks. After the
-        last one of a step, `is_last`, gradients may be exchanged at once.
+        If other ranks share the micro-batch, `of_all` is the token count over all ranks. For the last micro-batch of a
+        step (`is_last`), gradients may be exchanged during the backward pass.
         """
         self.sae.batch_tokens = of_all or len(x)
         self.stepped.divide()
-        # Dead latents add theirs only after the backward pass.
+        # Gradients of dead latents are added only after the backward pass.
         self.stepped.send_early(may=is_last and not self.sae.may_have_dead())
         with phase(FORWARD):
             normalised, target = self.normalised(x, y)
             output = self.forward(normalised, target)
             loss = self.sae.objective(output.losses)
         with phase(BACKWARD):
-            # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
-            # As an argument of `backward` the factor would make torch import sympy: 0.6 s and 35 MB.
+            # Divide by the expected tokens of all ranks and micro-batches; `update` corrects for the actual number.
+            # Passing the factor to `backward` would make torch import sympy: 0.6 s and 35 MB.
             self.loss_scale.mean(loss, self.tokens_per_step).backward()
             self.sae.row_gradients.add()
         with phase(METRICS):
@@ -204,25 +204,25 @@ class Learner:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what the optimizer remembers from its first step on."""
+        """Bytes of optimizer state, which is allocated at the first step."""
         n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
         return round(n_values * memory.state_bytes(self._train, self._device.type))
 
     @torch.no_grad()
     def forget_pass(self) -> None:
-        """Undo every `accumulate` since the last update."""
+        """Undo all `accumulate` calls since the last update."""
         self.drop_gradients()
         self.sae.forget_passes()
         self.interval = Interval(("loss", *self.sae.loss_names))
 
     def drop_gradients(self) -> None:
-        """Leave no gradient of a backward pass that is of no use."""
+        """Discard the gradients of a backward pass."""
         self.sae.zero_grad()
         self.sae.row_gradients.take()
 
     def normalised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return raw data normalised, in fp32: inputs [n, d_in], and this rank's part of their targets."""
-        # By vectors of length 1: a product with a number would stay in 16 bits, where rows come in those.
+        """Return normalised inputs [n, d_in] and this rank's part of their targets, in fp32."""
+        # reshape(-1): a 16-bit tensor times a 0-dim tensor would stay in 16 bits.
         inputs = x * self.sae.x_scale.reshape(-1)
         own = own_part(inputs if y is x else y, self.latents.group)
         return inputs, own if y is x else own * self.sae.y_scale.reshape(-1)
@@ -252,9 +252,9 @@ class Learner:
 
     @torch.no_grad()
     def update(self, *, counts: bool = True) -> None:
-        """Take the step, unless a gradient is not finite: then change nothing but the count of such steps.
+        """Take the step; if a gradient is not finite, only count the skipped step.
 
-        Unless the host `counts` it, which it does not where a step is only recorded.
+        Pass `counts=False` while a step is recorded, so that the host does not count it.
         """
         self.stepped.begin()
         squares = self._update.measure()
@@ -271,30 +271,30 @@ class Learner:
             self.count_step()
 
     def count_step(self) -> None:
-        """Note on the host that a step is queued."""
+        """Count a queued step on the host."""
         self.sae.count_step(self.tokens_per_step)
 
     def is_resampled_after(self, step: int) -> bool:
-        """Tell whether to resample after `step` steps; not in a run's second half, since latents need time to learn."""
+        """Return whether to resample after `step` steps; never in a run's second half, since latents need time."""
         every, tokens = self._job.sae.resample_every_tokens, step * self.tokens_per_step
         is_young = self.schedule.cool_down is None and step <= self.schedule.planned / 2
         return every > 0 and is_young and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Revive dead latents by rows of raw data; return which, bool [d_sae], for the caller to `forget`."""
+        """Reset dead latents from rows of raw data; return a mask of them, bool [d_sae], to pass to `forget`."""
         self.stepped.restore()
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
 
     def forget(self, revived: Tensor) -> None:
-        """Let the optimizer start anew with latents (bool [d_sae]) whose weights were replaced, on all ranks alike."""
+        """Reset the optimizer state of latents (bool [d_sae]) whose weights were replaced; all ranks must call it."""
         self.optimizer.forget(self.stepped.own(revived, 0))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the SAE into the form in which it is exported, for as long as the context lasts.
+        """Put the SAE into its export form within the context.
 
-        All replicas do so together, unless no pass in training came after the last time.
+        All replicas must enter together, unless no training pass ran since the last time.
         """
         self.stepped.restore()
         self.sae.eval()
@@ -306,9 +306,9 @@ class Learner:
             self.sae.train()
 
     def whole_sae(self) -> Sae | None:
-        """Return the SAE with all latents where `state.collect` has them, else None.
+        """Return the SAE with all latents on the rank where `state.collect` returns them, None on other ranks.
 
-        Within `evaluating` it is the one to export.
+        Call it within `evaluating` to get the SAE to export.
         """
         if not self.latents.is_shared:
             return self.sae
@@ -320,7 +320,7 @@ class Learner:
         return sae.eval()
 
     def agree(self) -> None:
-        """Copy from one rank what others have too, since GPUs of different kinds round differently."""
+        """Copy replicated state from the first rank, since GPUs of different models round differently."""
         state, own = self.sae.state_dict(), self.sae.latent_dims()
         self.stepped.restore()
         self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
@@ -329,24 +329,24 @@ class Learner:
             narrow_copy.forget(parameter)
 
     def sums(self) -> dict[str, Tensor]:
-        """Return by name the sums of a log interval to add over the ranks with the same latents, and start anew.
+        """Return the sums of a log interval by name, to add over ranks with the same latents, and reset them.
 
-        With them goes what the host wants to know of the device: these are the only numbers that it waits for.
+        The result includes the device values that the host needs, since these sums are the only ones it waits for.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.silence_slack()}
 
     def take_state(self) -> Tensor:
-        """Return `StepState` in float64, still on the device, and count skipped steps anew."""
+        """Return the values of a `StepState` in float64 on the device, and reset the counts of skipped steps."""
         skipped = self._verdicts.skipped
         lr = skipped.new_full((1,), self._rate, dtype=torch.float64)
         state = torch.cat([skipped.double(), self.grad_norm.double()[None], lr])
-        # Those in a row go on.
+        # Keep the count of consecutive skips.
         skipped[::2].zero_()
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:
-        """Return the metrics of a log interval by name, from sums added over ranks and the state at its end, or now."""
-        # Replicas have the same, and have to go on alike.
+        """Return the metrics of a log interval by name, from sums over ranks and the state at its end (None: now)."""
+        # Replicas have the same slack and must keep the same value, so divide the sum by their number.
         self.sae.take_silence_slack(float(totals["silence_slack"]) / self.sae.data.size)
         state = state or StepState.of(self.take_state())
         own = {"lr": state.lr, "grad_norm": state.grad_norm, "skipped_steps": float(state.skipped)}
@@ -367,12 +367,12 @@ class Learner:
 
     @property
     def k(self) -> int:
-        """Latents active per token that were asked for."""
+        """The configured number of active latents per token."""
         return self._job.sae.knobs.n_active
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], following: FollowingRates | None) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: all parameters, but the encoder by itself where it has a rate of its own."""
+    """Return the optimizer's parameter groups; the encoder has its own group if it has its own rate."""
     if following is None:
         return [{"params": [*parameters.values()]}]
     others = [one for name, one in parameters.items() if name != "W_enc"]

@@ -71,7 +71,7 @@ _OUTLIERS = "outliers"
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Say that micro-batches were made smaller to fit into memory, and whether that changes the SAE."""
+    """Return a message that micro-batches were reduced to fit into memory, and whether that changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
@@ -83,8 +83,7 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
 
 
 class EndedInterval(NamedTuple):
-    """A log interval whose last step is queued: where it began and ended, its pace, how the work was shared, sums and
-    states of all learners."""
+    """A log interval whose last step is queued, with the ranks' shares and the sums and states of all learners."""
 
     since: Position
     at: Position
@@ -95,7 +94,7 @@ class EndedInterval(NamedTuple):
 
 
 class Trainer:
-    """Trains one SAE, or those of a sweep; every rank runs the same code on its share of each global batch."""
+    """Trains one SAE or the SAEs of a sweep; every rank runs the same code on its share of each global batch."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class Trainer:
         self.position = Position(step=0, tokens=0)
         resumed = resumed_state(resume_from) if resume_from else None
         at = resumed.position if resumed else self.position
-        # The early end of the run, if it was asked to finish.
+        # The cool-down, if the run was asked to finish early.
         self._cool_down = resumed.cool_down_of(self._planned_steps) if resumed else None
         if self._cool_down:
             progress.shorten(self._cool_down.end)
@@ -140,7 +139,7 @@ class Trainer:
                 lambda words: progress.event("plain-steps", words, "warning"),
             )  # fmt: skip
         self._pace, self._data_wait = Pace(parallel), DataWait()
-        # Alone with its SAEs a rank has nothing to give away.
+        # Ranks that each train their own SAEs cannot share work.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
@@ -151,10 +150,10 @@ class Trainer:
         self._report_data(resumed)
         self._logged = self._evaluated = self.position
         self._ended: EndedInterval | None = None
-        # Another one, with the ranks' paces on their way to the host.
+        # An ended interval and the sums of its paces over ranks, in transfer to the host.
         self._timed: tuple[EndedInterval, Totals] | None = None
-        # A GPU has its next step queued while the host reads of the last. Ranks with SAEs of their own tell each other
-        # what they have read, for which all of them wait anyway.
+        # On a GPU the next step is queued while the host reads results of the last one. Ranks that each train their own
+        # SAEs exchange these results, so all of them wait anyway.
         self._reads_late = self._device.type == "cuda" and (parallel.world_size == 1 or not parallel.learns_alone)
         self._first_step = self.position.step
         self._stopping = self._has_reported_held_out = False
@@ -163,7 +162,7 @@ class Trainer:
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
 
     def run(self) -> bool:
-        """Train to the last step, or to a stop that all ranks agree on; return True where the run is finished."""
+        """Train to the last step, or until all ranks agree to stop; return True if the run is finished."""
         self._reserve.hold()
         try:
             return self._run()
@@ -187,17 +186,17 @@ class Trainer:
                     self._progress.settle()
                     self._saving.try_save(self.learners, self.position)
                     self._reshard_latents()
-                    # A save may take any time it needs, the step that follows may not.
+                    # Reset the stall clock: a save may take any time, the next step may not.
                     self._beat(self._phase)
         except BaseException as error:
             self._batches.abandon()
             if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
-                # The last whole step has set the weights. Other ranks may be in the middle of an exchange.
+                # The weights are valid: they come from the last complete step. Other ranks could be in the middle of an exchange.
                 self._reserve.release()
                 with contextlib.suppress(Exception):
                     self._saving.save(self.learners, self.position)
             if self._reads_late and self._parallel.world_size == 1:
-                # The last steps before a failure tell the most of it. Other ranks may be gone, or not know of it.
+                # The last steps help most to explain a failure. With several ranks, the others may not respond.
                 with contextlib.suppress(Exception):
                     self._record_intervals()
             raise
@@ -216,26 +215,26 @@ class Trainer:
         rank_log.say(f"{word} at step {self.position.step}/{self.total_steps}")
         return finished
 
-    # before
+    # Set-up
 
     def _open_data(self, resumed: State | None) -> None:
-        """Open the rows and find those to leave out; keep a record of the shards to see whether they change."""
+        """Open the data and detect outliers; record the state of the shards to detect changes."""
         source, job = self._source, self._job
         if isinstance(source, StreamSource) and self._parallel.is_main:
             self._progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
         self.record = continue_from(source, job, resumed.data_before if resumed else None)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
-        # Of each hook.
+        # One element per hook.
         rows = [self.data.of_hook(hook) for hook in range(source.n_hooks)]
         self._samplers = [Sampler(of_hook, self._device) for of_hook in rows]
         self.outliers = [one.find_outliers(job) for one in self._samplers]
-        # Each rank looks at its own held-out rows.
+        # Each rank checks its own held-out rows.
         self.copies = [copies_in(of_hook, self._train.seed) for of_hook in rows]
         self._held_out = HeldOut(self.data, self.outliers, self._device)
 
     def _prepare_writes(self, checkpoints: Path, resumed: State | None) -> None:
-        """Prepare what writes checkpoints and SAEs, and size the space to reserve for the last ones."""
+        """Create the writers of checkpoints and SAEs, and the reserve of disk space for the final ones."""
         source, parallel = self._source, self._parallel
         origins = self._origins()
         own = Checkpoints(
@@ -273,14 +272,14 @@ class Trainer:
             learner.agree()
 
     def _cut_until_it_fits(self) -> None:
-        """Halve the micro-batches until all ranks have the memory for a pass; a step keeps its number of tokens."""
+        """Halve the micro-batches until a pass fits into memory on all ranks; tokens per step stay the same."""
         sample, learners = self._samplers[0].sample(self._train.seed), list(self.learners.values())
         width = self._source.n_hooks * (self._source.d_in + (self._source.d_out or 0))
         kept = most_kept(self.data.n_held_out, self._parallel.data.size, width) if self._held_out.keeps else 0
         for learner in learners:
             learner.begin_step(self.position.step)
         whole = self._layout.micro_batch
-        # What is halved is the same on all ranks; what is tried is each one's own share of it.
+        # All ranks halve the same size, and each rank tests its own share of it.
         while (most := self._layout.micro_batch) > LEAST_TOKENS:
             if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks, kept):
                 break
@@ -308,7 +307,7 @@ class Trainer:
         return learners
 
     def _origins(self) -> dict[str, dict[str, Any]]:
-        """Return what is known of the data of each SAE of the run, by label."""
+        """Return the metadata of each SAE's data, by label."""
         hooks = {label: self._job.hook_number(member) for label, member in self._layout.members.items()}
         return {label: origin(self._source.of_hook(hook).meta) for label, hook in hooks.items()}
 
@@ -325,13 +324,13 @@ class Trainer:
         )
 
     def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[Sampler, dict[str, Learner]]]:
-        """Yield what draws a hook's rows with those of the SAEs that learn them, where there are any."""
+        """Yield the sampler of each hook with the learners that train on this hook; skip hooks without learners."""
         for hook, sampler in enumerate(self._samplers):
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
 
     def _report_data(self, resumed: State | None) -> None:
-        """Report new shards, which rows are held out, and what would mislead a reader of the figures."""
+        """Report new shards, held-out rows, and data problems that make the metrics misleading."""
         if resumed and (news := news_of_data(resumed.data_before, self.record)):
             self.report.log("data", news)
         for note in self._source.notes:
@@ -353,15 +352,15 @@ class Trainer:
         return Batches(self.data, self._cut, start=start, device=self._device, outliers=outliers, replaces=replaces)
 
     def _reopen_batches(self) -> None:
-        """Go on with the batches that are this rank's now."""
+        """Reopen the batches after this rank's share has changed."""
         self._batches.close()
         self._batches = self._open_batches()
 
-    # a step
+    # One step
 
     def _train_step(self) -> None:
         if self.position == self._logged:
-            # Neither set-up nor a save is the pace of training.
+            # Exclude set-up and saves from the measured pace.
             self._pace.begin(self._batches.waited_s)
         batches = (self._batches.next() for _ in self._cut.stretches)
         agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._wishes)
@@ -372,11 +371,11 @@ class Trainer:
         self._beat(self._phase)
 
     def _wishes(self) -> tuple[bool, bool, bool]:
-        """Return whether this rank wants to stop, whether rank 0's timer wants to save, and whether to finish early."""
+        """Return this rank's requests: whether to stop, to save (by rank 0's timer) and to finish early."""
         return self._stop.is_set(), self._saving.take_wish(), self._finish.is_set()
 
     def _begin_cool_down(self) -> None:
-        """End the run early, and save, so that a run that is killed is resumed to the same end."""
+        """Start the cool-down and request a save, so that a run that is killed resumes to the same last step."""
         self._is_finishing = True
         self._cool_down = CoolDown.after(self.position.step, self.total_steps)
         if self._cool_down is None:
@@ -395,7 +394,7 @@ class Trainer:
 
     @property
     def total_steps(self) -> int:
-        """The steps after which the run ends."""
+        """The number of steps after which the run ends."""
         return self._cool_down.end if self._cool_down else self._planned_steps
 
     @property
@@ -403,14 +402,14 @@ class Trainer:
         return COOLING if self._cool_down else TRAINING
 
     def _resample(self) -> None:
-        """Revive dead latents where it is time to."""
+        """Revive dead latents if resampling is due."""
         due = {label: one for label, one in self.learners.items() if one.is_resampled_after(self.position.step)}
         if due:
             self._beat("resampling")
             for sampler, learners in self._of_hooks(due):
                 sampler.revive(learners, self.position.step, self._train.seed, self.report)
 
-    # between steps
+    # Between steps
 
     def _is_over(self) -> bool:
         return self._stopping or self.position.step >= self.total_steps
@@ -423,9 +422,9 @@ class Trainer:
         return not self._is_over() and self._saving.is_due(self.position, before)
 
     def _end_interval(self) -> None:
-        """End the log interval at this step; record it, or where the host reads late leave that to the next steps."""
+        """End the log interval at this step and record it, unless the host reads results late: then later steps do."""
         if not self._reads_late:
-            # The clock is read when the steps are done, not when they are queued.
+            # Wait, so that the clock is read when the steps are done rather than queued.
             synchronise(self._device)
         n_steps = self.position.step - self._logged.step
         span = self._pace.end(n_steps * self._cut.own_tokens, n_steps, self._batches.waited_s)
@@ -445,15 +444,15 @@ class Trainer:
         self._logged = self.position
         if not self._reads_late:
             self._record_intervals()
-        # Between intervals, so that none is of two ways to share the work.
+        # Change shares only between intervals, so that each interval has one set of shares.
         if self._wanted_shares and len(self._wanted_shares.latents) == 1:
             self._adopt(self._wanted_shares)
             self._reopen_batches()
 
     def _follow_intervals(self) -> None:
-        """Read what is there of the log intervals that have ended, while the device is at a step that was queued since.
+        """Read the available results of ended log intervals while the device runs a step that was queued later.
 
-        What the host measures is there a step after an interval, and its sum over ranks one more.
+        Host timings are available one step after the interval, and their sums over ranks two steps after it.
         """
         self._record_timed()
         self._add_up_paces()
@@ -461,20 +460,20 @@ class Trainer:
             self._record_timed()
 
     def _record_intervals(self) -> None:
-        """Record the log intervals that have ended and are not recorded yet; wait for what they need."""
+        """Record all ended log intervals that are not recorded yet; wait for their results."""
         self._record_timed()
         self._add_up_paces()
         self._record_timed()
 
     def _add_up_paces(self) -> None:
-        """Begin to add the paces of the log interval that has ended, if one has, over ranks."""
+        """If a log interval has ended, start to sum its paces over ranks."""
         if self._ended:
             ended, self._ended = self._ended, None
             paces = self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
             self._timed = ended, paces
 
     def _record_timed(self) -> None:
-        """Record the log interval whose paces are being added up, if there is one."""
+        """If the paces of a log interval are being summed, wait for them and record the interval."""
         if self._timed:
             (ended, paces), self._timed = self._timed, None
             self._record(ended, paces.read())
@@ -495,7 +494,7 @@ class Trainer:
         self.report.pace(ended.at.step, self._pace.values(paces), paces)
         self._report_left_out(ended.at.step, left_out)
         self.report.interval(ended.at.step, self.total_steps)
-        # In the first interval things are still warming up.
+        # The first interval includes warm-up.
         if ended.since.step > self._first_step:
             self.report.compare(ended.at.step, float(paces["step_ms"].mean()))
             self._report_data_wait(paces)
@@ -512,19 +511,19 @@ class Trainer:
             self.report.warn("data_wait", f"{share}: {remedy}") if waits else self.report.log("data_wait", share)
 
     def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
-        """Report the shares of rows that were left out at each hook."""
+        """Report the share of rows left out at each hook."""
         for name, knobs in self._job.hooks.items():
             labels = [label for label, one in self._layout.members.items() if one.data.knobs == knobs] if name else [""]
             self.report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 
     def _share_news(self) -> None:
-        """Exchange what happened to each rank's SAEs; raise `UserError` on all ranks where no SAE learns any more."""
+        """Exchange the events of each rank's SAEs; raise `UserError` on all ranks if no SAE learns any more."""
         self.report.deliver(self._parallel.everybodys(self.report.take_events()))
         self._skips.given_up |= self._parallel.everybodys(dict.fromkeys(self._skips.given_up, True)).keys()
         self._skips.end_where_none_learns()
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
-        """Report ranks that keep the others waiting, and share the work anew where that is worth it."""
+        """Report ranks that keep the others waiting, and request new shares of the work if that pays off."""
         _, seconds, _, ranks = paces["pace"].tolist()
         verdict = self._balancer.look(paces, seconds / ranks)
         for kind, message, level in verdict.events:
@@ -539,7 +538,7 @@ class Trainer:
         self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
     def _reshard_latents(self) -> None:
-        """Share the latents anew by loading the checkpoint that was just saved: it fits any division of latents."""
+        """Redistribute the latents by loading the checkpoint that was just saved, which fits any distribution."""
         if not self._wanted_shares or self._saving.has_failed_anywhere():
             return
         self._beat("rebalancing")
@@ -559,7 +558,7 @@ class Trainer:
             self._stop.set()
 
     def _evaluate(self) -> None:
-        """Measure every SAE on the held-out rows, only once where a stop, a save and an interval fall together."""
+        """Evaluate every SAE on the held-out rows, once per step even if several reasons coincide."""
         self._look_at_data()
         if self._evaluated == self.position or not self.data.n_held_out:
             return
@@ -572,7 +571,7 @@ class Trainer:
         self._note_best(time.monotonic() - began)
 
     def _note_best(self, took_s: float) -> None:
-        """Record the held-out FVU that was just measured, and the lowest so far."""
+        """Record the current held-out FVU and the lowest so far."""
         fvu, step = self.report.mean(held_out(CRITERION)), self.position.step
         if fvu is not None:
             best = Best(step, fvu, self._lr_share(), self.data.n_held_out)
@@ -581,21 +580,21 @@ class Trainer:
 
     @property
     def passes(self) -> float | None:
-        """How often the training rows were read so far; None for a stream, whose rows come once."""
+        """The number of passes over the training rows so far; None for a stream, which is read only once."""
         return self.position.tokens / self.data.n_train if self.data.n_train else None
 
     def _lr_share(self) -> float | None:
-        """Return the share of the full learning rate that is reached, the same for all SAEs; None without schedule."""
+        """Return the current fraction of the full learning rate, the same for all SAEs; None without a schedule."""
         schedule = next((one.schedule for one in self.learners.values() if not one.optimizer.is_schedule_free), None)
         return schedule.lr_factor(self.position.step) if schedule else None
 
     def how_far(self, label: str = "") -> HowFar:
-        """Return the progress of the training of one SAE; without a label, of the run, with means over its SAEs."""
+        """Return the training progress of one SAE, or without a label of the run, with means over its SAEs."""
         values = self.report.values.get(label, {})
         names = CRITERION, held_out(CRITERION)
         fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)
         share, best = self._lr_share(), self._saving.best
-        # The best of a sweep is a mean over its SAEs.
+        # The best FVU of a sweep is a mean over its SAEs.
         is_comparable = not label or len(self.report.values) == 1
         is_behind = best and is_comparable and heldout_fvu is not None and best.is_clearly_below(heldout_fvu, share)
         return HowFar(
@@ -609,7 +608,7 @@ class Trainer:
         )
 
     def _report_overfitting(self) -> None:
-        """Warn if the run is clearly better on its training rows than on others, or was better before."""
+        """Warn if the FVU is clearly better on training rows than on held-out rows, or was better earlier."""
         how_far = self.how_far()
         if not self._parallel.is_main or not (words := how_far.overfitting):
             return
@@ -621,7 +620,7 @@ class Trainer:
         self.report.overfitting(words)
 
     def _report_held_out_once(self) -> None:
-        """Report once which held-out rows of all ranks are left out."""
+        """Report once how many held-out rows of all ranks are left out."""
         if self._has_reported_held_out:
             return
         self._has_reported_held_out = True
@@ -631,10 +630,10 @@ class Trainer:
         for name, found in zip(self._job.hooks, totals.view(-1, 4), strict=True):
             self.report.heldout_left_out(LeftOut.of(found), name)
 
-    # after
+    # At the end
 
     def _exports(self) -> list[Write]:
-        # Ranks that only add tokens hold the same SAEs once again.
+        # Other replicas hold the same SAEs.
         if self._parallel.data.index:
             return []
         learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}

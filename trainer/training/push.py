@@ -1,4 +1,4 @@
-"""Sends what an export has written, and nothing else, to the Hugging Face hub, once the user has seen what it is."""
+"""Uploads the files of an export, and no other files, to the Hugging Face hub after the user has confirmed them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainer.training.hub_card import hub_card, local_paths
 
 
 class Push:
-    """An export into `out` that is to be sent to a repository; made before it, since it tells its files by that.
+    """The upload of an export to `out`. Create it before the export, so that it can detect the exported files.
 
-    Raise `UserError` where the files could not be sent.
+    Raises `UserError` if uploading would fail.
     """
 
     def __init__(self, name: str, out: Path, *, public: bool, confirmed: bool) -> None:
         if not confirmed and not (sys.stdin and sys.stdin.isatty()):
             raise UsageError("--push: asks before it sends; in a script add --yes")
         self._repository, self._confirmed = Repository(name, public=public), confirmed
-        # An export makes the file that replaces another while that is still there: its number differs.
+        # An export creates a new file before it replaces the old one, so the inode number differs.
         self._before = {(file, file.stat().st_ino) for file in _files_in(out.resolve())}
 
     def send(
@@ -39,9 +39,9 @@ class Push:
         tell: Callable[[str], None],
         labels: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """Say what will be sent where, ask, and send it; return it for a script. Raise `UserError` if it is not sent.
+        """List the files, ask for confirmation, upload them and return the result; raise `UserError` if that fails.
 
-        `labels` names the SAEs of the export; None stands for all.
+        `labels` names the SAEs of the export; None means all.
         """
         files = self._written(out, form) | self._card(out, checkpoints, form, labels)
         sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
@@ -65,7 +65,7 @@ class Push:
         return {"url": place.url, "private": not place.is_public, "files": listed}
 
     def _written(self, out: Path, form: str) -> dict[str, Path | bytes]:
-        """Return the files of a format that came into `out` since this was made."""
+        """Return the files of a format that were added to `out` since this object was created."""
         patterns, out = catalog.FORMATS[form].load().files, out.resolve()
         return {
             str(file.relative_to(out)): file
@@ -76,7 +76,7 @@ class Push:
     def _card(
         self, out: Path, checkpoints: Sequence[Path], form: str, labels: Collection[str] | None
     ) -> dict[str, Path | bytes]:
-        """Return the user's own README.md in `out`, or one that is made here where the hub has none."""
+        """Return the user's own README.md in `out`; else a generated one, unless the repository already has one."""
         if (own := out / MODEL_CARD).is_file() and not own.is_symlink():
             return {MODEL_CARD: own}
         if self._repository.has_card:

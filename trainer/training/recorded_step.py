@@ -1,9 +1,9 @@
-"""Steps of one SAE on a lone GPU, recorded once and then replayed: one launch in place of some two hundred.
+"""Records the steps of one SAE on a single GPU as a CUDA graph and replays them: one launch instead of about 200.
 
-The host of an H200 took 6 to 8 ms for a step that keeps the GPU busy for 1.4 ms (d_in 768, 24,576 latents). A recording
-repeats operations on memory, not Python: so whatever outlives a step is written in place, rates are tensors, and what
-the host decides (how many tokens, may any latent be dead, the k of now, for how many active latents there is room) must
-be as it was when the step was recorded; else it is recorded anew, or taken plainly.
+The host of an H200 took 6 to 8 ms for a step that keeps the GPU busy for 1.4 ms (d_in 768, 24,576 latents). A replay
+repeats operations on memory, but runs no Python. So all state that outlives a step is updated in place and rates are
+tensors. The host's decisions (number of tokens, whether any latent may be dead, current k, capacity for active latents)
+must be the same as in the recording; otherwise the step is recorded again or runs without recording.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.precision import NARROW
 from trainer.training.learner import Learner
 
-# Plain steps in a row with the same decisions of the host before one is recorded: by then the optimizer has its state,
-# libraries have their workspaces, and k is not annealed.
+# Consecutive plain steps with the same host decisions before recording: by then the optimizer state and the libraries'
+# workspaces are allocated, and k is not being annealed.
 PLAIN_STEPS = 3
-# A recording may fail for a passing reason, as where another process had the memory for a second: a plain step may take
-# four times as long, and a failed attempt takes as long as a few steps.
+# A recording may fail for a temporary reason, such as memory used briefly by another process. Retrying is worth it: a
+# plain step may take four times as long, while a failed attempt costs only a few steps.
 RETRY_STEPS, MOST_FAILURES = 500, 3
 
 
 class Tape(Protocol):
-    """Records what a device is asked to do, and has it done again."""
+    """Records the operations launched on a device and replays them."""
 
     def record(self, work: Callable[[], None]) -> None:
-        """Record `work` without doing it."""
+        """Record the operations of `work` without running them."""
 
     def replay(self) -> None:
-        """Do what was recorded."""
+        """Run the recorded operations."""
 
 
 class CudaTape:
-    """A CUDA graph. Another thread copies batches meanwhile, whose calls must not end the recording."""
+    """A CUDA graph. Capture is local to a thread, since another thread copies batches and must not break it."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -65,21 +65,21 @@ class CudaTape:
 
 
 def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
-    """End what a recording leaves under way where a forbidden operation broke it.
+    """End allocation to the graph's memory pool after a forbidden operation broke a recording.
 
-    Else torch would take all memory that is freed later for the recording's, and batches would fill the GPU.
+    Otherwise torch would assign all memory freed later to the graph's pool, and batches would fill the GPU.
     """
-    # Its name before PyTorch 2.8 was the second one.
+    # The second name is the one before PyTorch 2.8.
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
     end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
-    # Where the recording was ended before, torch raises.
+    # torch raises if allocation to the pool has already ended.
     with contextlib.suppress(RuntimeError):
         end(device_index, pool)
         torch._C._cuda_releasePool(device_index, pool)
 
 
 class _Decided(NamedTuple):
-    """What the host decides of a step; `of_pass` is None where that is not worth recording."""
+    """The host's decisions for a step; `of_pass` is None if recording the step is not worth it."""
 
     shapes: tuple[Any, ...]
     of_all: int
@@ -88,7 +88,7 @@ class _Decided(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """A recorded step, the memory that it reads a batch from, and the tensors that it changes."""
+    """A recorded step, its input tensors for a batch, and the lasting tensors that it updates."""
 
     tape: Tape
     x: Tensor
@@ -96,16 +96,16 @@ class _Recording(NamedTuple):
     lasting: list[Tensor]
 
     def copy_in(self, x: Tensor, y: Tensor) -> None:
-        """Let the next replay be of this batch."""
+        """Copy a batch into the input tensors for the next replay."""
         self.x.copy_(x)
         if y is not x:
             self.y.copy_(y)
 
 
 class RecordedSteps:
-    """Takes the steps of a learner whose batches are not cut: plainly, or as they were recorded.
+    """Takes the steps of a learner with one micro-batch per step, either plainly or by replaying a recorded step.
 
-    Of its raw data `outliers` are replaced in the same step.
+    Outliers in the raw data are replaced within the step.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RecordedSteps:
         self._n_alike = self._n_recorded = 0
         self._recording: _Recording | None = None
         self._n_failed = 0
-        # Steps that were replayed.
+        # The number of replayed steps.
         self.n_replayed = 0
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
@@ -139,9 +139,9 @@ class RecordedSteps:
 
     def _may_record(self, decided: _Decided) -> bool:
         if self._recording and not _are_same(self._recording.lasting, self._lasting()):
-            # A checkpoint was loaded.
+            # The tensors were replaced, as by loading a checkpoint.
             self._recording, self._n_alike = None, 1
-        # Each time what the host decides has changed, it is likelier to change again.
+        # The more often the host's decisions have changed, the likelier they are to change again.
         waits = PLAIN_STEPS * 2 ** min(self._n_recorded, 8) + RETRY_STEPS * self._n_failed
         may = decided.of_pass is not None and self._n_failed < MOST_FAILURES
         return may and self._recording is None and self._n_alike > waits
@@ -180,7 +180,7 @@ class RecordedSteps:
         self.n_replayed += 1
 
     def _renew_copies(self) -> None:
-        """Bring the 16-bit copies up to date where something else than a step has changed the weights."""
+        """Update the 16-bit copies if something other than a step has changed the weights."""
         if dtype := NARROW.get(self._learner.precision):
             for weights in (self._learner.sae.W_enc, self._learner.sae.W_dec):
                 kept_or_own(weights, dtype)
@@ -197,9 +197,9 @@ def recorded(
     outliers: Outliers | None = None,
     report: Callable[[str], None] = warnings.warn,
 ) -> RecordedSteps | None:
-    """Return what records a learner's steps, and replaces outliers, where that is possible and faster; else None.
+    """Return a `RecordedSteps` for a learner if recording is possible and faster, else None.
 
-    `report` gets a sentence when a recording fails.
+    `report` is called with a message when a recording fails.
     """
     sae, layout = learner.sae, Layout(job, parallel.world_size)
     may = parallel.device.type == "cuda" and learner.steps_by_rows

@@ -1,4 +1,4 @@
-"""Training rows from everywhere: what SAEs start from, and what dead latents are revived by."""
+"""Samples training rows from the whole data set, to initialise SAEs and to resample dead latents."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from trainer.training.learner import Learner
 
 
 class Sampler:
-    """Draws training rows of a hook by a seed, the same on all ranks; of a stream always the same ones."""
+    """Draws training rows of a hook by a seed, the same on all ranks; a stream always gives the same rows."""
 
     def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
-        # What `find_outliers` found in its sample: counts of the rows to leave out, a sentence on the first row that is
-        # not finite, the number of zero rows, a sentence on dimensions that are left out or scaled, and the dimensions
-        # that still hold most of the variance.
+        # Results of `find_outliers` on its sample: counts of rows to leave out, a sentence about the first row that is
+        # not finite, the number of zero rows, a sentence about dropped or scaled dimensions, and the dimensions that
+        # still hold most of the variance.
         self.left_out = LeftOut(0, 0, 0, 0)
         self.first_bad = ""
         self.n_zero = 0
@@ -41,7 +41,7 @@ class Sampler:
         self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, job: JobConfig) -> Outliers:
-        """Return an `Outliers` that finds rows to leave out, as the job asks; `sample` no longer draws such rows."""
+        """Return the detector of rows to leave out that the job configures; from now on `sample` omits such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
         self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)
@@ -58,9 +58,9 @@ class Sampler:
         return self._outliers
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Draw inputs and targets (one tensor for an SAE), fp32 on the device, all finite and none to be left out.
+        """Return sampled inputs and targets (one tensor for an SAE), fp32 on the device, finite, without outliers.
 
-        Raise `UserError` where more than `MOST_BAD_ROWS` of them are not finite.
+        Raise `UserError` if a share of more than `MOST_BAD_ROWS` is not finite.
         """
         x, y = self._data.sample(seed)
         finite = are_finite(x, y)
@@ -77,7 +77,7 @@ class Sampler:
         return rows.to(self._device).float()
 
     def revive(self, due: Mapping[str, Learner], step: int, seed: int, report: Report) -> None:
-        """Resample the dead latents of the SAEs that are `due`, alike on all ranks."""
+        """Resample the dead latents of the SAEs in `due`, identically on all ranks."""
         x, y = self.sample(seed + step)
         revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
         for label, which in revived.items():

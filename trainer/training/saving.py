@@ -1,4 +1,4 @@
-"""When a run saves, and what becomes of a checkpoint that cannot be written."""
+"""Decides when a run saves checkpoints, writes them, and handles failed writes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The share of a run's time for checkpoints of the best held-out FVU, in addition to the checkpoints asked for.
+# The share of a run's time for checkpoints at the best held-out FVU, in addition to the configured checkpoints.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
 FIRST_SAVE_S = 1.0
 
 
 class _Whole(NamedTuple):
-    """What all ranks together have to save."""
+    """The gathered state of all ranks to save."""
 
     tensors: dict[str, Tensor]
     stream: list[BufferPlace] | msgspec.UnsetType
 
 
 class Saving:
-    """Decides when to save, and saves. Every rank has one and calls it alike; rank 0 writes.
+    """Decides when to save, and saves. All ranks have one and make the same calls; rank 0 writes.
 
-    `saved` is the position of the checkpoint from which a run was resumed.
+    `saved` is the position of the checkpoint that a run resumed from.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class Saving:
         self._failures = 0
         self._wants_best, self._save_s = False, FIRST_SAVE_S
         self._timer = Timer(train.checkpoint_every_minutes)
-        # Whether the ranks have agreed to save by rank 0's clock.
+        # Whether the ranks have agreed to a save that rank 0 requested.
         self.granted = False
-        # What a checkpoint stores for a resumed run, next to the weights.
+        # Stored in checkpoints next to the weights, for resumed runs.
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
 
     def take_wish(self) -> bool:
-        """Return once whether to save now, by this rank's clock or as the best so far; only rank 0's counts."""
+        """Return and clear the request to save, because of the timer or a new best FVU; only rank 0 makes requests."""
         wants, self._wants_best = self._wants_best, False
         return self._parallel.is_main and (self._timer.take_due() or wants)
 
     def measured(self, best: Best, passes: float | None, took_s: float) -> None:
-        """Take in a held-out FVU, and ask for a checkpoint if it is the lowest so far and worth one.
+        """Record a held-out FVU, and request a checkpoint if it is the lowest so far and a checkpoint is worthwhile.
 
-        It is worth one if the run has begun to read rows again, so that the FVU may rise later, and if another
-        measurement and the save take at most `BEST_SHARE` of the time since the last save.
+        A checkpoint is worthwhile if the run repeats rows, so that the FVU may rise later, and if a measurement and the
+        save together take at most `BEST_SHARE` of the time since the last save.
         """
         if not math.isfinite(best.fvu) or (self.best and self.best.fvu <= best.fvu):
             return
@@ -84,7 +84,7 @@ class Saving:
         self._wants_best = passes is not None and passes > 1 and is_cheap
 
     def folder(self, position: Position) -> Path:
-        """Return the folder of the checkpoint of this position."""
+        """Return the checkpoint folder for a position."""
         return self._checkpoints.folder(position)
 
     def best_saved(self) -> State | None:
@@ -92,24 +92,24 @@ class Saving:
         return self._checkpoints.best()
 
     def is_due(self, position: Position, before: Position) -> bool:
-        """Tell whether to save at `position`, reached by a step from `before`; the same on all ranks."""
+        """Return whether to save at `position`, reached by a step from `before`; the same on all ranks."""
         steps, tokens = self._train.checkpoint_every, self._train.checkpoint_every_tokens
         by_steps = steps > 0 and position.step % steps == 0
         by_tokens = tokens > 0 and position.tokens // tokens > before.tokens // tokens
         return by_steps or by_tokens or self.granted
 
     def save(self, learners: Mapping[str, Learner], position: Position) -> None:
-        """Save the last checkpoint; raise `UserError` on rank 0 where it cannot be written."""
+        """Save a checkpoint; raise `UserError` on rank 0 if it cannot be written."""
         if (whole := self._gather(learners, position)) is not None:
             self._write(whole, position)
 
     def last(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
-        """Return on rank 0 the write of the last checkpoint; nothing on other ranks, or if it is saved already."""
+        """Return on rank 0 the write of the last checkpoint; none on other ranks or if already saved."""
         whole = self._gather(learners, position)
         return [] if whole is None else [Write(self.folder(position), partial(self._write, whole, position))]
 
     def try_save(self, learners: Mapping[str, Learner], position: Position) -> None:
-        """Save one checkpoint of many; where it cannot be written report that and let training go on to the next."""
+        """Save an intermediate checkpoint; if it cannot be written, report that and let training continue."""
         if (whole := self._gather(learners, position)) is None:
             return
         try:
@@ -118,13 +118,13 @@ class Saving:
             self._tell_failure(error)
 
     def has_failed_anywhere(self) -> bool:
-        """Tell whether the newest checkpoint is missing; all ranks call this, and wait until rank 0 has written."""
+        """Return whether the last save failed; all ranks call this, which also waits until rank 0 has written."""
         failed = torch.full((1,), float(self._failures > 0), device=self._parallel.device)
         self._parallel.world.sum_(failed)
         return bool(failed)
 
     def _gather(self, learners: Mapping[str, Learner], position: Position) -> _Whole | None:
-        """Return what to write on rank 0; None elsewhere, and where this position was saved already."""
+        """Return the state to write on rank 0; None on other ranks or if this position is already saved."""
         self._timer.restart()
         self._wants_best = False
         if self._asked == position:
@@ -151,13 +151,13 @@ class Saving:
     def _tell_failure(self, error: Exception) -> None:
         self._failures += 1
         rank_log.say(f"{error}; training goes on")
-        # Later failures would say the same.
+        # Later failures would repeat the message.
         if self._failures == 1:
             self._report.event("checkpoint", f"{error}; training goes on until the next one is due", level="error")
 
 
 class Timer:
-    """Minutes since the last save; 0 for never."""
+    """Signals when `every_minutes` have passed since the last save; 0 disables it."""
 
     def __init__(self, every_minutes: float) -> None:
         self._every_s = 60 * every_minutes
@@ -172,7 +172,7 @@ class Timer:
         return time.monotonic() - self._since
 
     def take_due(self) -> bool:
-        """Tell whether it is time, and restart if so: the ranks may take a step to agree to a save."""
+        """Return whether a save is due; if so, restart, since the ranks may need a step to agree to the save."""
         is_due = self._every_s > 0 and self.elapsed_s >= self._every_s
         if is_due:
             self.restart()

@@ -1,4 +1,4 @@
-"""What training changes of an SAE of which each rank holds a part: gathered for a checkpoint, and dealt from one."""
+"""Gathers the training state of an SAE sharded over ranks into a checkpoint, and loads each rank's shard from one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from trainer.training.zero_shards import Stepped
 
 
 class ShardedState:
-    """An SAE's weights and buffers, its optimizer's memory and its loss scale, of which this rank has a part.
+    """This rank's shard of an SAE's weights and buffers, its optimizer state and its loss scale.
 
-    Ranks may share the latents, and replicas of the same latents the optimizer's memory of them.
+    The latents may be sharded over ranks, and their optimizer state over replicas.
     """
 
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, loss_scale: LossScale) -> None:
         self._sae, self._stepped, self._optimizer, self._loss_scale = sae, stepped, optimizer, loss_scale
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield everything that training changes, by name: what a checkpoint holds."""
+        """Yield the name and value of every tensor that training changes: the content of a checkpoint."""
         yield from (("sae." + name, value) for name, value in self._sae.state_dict().items())
         for name, parameter in self._stepped.parameters.items():
             for kind, value in self._optimizer.state.get(parameter, {}).items():
@@ -32,14 +32,14 @@ class ShardedState:
         yield from (("loss_scale." + name, value) for name, value in self._loss_scale.state().items())
 
     def collect(self, prefix: str = "") -> dict[str, Tensor] | None:
-        """Return the `tensors` whose name starts with `prefix`, with all latents; all ranks of the SAE must call it.
+        """Return the `tensors` whose names start with `prefix`, with all latents; all ranks of the SAE must call it.
 
-        The first of the ranks that share latents, of the first replica, gets them, any other None.
+        Only the first latent rank of the first replica gets them; all other ranks get None.
         """
         self._stepped.restore()
         own = ((name, tensor) for name, tensor in self.tensors() if name.startswith(prefix))
         of_replica = {name: self._of_replica(name, tensor) for name, tensor in own}
-        # Other replicas have the same.
+        # Other replicas hold the same tensors.
         if self._sae.data.index:
             return None
         whole = {name: self._whole(name, tensor) for name, tensor in of_replica.items() if tensor is not None}
@@ -48,7 +48,7 @@ class ShardedState:
         return {name: tensor for name, tensor in whole.items() if tensor is not None}
 
     def _of_replica(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with all latents of this replica, even where each optimizer has a share of them."""
+        """Return a tensor with all latents of this replica, gathering optimizer state that replicas share."""
         dim = self._latent_dim(name, tensor) if name.startswith("optimizer.") else None
         return tensor if dim is None else self._stepped.collect(tensor, dim)
 
@@ -57,12 +57,12 @@ class ShardedState:
         return tensor if dim is None or not self._sae.latents.is_shared else self._sae.latents.collect(tensor, dim)
 
     def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
-        """Return the dimension along which a checkpoint's tensor has latents, by the last part of its name, or None."""
+        """Return the latent dimension of a checkpoint's tensor, by the last part of its name; None if it has none."""
         dim = self._sae.latent_dims().get(name.rpartition(".")[2])
         return dim if dim is not None and tensor.dim() > dim else None
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back this rank's part of what `collect` returned; raise `UserError` where it is of another SAE."""
+        """Load this rank's shard of the tensors from `collect`; raise `UserError` if they do not fit the SAE."""
         self._stepped.restore(fill=False)
         silence = tensors.get("sae.n_tokens_since_fired")
         tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
@@ -80,7 +80,7 @@ class ShardedState:
         for name, parameter in self._stepped.parameters.items():
             values = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
             if values:
-                # A fused Adam keeps its step count beside the parameters.
+                # A fused Adam keeps its step count on the parameters' device.
                 placed = {kind: _copy_in_layout_of(parameter, value) for kind, value in values.items()}
                 self._optimizer.state[parameter] = self._optimizer.adopted(parameter, placed)
 
@@ -96,9 +96,9 @@ class ShardedState:
 
 
 def _copy_in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy `value` to the parameter's device, in its memory layout if the shapes agree.
+    """Copy `value` to the parameter's device, in the parameter's memory layout if the shapes agree.
 
-    A fused optimizer goes through the memory of all its tensors in one order, which a file does not keep.
+    A fused optimizer requires one memory layout for all its tensors, and a file does not store the layout.
     """
     if value.shape != parameter.shape:
         return value.to(parameter.device)
@@ -106,5 +106,5 @@ def _copy_in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose name starts with `prefix`, by the rest of their name."""
+    """Return the tensors whose names start with `prefix`, with the prefix removed."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -10,27 +10,27 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.reporting.report import Report
 from trainer.training.learner import Learner, StepState
 
-# Skipped steps in a row that are not an accident any more.
+# The number of consecutive skipped steps at which training has diverged.
 MOST_SKIPPED = 5
-# In fp16 the scale of the loss finds its place by skipping; from 2^15 it cannot halve more often than this.
+# In fp16 some skips only lower the loss scale; starting from 2^15 it cannot usefully halve more often than this.
 MOST_SKIPPED_FP16 = 25
 OVERFLOWED = "many more latents were active than in the steps before, more than there was room for; training goes on"
 
 
 def is_hopeless(in_a_row: int, learner: Learner) -> bool:
-    """Tell whether so many skipped steps in a row of an SAE are no accident any more."""
+    """Return whether `in_a_row` consecutive skipped steps mean that training of the SAE has diverged."""
     return in_a_row > MOST_SKIPPED_FP16 if learner.has_loss_scale else in_a_row >= MOST_SKIPPED
 
 
 class Skips:
-    """Reports skipped steps; `given_up` are the SAEs of a sweep that no longer learn while others do."""
+    """Reports skipped steps; `given_up` has the labels of a sweep's diverged SAEs while others still learn."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self.given_up: set[str] = set()
 
     def look_at(self, label: str, learner: Learner, state: StepState, now: Position) -> None:
-        """Report the steps skipped up to a position; raise `UserError` where training is of no use."""
+        """Report the steps skipped up to the position `now`; raise `UserError` if no SAE learns any more."""
         skipped, in_a_row = state.skipped, state.skipped_in_a_row
         ends = is_hopeless(in_a_row, learner)
         if state.overflowed:
@@ -47,7 +47,7 @@ class Skips:
             self._report.event("skipped", f"{n_bad} steps skipped up to step {now.step}: {reason}", label)
 
     def _give_up(self, label: str, learner: Learner, when: str) -> None:
-        """Give up an SAE; raise `UserError` where no SAE is left that learns."""
+        """Give up an SAE; raise `UserError` if no SAE is left that learns."""
         narrow = ', or train.precision = "fp32", whose range is wider' if learner.has_loss_scale else ""
         cure = f"choose a lower rate{narrow}"
         where = "train.lr: the gradient is not finite"
@@ -58,6 +58,6 @@ class Skips:
             self._report.event("given_up", f"{where}, {when}; {cure}", label)
 
     def end_where_none_learns(self) -> None:
-        """Raise `UserError` where all SAEs were given up, by whichever rank."""
+        """Raise `UserError` if all SAEs were given up, on any ranks."""
         if self.given_up == self._report.values.keys():
             raise UserError("train.lr: the gradients of all SAEs are not finite any more; choose a lower rate")

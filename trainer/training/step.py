@@ -15,7 +15,7 @@ Wishes = tuple[bool, ...]
 
 
 def no_wishes() -> Wishes:
-    """Wish for nothing: where nobody can stop a step or ask for a checkpoint."""
+    """Return no requests, for callers that never stop or save."""
     return (False,)
 
 
@@ -28,7 +28,8 @@ def take_step(
 ) -> Wishes:
     """Take step `number`, counted from 0, of all SAEs of this rank, each on all micro-batches of its raw data.
 
-    Every rank takes it together. `wishes` is called before the ranks exchange; return for each wish if any rank has it.
+    All ranks call it together. `wishes` returns this rank's requests and is called before the exchange; return, for
+    each request, whether any rank made it.
     """
     for learner in learners:
         learner.begin_step(number)
@@ -52,7 +53,7 @@ def take_step(
 
 
 def cut_of(layout: Layout, parallel: Parallel) -> Cut:
-    """Return how a step of the job is cut into micro-batches, and which part of each is this rank's."""
+    """Return the division of a step into micro-batches, and this rank's share of each."""
     return cut_within(
         layout.tokens_per_step,
         layout.micro_batches,

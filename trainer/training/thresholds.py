@@ -1,7 +1,7 @@
-"""Sets the thresholds of SAEs on held-back rows, so that as many latents are active there as were asked for.
+"""Sets the thresholds of SAEs on held-out rows, so that L0 on these rows equals the configured k.
 
-A threshold that training has learnt fits rows that the SAE knows: on a sample of 138 texts L0 was 31.8 on rows that
-were trained on, and 36.4 on held-out ones.
+A threshold learnt in training fits the training rows: on a sample of 138 texts L0 was 31.8 on training rows and 36.4 on
+held-out rows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainer.saes.batch_topk import UNSET, BatchTopK
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
-# The bits of positive fp32 numbers sort like the numbers. Without the last bits they number bins 0.1 % wide. One pass
-# counts the values in each bin, and the ranks add up their counts: the result does not depend on which rank has a row.
+# The bit patterns of positive fp32 numbers sort like the numbers. Without the last 13 bits they index bins 0.1 % wide.
+# One pass counts the values per bin, and ranks sum their counts, so the result does not depend on the rank of a row.
 _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
-# Pre-activations that are counted at once.
+# The maximum number of pre-activations counted at once.
 _MOST_VALUES = 2**24
 # The key in an exported SAE's metadata for the rows on which its threshold was set.
 SET_ON = "threshold_set_on"
@@ -38,7 +38,7 @@ OF_HALVES = "thresholds_of_held_out_halves"
 def set_thresholds(
     learners: Mapping[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> None:
-    """Set the thresholds of all learners that have one; every rank counts its share of the held-out rows."""
+    """Set the thresholds of all learners that use one; every rank counts its share of the held-out rows."""
     choosing = {label: one for label, one in learners.items() if isinstance(one.sae, BatchTopK)}
     if not choosing:
         return
@@ -59,7 +59,7 @@ def set_thresholds(
 
 
 def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:
-    """Count this rank's positive pre-activations by bin, float64 [n_bins], and its rows, [1]."""
+    """Return the counts of this rank's positive pre-activations by bin, float64 [n_bins], and of its rows, [1]."""
     sae = learner.sae
     assert isinstance(sae, BatchTopK)
     counts = torch.zeros(_N_BINS, dtype=torch.float64, device=sae.W_enc.device)
@@ -74,16 +74,16 @@ def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:
 
 
 def count_values(values: Tensor) -> Tensor:
-    """Count the positive ones of fp32 values by bin, int64 [n_bins]."""
+    """Return the counts of the positive fp32 values by bin, int64 [n_bins]."""
     bits = values[values > 0].view(torch.int32) >> _DROPPED_BITS
     return torch.bincount(bits, minlength=_N_BINS)
 
 
 def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
-    """Return the threshold that brings L0 as near to k as the bins allow; `UNSET` without rows.
+    """Return the threshold that brings L0 as close to k as the bins allow; `UNSET` without rows.
 
-    `counts` [n_bins] counts the positive pre-activations of `n_rows` rows by bin. If fewer than k
-    per row are positive, all of them pass.
+    `counts` [n_bins] counts the positive pre-activations of `n_rows` rows by bin. If fewer than k per row are positive,
+    the threshold is 0.
     """
     if not n_rows:
         return UNSET
@@ -92,12 +92,12 @@ def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
     lowest = int(miss.argmin())
     if lowest == 0:
         return 0.0
-    # The largest number below that bin, since a latent is active above the threshold.
+    # Return the largest number below the bin, since a latent is active if it exceeds the threshold.
     return float(torch.tensor((lowest << _DROPPED_BITS) - 1, dtype=torch.int32).view(torch.float32))
 
 
 def threshold_facts(sae: Sae) -> dict[str, Any]:
-    """Return the facts on its threshold for an exported SAE's metadata; none for an SAE without one."""
+    """Return facts about an SAE's threshold for the metadata of its export; none if it has no threshold."""
     if not isinstance(sae, BatchTopK):
         return {}
     whole, *halves = (sae.set_thresholds / sae.acts_scale).tolist()

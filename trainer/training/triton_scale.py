@@ -1,5 +1,4 @@
-"""What `gradients.Verdicts` makes of a gradient's norm, by one kernel where torch's operations on single numbers take
-sixteen, which is 3 % of a short step."""
+"""Computes a `gradients.Verdict` in one Triton kernel; sixteen torch kernels would take 3 % of a short step."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ def judge(
     expected: int,
     largest: float,
 ) -> tuple[Tensor, ...]:
-    """Return what a `gradients.Verdict` has, as `Verdicts.of` does, and write to its `norm` and `skipped`."""
+    """Return the fields of a `gradients.Verdict`, as `Verdicts.of` does, and update `norm` and `skipped` in place."""
     divisor, bad, bad_gradient, taken, of_step = torch.empty(5, device=factor.device).unbind()
     skips = torch.empty((), dtype=torch.bool, device=factor.device)
-    # Triton launches on the current device, which need not be the tensors'.
+    # Triton launches on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(factor):
         _judge[1,](
             norm, skipped, divisor, skips, bad, bad_gradient, taken, of_step,
@@ -33,7 +32,7 @@ def judge(
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run the kernel once; raise `RuntimeError` if its results are wrong, and pass on Triton's errors."""
     numbers = torch.tensor([9.0, 16.0, 2.0, 64.0, 0.0], dtype=torch.float64, device=device)
     norm, skipped = numbers[0].float(), torch.ones(3, device=device)
     given = numbers[0], numbers[1], numbers[2].float(), numbers[3].float(), numbers[4].bool()
@@ -48,7 +47,7 @@ def _judge(
     out_norm, inout_skipped, out_divisor, out_skips, out_bad, out_bad_gradient, out_taken, out_n_tokens,
     of_latents, of_all, factor, n_tokens, overflowed, expected, largest,
 ):  # fmt: skip
-    """Write the norm without its scale, the divisor that takes that out and clips, and whether the norm is finite."""
+    """Store the unscaled norm, the divisor that removes the scale and clips, and flags for a non-finite norm."""
     came = tl.load(n_tokens)
     scale = tl.load(factor) * (came / expected)
     norm = tl.sqrt(tl.load(of_latents) + tl.load(of_all)).to(tl.float32) / scale

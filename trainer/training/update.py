@@ -1,4 +1,4 @@
-"""The step of an SAE's weights, with all that it does to them and their gradients before and after."""
+"""The weight update of an SAE: gradient projection, optimizer step, normalisation and constraints."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trainer.training.zero_shards import Stepped
 
 
 class Update:
-    """Passes over whole matrices, one after the other: on a CPU, and for optimizers that know no other way."""
+    """Updates entire matrices in separate passes: used on a CPU and for optimizers without a row-wise step."""
 
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, following: Following | None) -> None:
         self._sae, self._stepped, self._optimizer, self._following = sae, stepped, optimizer, following
 
     def measure(self) -> Squares:
-        """Take out of the gradients what the step must not see, and return the squares of what is left."""
+        """Project the gradients for the step, and return their squared norms."""
         self._sae.project_gradient(self._stepped.rows)
         return self._squares(self._stepped.parameters)
 
     def take(self, verdict: Verdict) -> None:
-        """Step the weights and bring them into their range; where that is the verdict, change no bit."""
+        """Step the weights and apply their constraints; if the verdict is to skip, change nothing."""
         skips = verdict.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
             self._optimizer.step()
@@ -35,7 +35,7 @@ class Update:
         self._sae.constrain(self._stepped.rows)
 
     def _squares(self, names: Iterable[str]) -> Squares:
-        """Return the squares of these parameters' gradients."""
+        """Return the squared norms of the gradients of the named parameters."""
         dims, device = self._sae.latent_dims(), self._sae.W_dec.device
         parts: dict[bool, list[Tensor]] = {True: [], False: []}
         for name in names:
@@ -46,8 +46,10 @@ class Update:
 
 
 class RowUpdate(Update):
-    """The matrices are stepped a latent at a time, so that each of their weights is read and written once; so are all
-    vectors. A skip connection is the optimizer's."""
+    """Steps matrices and vectors one latent at a time, so that each weight is read and written once.
+
+    The optimizer steps the remaining parameters, such as a skip connection.
+    """
 
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, by_rows: RowStep) -> None:
         super().__init__(sae, stepped, optimizer, None)

@@ -1,4 +1,4 @@
-"""Decides which weights this rank steps: all that it has, or its share where replicas divide the step (ZeRO-1)."""
+"""Decides which weights this rank steps: all of its weights, or a share if replicas divide the step (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainer.runtime import narrow_copy
 from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.saes.base import Sae
 
-# Matrices that a pass reads last: a transfer of their rows goes on meanwhile.
+# Matrices that a pass reads last, so that the transfer of their rows overlaps with the pass.
 _READ_LATE = ("W_dec",)
 
 
 class _Sum(NamedTuple):
-    """A gradient [n_latents, n] whose sum over the replicas is under way, and the copy of it that was sent."""
+    """A gradient [n_latents, n] that is being summed over the replicas, and its copy that is sent."""
 
     gradient: Tensor
     sent: Tensor
@@ -27,10 +27,10 @@ class _Sum(NamedTuple):
 
 
 class Stepped:
-    """All weights of the rank are stepped by it: the null form.
+    """The case without sharding: the rank steps all its weights.
 
-    `parameters` are those of the optimizer, by the SAE's names for them; `rows` are the latents among the SAE's whose
-    step this rank takes, and `others` the ranks that step the rest.
+    `parameters` has the optimizer's parameters by their names in the SAE, `rows` selects the latents that this rank
+    steps, and `others` is the group of replicas that share the step.
     """
 
     others, rows = Group(), slice(None)
@@ -38,52 +38,53 @@ class Stepped:
     def __init__(self, sae: Sae) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(sae.named_parameters())
         self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
-        # Numbers of the latents that this rank steps, int64 on their device.
+        # Indices of the latents that this rank steps, int64 on the device.
         self.ids = sae.ids
 
     def whole_sums(self) -> list[Tensor]:
-        """Return the gradients of latents whose sum over the replicas this rank needs as a whole."""
+        """Return the latent gradients whose sums over the replicas this rank needs for all latents."""
         return [one.grad for one in self._whole.values() if one.grad is not None]
 
     def part_sums(self) -> list[Tensor]:
-        """Return the gradients whose sum it needs for its own latents only; the latents are their first dimension."""
+        """Return the gradients whose sums this rank needs only for its own latents, with latents as first dimension."""
         return []
 
     def begin(self) -> None:
-        """Hand the SAE's gradients to the parameters of the optimizer."""
+        """Assign the SAE's gradients to the optimizer's parameters."""
 
     def end(self) -> None:
         """Copy the stepped weights to the other replicas."""
 
     def exchange_narrow(self, dtype: torch.dtype) -> None:
-        """Exchange stepped matrices in 16 bits from now on, in which alone passes in training read them."""
+        """Exchange stepped matrices in the 16-bit type `dtype` from now on, since training passes read no other."""
 
     def divide(self) -> None:
-        """Prepare for a pass in training: free fp32 weights that only other ranks step."""
+        """Prepare for a training pass: free the fp32 weights that only other ranks step."""
 
     def restore(self, *, fill: bool = True) -> None:
-        """Give the SAE all its fp32 weights, with undefined values unless `fill`; all replicas call it together."""
+        """Allocate all fp32 weights of the SAE and, if `fill`, gather their values; all replicas call it together."""
 
     def send_early(self, *, may: bool) -> None:
-        """Let gradients be summed as soon as the next backward pass has them, if they `may`; all replicas say alike."""
+        """If `may`, sum gradients as soon as the next backward pass has them; all replicas pass the same value."""
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
-        """Return, of a tensor with the SAE's latents along `dim`, those whose step this rank takes."""
+        """Return the latents that this rank steps from a tensor with the SAE's latents along `dim`."""
         return latents
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
-        """Return a tensor with all of the SAE's latents on the first replica, else None; here `own` has them all."""
+        """Return a tensor with all latents of the SAE on the first replica, else None; here `own` already has them."""
         return own
 
 
 class SteppedShare(Stepped):
-    """Each replica steps a share of the latents and holds the optimizer's memory of those only.
+    """Each replica steps a share of the latents and holds the optimizer state of only these latents.
 
-    The parameters are views of the SAE's. A sum over the replicas costs half as much as before; spreading what each has
-    stepped costs the other half.
+    The optimizer's parameters are views of the SAE's weights. Summing gradient shards (reduce-scatter) costs half of an
+    all-reduce; gathering the stepped weights costs the other half.
 
-    Where products read 16 bits only those are spread. The parameters then have memory of their own, and those of the
-    SAE have none between the first pass and the next use of fp32 weights: any read of them fails.
+    If matrix products read 16-bit weights, only 16-bit weights are exchanged. The optimizer's parameters then have
+    their own memory, and the SAE's fp32 matrices have none between the first pass and the next `restore`: any read of
+    them fails.
     """
 
     def __init__(
@@ -96,14 +97,14 @@ class SteppedShare(Stepped):
         self.rows = slice(begin, begin + self._sizes[replicas.index])
         self._dims = {name: sae.latent_dims()[name] for name in self._whole}
         for name, whole in self._whole.items():
-            # `data`, since what torch counts as changes of these weights must not count as changes of all.
+            # Use `data`, so that changes to the share do not increment torch's version counter of the full tensor.
             self.parameters[name] = nn.Parameter(self.own(whole.data, self._dims[name]))
         self.ids = sae.ids[self.rows]
-        # Copies in 16 bits of the SAE's matrices, and of this rank's rows of them.
+        # 16-bit copies of the SAE's matrices, and of this rank's rows.
         self._narrow: dict[str, tuple[NarrowCopy, NarrowCopy]] = {}
         self._dtype: torch.dtype | None = None
         self._is_divided = False
-        # Sums that began within a backward pass, by name.
+        # Sums started during a backward pass, by name.
         self._sums: dict[str, _Sum] = {}
         self._may_send_early = False
         if sae.W_dec.is_cuda and sae.latents.group.size == 1:
@@ -113,7 +114,7 @@ class SteppedShare(Stepped):
         self._may_send_early = may
 
     def _send(self, name: str, whole: Tensor) -> None:
-        """Begin the sum of a gradient that is complete, while that of the encoder is computed."""
+        """Start to sum a complete gradient while the encoder's gradient is still being computed."""
         if self._may_send_early:
             assert whole.grad is not None
             gradient = whole.grad.movedim(self._dims[name], 0)
@@ -135,7 +136,7 @@ class SteppedShare(Stepped):
         for name, (copy, own_copy) in self._narrow.items():
             whole, own, dim = self._whole[name], self.parameters[name], self._dims[name]
             own.copy_(self.own(whole, dim))
-            # Other ranks may have sent the weights, which torch does not count as a change.
+            # Weights received from other ranks do not increment torch's version counter.
             copy.forget()
             own_copy.be_part(self.own(copy.read(whole, self._dtype), dim), own)
         for name in self._narrow:
@@ -185,12 +186,12 @@ class SteppedShare(Stepped):
             self._narrow[name][0].arrive(partial(self.others.finish, transfers))
 
     def _stepped_rows(self, name: str) -> Tensor:
-        """Return the rows of all ranks of a tensor that is to be spread, of which those of this rank are stepped."""
+        """Return the full tensor to gather into, latents first, with this rank's rows already stepped."""
         whole, dim = self._whole[name], self._dims[name]
         if name in self._narrow:
             assert self._dtype is not None
             copy, own_copy = self._narrow[name]
-            # Makes the rows where the step has not written them.
+            # Convert the rows to 16 bits if the step has not written them.
             own_copy.read(self.parameters[name], self._dtype)
             return copy.read(whole, self._dtype).movedim(dim, 0)
         return whole.detach().movedim(dim, 0)
