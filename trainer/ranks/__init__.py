@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, on which devices, and how they end."""
+"""Starts and ends the processes of a run, and chooses their devices."""

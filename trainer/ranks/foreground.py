@@ -216,7 +216,7 @@ class Foreground:
             bar.refresh()
 
     def _tell_warnings(self, bar: tqdm[Any]) -> None:
-        """Write each new warning of the run on stderr, above the bar."""
+        """Write each new warning of the run to stderr, above the bar."""
         for event in self._events(self._seen_until):
             self._seen_until = event.timestamp
             # Report cards are printed with the result.

@@ -365,7 +365,10 @@ def _local_rank() -> int:
 
 
 def set_order_of_sums(deterministic: bool) -> None:
-    """Make NCCL use rings only, before it is loaded; rings, trees and switches, chosen by size, round differently."""
+    """Make NCCL use rings only, if `deterministic`; call it before NCCL loads.
+
+    By default NCCL chooses rings, trees or switches by message size, and these round differently.
+    """
     if deterministic:
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
@@ -389,8 +392,8 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 def refuse_slice(spec: RankSpec, local_rank: int) -> None:
     """Raise `UserError` if this rank would exchange tensors with other ranks from a MIG slice.
 
-    GPUs assigned by torchrun and SLURM were not checked before. CUDA shows a process only one slice, so any local rank
-    may have to use device 0.
+    GPUs assigned by torchrun and SLURM were not checked earlier. CUDA shows a process only one slice, whatever its
+    local rank, so the device index is limited to the visible ones.
     """
     import torch
 

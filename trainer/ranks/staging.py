@@ -34,7 +34,7 @@ def restart(give_up: Callable[[str], object], *, on_one_host: bool = True) -> No
     if is_staged() or all(os.environ.get(name) == value for name, value in STAGED.items()):
         give_up(HOPELESS if on_one_host else HOPELESS + OVER_NETWORK)
         return
-    with contextlib.suppress(OSError):  # its log is on a full disk
+    with contextlib.suppress(OSError):  # The disk of the log may be full.
         sys.stderr.flush()
     try:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | STAGED | {_MARK: "1"})

@@ -83,7 +83,7 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
     if newest_checkpoint(paths) is None:
         return job, []
     was, stored = load_run_job(paths.job_file), stored_run(paths.root)
-    # Settings introduced after the run began keep the behaviour the run had, not today's defaults.
+    # Settings newer than the run get the values that match its behaviour, which may differ from today's defaults.
     job = job_of(to_table(job), settings_since(paths.job_file))
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):
