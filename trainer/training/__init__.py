@@ -1,1 +1,1 @@
-"""Trains: one step after the other, held-out measurements, and what is written at the end."""
+"""Trains SAEs: the training loop, evaluation on held-out rows, checkpoints, import and export."""

@@ -17,7 +17,7 @@ CURE = "extract them again, in bf16 or fp32 if it was fp16"
 
 
 def too_many(n_bad: int, n_seen: int) -> bool:
-    """Return whether more than `MOST_BAD_ROWS` of all rows must be bad, judged by the rows read so far.
+    """Return whether the rows read so far show that the share of bad rows is above `MOST_BAD_ROWS`.
 
     A small sample may hold more by chance: 4 standard deviations above the share, plus 10 rows, are allowed.
     """

@@ -25,7 +25,7 @@ from trainer.training.export_checkpoint import (
 
 
 def is_set(paths: Sequence[Path], form: str) -> bool:
-    """Return whether to export one set: from several runs, or circuit-tracer transcoders of several hooks.
+    """Return whether an export is a set of SAEs: it has several runs, or is for circuit-tracer with several hooks.
 
     Raise `UserError` if a path is not a run.
     """

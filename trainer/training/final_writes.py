@@ -44,7 +44,7 @@ class FinalWrites:
         self, parallel: Parallel, report: Report, stop: threading.Event, beat: Callable[[str], object]
     ) -> None:
         self._parallel, self._report, self._stop, self._beat = parallel, report, stop, beat
-        # The folder of an SAE on another disk, by the folder where it belongs.
+        # The folder of an SAE on another disk, by its intended folder.
         self._rescued: dict[Path, Path] = {}
         self._failed: list[UserError | OSError] = []
         self._has_reported = False
@@ -110,7 +110,7 @@ class FinalWrites:
             self._has_reported = True
             self._report.event("space", message, level="warning")
 
-    # an SAE on another disk
+    # SAEs on another disk
 
     def _rescue(self, one: Write) -> None:
         """Write an SAE to another disk and report its folder; do nothing if no disk has space."""
@@ -151,7 +151,7 @@ def _written_to(place: Path, one: Write) -> Path | None:
 
 
 def _other_places(folder: Path) -> Iterator[Path]:
-    """Yield folders on other disks than the one of `folder`, the most permanent first."""
+    """Yield folders that are on other disks than `folder`, the most permanent first."""
     while not folder.exists():
         folder = folder.parent
     seen = {folder.stat().st_dev}

@@ -77,7 +77,7 @@ class Verdict(NamedTuple):
 
 
 class Verdicts:
-    """Judges the gradients of steps of `expected` tokens and clips their norms to `largest` (0: never).
+    """Checks the gradients of steps of `expected` tokens and clips their norms to `largest` (0: never).
 
     `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] counts the steps skipped in
     this log interval, the consecutive skips up to now (lost activations do not count), and the skips in the interval

@@ -191,7 +191,8 @@ class Trainer:
         except BaseException as error:
             self._batches.abandon()
             if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
-                # The weights are valid: they come from the last complete step. Other ranks could be in the middle of an exchange.
+                # The weights are valid: they come from the last complete step. With several ranks, another one may
+                # be in the middle of an exchange.
                 self._reserve.release()
                 with contextlib.suppress(Exception):
                     self._saving.save(self.learners, self.position)
@@ -444,7 +445,7 @@ class Trainer:
         self._logged = self.position
         if not self._reads_late:
             self._record_intervals()
-        # Change shares only between intervals, so that each interval has one set of shares.
+        # Change shares only between intervals, so that they are constant within an interval.
         if self._wanted_shares and len(self._wanted_shares.latents) == 1:
             self._adopt(self._wanted_shares)
             self._reopen_batches()
