@@ -1,4 +1,4 @@
-"""AuxK: latents that have died learn to explain what the others leave over (Gao et al. 2024, arXiv 2406.04093)."""
+"""AuxK: dead latents learn to explain the error of the others (Gao et al. 2024, arXiv 2406.04093)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LONGEST_SILENCE = 2**31 - 1
 
 
 class Candidates(NamedTuple):
-    """Latents [n] from which each token gets its `n_chosen` strongest.
+    """Dead latents [n], of which each token uses the `n_chosen` strongest.
 
-    `latents` are their numbers on this rank, each once, and −1 for those that another rank holds. `rows` are their
-    weights in the type of products, with a bias of −∞ for those that are not dead; other ranks' have arrived once the
-    `transfers` have ended. What they miss has a `weight`, 0-dim: 1 / the variance of the residual, or 0 if none is
+    `latents` are distinct indices on this rank, or −1 if another rank holds the latent. `rows` are their weights in the
+    product dtype, with a bias of −∞ for latents that are not dead; rows of other ranks are complete once the
+    `transfers` have ended. `weight`, 0-dim, scales the loss: 1 / the variance of the residual, or 0 if no latent is
     dead.
     """
 
@@ -39,7 +39,7 @@ class Candidates(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """What dead latents reconstruct of this rank's y − x_hat [n_tokens, d_out], and the weight of what is left."""
+    """The dead latents' reconstruction of this rank's y − x_hat [n_tokens, d_out], and the weight of its error."""
 
     reconstruction: Tensor
     weight: Tensor
@@ -58,10 +58,10 @@ class AuxK(nn.Module):
 
     @torch.no_grad()
     def candidates(self, sae: Sae, dtype: torch.dtype) -> Candidates | None:
-        """Find the dead latents silent for longest, at most 2·k_aux on all ranks together, with weights of this type.
+        """Return the weights of the latents silent for longest, at most 2·k_aux over all ranks, in `dtype`.
 
-        So few that their dense products stay a small part of the step however many are dead; and a fixed number needs
-        no answer from a GPU or from other ranks. None: no latent is dead, or the SAE is not in training.
+        The limit keeps their dense products a small part of the step, however many latents are dead, and a fixed number
+        needs no answer from a GPU or other ranks. Return None if no latent is dead or the SAE is not in training.
         """
         if not self.alpha or not sae.training or not sae.may_have_dead():
             return None
@@ -75,9 +75,9 @@ class AuxK(nn.Module):
         return Candidates(own.latents, rows._replace(b_enc=own.bias), own.weight, min(n, n_chosen), [])
 
     def explain(self, sae: Sae, centred: Tensor, candidates: Candidates | None) -> Explained | None:
-        """Explain the error of this rank's tokens by candidates; `centred` is what the encoder reads [n_tokens, d_in].
+        """Reconstruct the error of this rank's tokens from candidates.
 
-        Ranks that share the latents have the same `centred`.
+        `centred` [n_tokens, d_in] is the encoder's input. Ranks that share the latents have the same `centred`.
         """
         if candidates is None:
             return None
@@ -86,28 +86,28 @@ class AuxK(nn.Module):
         return Explained(_explained(sae, own_tokens, candidates), candidates.weight)
 
     def loss(self, error: Tensor, explained: Explained | None) -> Tensor:
-        """Return the share of the error's variance that dead latents leave unexplained, summed over tokens, 0-dim.
+        """Return the fraction of the error's variance that dead latents do not explain, summed over tokens, 0-dim.
 
-        `error` is x_hat − y of this rank's tokens [n_tokens, d_out]. The loss is 0 if nothing is explained.
+        `error` is x_hat − y of this rank's tokens [n_tokens, d_out]. The loss is 0 if `explained` is None.
         """
         return error.new_zeros(()) if explained is None else auxk_error(error, *explained)
 
     def learn_from(self, sums: Tensor) -> None:
-        """Take in Σ‖y − x_hat‖² of this step, from which the next step's loss gets the residual's variance.
+        """Update the residual's variance for the next step's loss from Σ‖y − x_hat‖² of this step.
 
-        A step's own sum would need an exchange between ranks before its backward pass. b_dec keeps the residual's mean
-        near 0, so that its mean square is its variance.
+        Using the sum of the same step would need an exchange between ranks before the backward pass. b_dec keeps the
+        residual's mean near 0, so its mean square is its variance.
         """
         take_variance(self.residual_variance, sums)
 
 
 def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> Silent:
-    """Return the n latents of this rank that have been silent for longest, on a CPU in this order."""
+    """Return the n latents of this rank that have been silent for longest; on a CPU they are sorted by silence."""
     silence = sae.n_tokens_since_fired
     if found := dead_latents.longest_silent(silence, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
         return found
     if silence.is_cuda:
-        # Equal numbers keep the order of latents. Sorting 32 bits takes 11 kernels where the top of 64 bits takes 33.
+        # The stable sort keeps ties in latent order. Sorting 32 bits takes 11 kernels, top-k of 64 bits takes 33.
         latents = silence.clamp_max(LONGEST_SILENCE).int().sort(stable=True, descending=True).indices[:n]
     else:
         latents = _order(sae).topk(n, largest=False).indices
@@ -117,18 +117,18 @@ def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> S
 
 
 def _order(sae: Sae) -> Tensor:
-    """Return numbers that order the latents of all ranks: the longest silent first, of equals the lower number.
+    """Return sort keys for the latents of all ranks: longest silence first, ties by latent index.
 
-    A latent that was silent for 2^31 tokens is as dead as any that was for longer.
+    Silence is capped at 2^31 − 1 tokens.
     """
     return torch.sub(sae.ids, sae.n_tokens_since_fired.clamp_max(LONGEST_SILENCE), alpha=sae.d_sae)
 
 
 def _of_all_ranks(sae: Sae, own: Silent, n: int, n_chosen: int, variance: Tensor) -> Candidates:
-    """Return the n latents of all ranks that have been silent for longest, of which this rank has at most its `own`.
+    """Return the n latents of all ranks that have been silent for longest; `own` are the candidates of this rank.
 
-    Each rank fills in the weights of its own, zeros elsewhere, and the sum over the ranks is exact. How many a rank
-    holds depends on the data: parts of a fixed size would not suffice for any rank that holds all of them.
+    Each rank fills in the weights of its latents and zeros elsewhere, so the sum over the ranks is exact. How many of
+    them a rank holds depends on the data: it may be all of them, so blocks of a smaller fixed size would not suffice.
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)
@@ -136,8 +136,8 @@ def _of_all_ranks(sae: Sae, own: Silent, n: int, n_chosen: int, variance: Tensor
     is_dead = everybodys < sae.d_sae * (1 - sae.dead_after_tokens)
     if not order.is_cuda:
         n = _n_dead(is_dead, n)
-    # A latent's place is the number of those before it, and n where it is not among the first n. To sort 6,144 numbers
-    # takes a GPU 19 kernels, to count them 4. Of a bool, sum would make a copy in 64 bits.
+    # A latent's position is the number of latents before it, or n if it is not among the first n. For 6,144 values,
+    # sorting takes 19 GPU kernels and counting takes 4. `sum` of a bool would make a 64-bit copy.
     is_before = own.bias.new_empty(len(order), len(everybodys), dtype=torch.bfloat16)
     torch.lt(everybodys, order[:, None], out=is_before)
     places = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
@@ -149,8 +149,10 @@ def _of_all_ranks(sae: Sae, own: Silent, n: int, n_chosen: int, variance: Tensor
 
 
 def _n_dead(is_dead: Tensor, n: int) -> int:
-    """Return how many of n candidates are dead, but at least 1. Counting costs nothing on a CPU; without it 2 dead
-    latents of 3,072 would cost as much as a whole step."""
+    """Return how many of n candidates are dead, but at least 1.
+
+    Counting is cheap on a CPU; without it, 2 dead latents of 3,072 would cost as much as a whole step.
+    """
     return max(1, min(n, int(is_dead.sum())))
 
 
@@ -163,11 +165,10 @@ def _explained(sae: Sae, centred: Tensor, candidates: Candidates) -> Tensor:
 
 
 class _Explain(torch.autograd.Function):
-    """A reconstruction from a few latents that are dead: acts W_dec, where acts are the strongest of
-    centred W_encᵀ + b_enc.
+    """A reconstruction acts W_dec from a few dead latents: acts are the strongest of centred W_encᵀ + b_enc.
 
-    `centred` is x − input_bias in the type of products. The gradients of weights go to `leave` as rows; by itself
-    autograd would narrow each of the matrices twice over, and take two passes over [n_tokens, n] where one does.
+    `centred` is x − input_bias in the product dtype. The gradients of the weights are passed to `leave` as rows. Plain
+    autograd would narrow each matrix twice, and make two passes over [n_tokens, n] instead of one.
     """
 
     @staticmethod
@@ -193,10 +194,10 @@ class _Explain(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         centred, acts, reads, writes, latents = ctx.saved_tensors
-        # 0 where a latent was not chosen, or is not active.
+        # 0 if a latent was not chosen or is inactive.
         grad_pre_acts = torch.ops.aten.threshold_backward(grad @ writes.T, acts, 0)
         grad_b_enc = grad_pre_acts.sum(dim=0)
-        # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
+        # Sum over tokens first: a matrix–vector product then replaces the product with the gradient of x.
         input_bias, grad_centred = None, None
         if ctx.needs_input_grad[4]:
             input_bias, grad_centred = ctx.input_bias, torch.mv(reads.T, grad_b_enc)
@@ -207,7 +208,7 @@ class _Explain(torch.autograd.Function):
 
 
 def _start_sum(rows: Weights, group: Group) -> tuple[Weights, Callable[[], None]]:
-    """Begin to add up gradients over the tokens of all ranks, in fp32; return them, and what waits for their end."""
+    """Start to add up fp32 gradients over all ranks; return them and a function that waits for the sums."""
     if group.size == 1:
         return rows, lambda: None
     summed = Packed.of(rows.W_enc, len(rows.b_enc), rows.W_enc.shape[1], rows.W_dec.shape[1], wide(rows.b_enc).dtype)

@@ -1,4 +1,4 @@
-"""The interface of an SAE architecture; the training loop does the rest."""
+"""The interface of an SAE architecture."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, trit
 from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
 
-# A slice of latents: all of them.
+# Selects all latents.
 ALL = slice(None)
 
 
 class Output(NamedTuple):
-    """One forward pass: `acts` of this rank's latents, the reconstruction `x_hat` [n_tokens, d_out] of its tokens, and
-    loss terms: sums over tokens and latents, to be added up over the ranks that share them. What `sums` has of the
-    errors of x_hat metrics need not add up again."""
+    """The result of one forward pass.
+
+    `acts` are the activations of this rank's latents, and `x_hat` [n_tokens, d_out] is the reconstruction of its
+    tokens. `losses` are sums over tokens and latents, still to be added over the ranks that share them. `sums` holds
+    sums of the errors of x_hat, so that metrics need not compute them again.
+    """
 
     acts: Acts
     x_hat: Tensor
@@ -36,7 +39,10 @@ class Output(NamedTuple):
 
 
 def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
-    """Return SAELens' name of an architecture whose SAE it calls `of_sae`, without the word "standard"."""
+    """Return SAELens' name for an architecture whose SAE is called `of_sae`.
+
+    Transcoder names omit "standard".
+    """
     if not is_transcoder:
         return of_sae
     kind = "skip_transcoder" if has_skip else "transcoder"
@@ -44,44 +50,46 @@ def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) ->
 
 
 class Sae(nn.Module, ABC):
-    """An SAE, or a transcoder where the target is not the input; a subclass adds an encoder, its loss and its export.
+    """An SAE, or a transcoder if the target differs from the input. A subclass adds an encoder, a loss and an export.
 
-    It works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both are numbers, or after
-    `scale_dimensions` vectors: a dimension of scale 0 is left out, and its mean, in `dropped_mean`, is what it gives.
-    `x_mean` [d_in], `y_mean` [d_out] and `y_variance` (total, per token) are the normalised data's in a sample and stay
-    fixed, so that neither loss nor gradient depends on how a batch is split.
+    The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
+    0-dim, or vectors after `scale_dimensions`. A dimension with scale 0 is left out; its reconstruction is its mean,
+    stored in `dropped_mean`. `x_mean` [d_in], `y_mean` [d_out] and `y_variance` (total, per token) are computed from a
+    sample of the normalised data and stay fixed, so that neither loss nor gradient depends on how a batch is split.
 
-    Whatever is learnt from a step other than by gradient goes through `step_sums`, which is added over micro-batches
-    and ranks: how many tokens each latent fired on [n_own], the tokens, Σ‖y − x_hat‖², and a subclass's own.
+    Every quantity learnt from a step without a gradient goes through `step_sums`, which is summed over micro-batches
+    and ranks. It holds the number of tokens on which each latent fired [n_own], the number of tokens, Σ‖y − x_hat‖²,
+    and the sums of the subclass.
 
     A rank may hold only `n_own` of the d_sae latents; a tensor described as [d_sae] then has entries for those only.
-    Ranks that share latents encode the same tokens. Once their decoded parts are added up they divide the tokens too:
-    x_hat and all that is computed from it, such as the squared error, cover only the rank's `own_part` of the tokens.
+    Ranks that share latents encode the same tokens. After adding up their decoded contributions they also divide the
+    tokens: x_hat and everything computed from it, such as the squared error, covers only the rank's `own_part` of the
+    tokens.
     """
 
     loss_names: tuple[str, ...] = ("mse",)
-    # Rows of W_dec are held at length 1.
+    # Keep the rows of W_dec at length 1.
     unit_decoder = True
-    # Norm of the encoder's columns at the start where the job does not say.
+    # Initial norm of the encoder's columns if the job sets none.
     encoder_scale = 0.3
     n_own_sums = 0
-    # Parameters [d_sae] in the units of a pre-activation.
+    # Parameters [d_sae] that have the units of a pre-activation.
     biases: tuple[str, ...] = ("b_enc",)
-    # Norm of a revived latent's encoder as a share of the living ones' mean: 0.2 in Bricken et al. 2023, so that it
-    # does not fire on everything at once.
+    # Encoder norm of a revived latent relative to the mean of the living latents: 0.2 in Bricken et al. 2023, so that
+    # the latent does not fire on everything at once.
     revived_share = 0.2
-    # Whether passes of sparse products read W_enc and W_dec only in the type of products.
+    # True if sparse products only read W_enc and W_dec in the product dtype.
     reads_narrow = False
-    # The L0 that a penalty is steered towards; None without one.
+    # The target L0 of a steered penalty; None without one.
     target_l0: int | None = None
-    # A latent that has not fired for so many tokens counts as dead; the job's, set by whoever builds an SAE.
+    # A latent that has not fired for this many tokens counts as dead. `build_sae` sets the job's value.
     dead_after_tokens = 400_000
-    # Tokens of a micro-batch on all ranks together; set where there are several.
+    # Tokens of a micro-batch over all ranks; set only if there are several ranks.
     batch_tokens = 0
-    # Buffers [d_sae].
+    # Buffers of shape [d_sae].
     latent_buffers: tuple[str, ...] = ("ids", "n_tokens_since_fired")
 
-    # A transcoder's skip connection [d_in, d_out], from input to output around the latents; None without one.
+    # A transcoder's skip connection [d_in, d_out], from the input to the output; None without one.
     W_skip: nn.Parameter | None
     x_scale: Tensor
     y_scale: Tensor
@@ -100,8 +108,8 @@ class Sae(nn.Module, ABC):
         self.row_gradients = RowGradients()
         self.is_transcoder = d_out is not None
         self.d_out = d_out or d_in
-        # A latent's weights lie side by side, as those of W_dec do: so the gradient comes from the sparse products, and
-        # a copy of it into the other order took 17 of the 350 ms of a step with 16,384 latents on two cores.
+        # Store each latent's weights contiguously, as in W_dec. The sparse products produce the gradient in this
+        # layout, and copying it into the other one took 17 of the 350 ms of a step with 16,384 latents on two cores.
         self.W_enc = nn.Parameter(torch.zeros(d_sae, d_in).T)
         self.b_enc = nn.Parameter(torch.zeros(d_sae))
         self.W_dec = nn.Parameter(torch.zeros(d_sae, self.d_out))
@@ -115,30 +123,31 @@ class Sae(nn.Module, ABC):
         self.register_buffer("y_variance", torch.ones(()))
         self.register_buffer("ids", torch.arange(d_sae), persistent=False)
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
-        # One tensor, so that it crosses the wire in one go; fp32 counts exactly up to 16 million tokens a step.
+        # One tensor, so that a single all-reduce suffices; fp32 counts exactly up to 16 million tokens per step.
         self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
-        # On how many tokens of the last pass in training each latent fired, float [d_sae].
+        # The number of tokens in the last training pass on which each latent fired, float [d_sae].
         self.fired: Tensor | None = None
-        # Upper bound on the tokens for which any latent has been silent; the host has it without asking the device.
+        # Upper bound on how many tokens any latent has been silent. It lives on the host, so that reading it needs no
+        # sync.
         self._longest_silence = 0
         self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
 
     @property
     def n_own(self) -> int:
-        """How many latents this rank holds."""
+        """The number of latents that this rank holds."""
         return len(self.ids)
 
     def add_skip(self) -> None:
-        """Let a transcoder add a linear map of its input to the output, and latents explain what is not linear.
+        """Add a linear skip connection to a transcoder, so that latents only explain the nonlinear remainder.
 
         It starts from 0, as in Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. Its learning rate is that of all
-        weights: at 0.3 and 3 times that, held-out FVU of SmolLM2's 12th MLP was 0.258 and 0.262 instead of 0.250 after
-        150 steps.
+        weights: at 0.3 and 3 times that rate, the held-out FVU of SmolLM2's 12th MLP was 0.258 and 0.262 instead of
+        0.250 after 150 steps.
         """
         self.W_skip = nn.Parameter(torch.zeros(self.d_in, self.d_out))
 
     def scale_dimensions(self) -> None:
-        """Give each dimension its own scale, and dimensions of scale 0 a mean of raw targets [d_out]."""
+        """Give each dimension its own scale, and store the raw mean [d_out] of dimensions with scale 0."""
         self.x_scale, self.y_scale = torch.ones(self.d_in), torch.ones(self.d_out)
         self.dropped_mean = torch.zeros(self.d_out)
 
@@ -168,7 +177,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def deal(self, data: Group, peers: Group, latents: Latents) -> None:
-        """Keep only this rank's latents of an SAE whose weights are not set yet; ranks of `data` hold the same ones."""
+        """Keep only this rank's latents of an SAE without weights yet; ranks in `data` hold the same latents."""
         self.data, self.peers, self.latents = data, peers, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
@@ -189,9 +198,9 @@ class Sae(nn.Module, ABC):
         """Return the keys of SAELens' cfg.json that are specific to this architecture."""
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Return SAELens' tensors by name, with the scales folded in so that raw data goes in and comes out.
+        """Return SAELens' tensors by name, with the scales folded in so that inputs and outputs are raw data.
 
-        Activations are in the target's units: W_dec stays as it is if dimensions share one scale, and all that is
+        Activations are in the target's units: W_dec stays as it is if dimensions share one scale, and everything
         compared with or added to a pre-activation is divided by `acts_scale`. A dimension that is left out has a row of
         zeros in W_enc, a column of zeros in W_dec, and its mean in b_dec.
         """
@@ -205,7 +214,7 @@ class Sae(nn.Module, ABC):
             "b_dec": self.raw(self.b_dec),
         }
         if self.W_skip is not None:
-            # [d_out, d_in], as SAELens, sparsify and circuit-tracer have it.
+            # [d_out, d_in], as in SAELens, sparsify and circuit-tracer.
             weights["W_skip"] = (self.W_skip * (x_scale / self.raw_scale)).T
             weights["b_dec"] = self.raw(self.b_dec - self.x_mean @ self.W_skip)
         return weights
@@ -215,21 +224,22 @@ class Sae(nn.Module, ABC):
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Measure rows of held-out half 0 or 1 without anything that was set on that half."""
+        """Measure rows of held-out half 0 or 1 without any value that was fitted on that half."""
         yield
 
     def calibrate(self, x: Tensor) -> None:
-        """Set what depends on the first weights' pre-activations of normalised data x [n, d_in]; by default nothing."""
+        """Set parameters that depend on the initial pre-activations of normalised data x [n, d_in]; by default none."""
 
     def begin_step(self, progress: float) -> None:
-        """Set what changes over a run; `progress` is the share of it that is over, 0 to 1."""
+        """Set values that change during a run; `progress` is the completed fraction, 0 to 1."""
 
     @property
     def input_bias(self) -> Tensor:
-        """What is subtracted from x before the encoder: b_dec; x_mean of a transcoder, whose b_dec is in another space.
+        """The vector that is subtracted from x before encoding: b_dec, or x_mean for a transcoder.
 
-        b_enc could not make up for a mean left in x: with a mean of twice the spread all latents died within 64 steps,
-        since every step of W_enc moves all pre-activations by its product with the mean.
+        A transcoder's b_dec is in the output space. b_enc cannot compensate for a mean left in x: if the mean was twice
+        the spread, all latents died within 64 steps, since every step of W_enc moves all pre-activations by its product
+        with the mean.
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
@@ -241,7 +251,7 @@ class Sae(nn.Module, ABC):
     def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:
         """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens, with its errors.
 
-        By kernels x_hat has no gradient; in training nobody asks it for one.
+        If kernels compute x_hat, it has no gradient; training needs none.
         """
         kernels = self.kernels_of_errors(y)
         if kernels and (decoded := decoded_by_kernels(acts, self.W_dec)):
@@ -250,50 +260,52 @@ class Sae(nn.Module, ABC):
         return x_hat, errors_of(y, x_hat, self.y_mean)
 
     def kernels_of_errors(self, y: Tensor) -> ModuleType | None:
-        """Return the kernels of the errors of targets y where they may take what is decoded at once, in training.
+        """Return the kernels that decode and compute the errors of targets y in one pass; None if they do not apply.
 
-        That is where nothing is added to what this rank's latents write but b_dec.
+        They apply in training if x_hat is the sum of b_dec and the contributions of this rank's latents only.
         """
         may = self.training and self.W_skip is None and self.latents.group.size == 1
         return triton_for(y, self.b_dec) if may else None
 
     def offset(self, x: Tensor) -> Tensor:
-        """Return what is added to what the latents write for x [n, d_in]: b_dec [d_out]; with a skip [n, d_out].
+        """Return what is added to the output of the latents: b_dec [d_out], or [n, d_out] with a skip connection.
 
-        The skip sees x − x_mean: of a mean far from 0 each of its steps would move the output's mean, too.
+        The skip connection reads x − x_mean: if the mean is far from 0, each of its steps would also move the output's
+        mean.
         """
         if self.W_skip is None:
             return self.b_dec
-        # b_dec is added in fp32, since under autocast the product is in 16 bits.
+        # Add b_dec in fp32, since under autocast the product has 16 bits.
         return (x - self.x_mean) @ self.W_skip + self.b_dec
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
-        """Add a micro-batch to `step_sums` in training: `error` is Σ‖y − x_hat‖², `own` the subclass's own scalars."""
+        """Add a training micro-batch to `step_sums`: `error` is Σ‖y − x_hat‖², `own` are the subclass's scalars."""
         if self.training:
             self.fired = count(self.step_sums, acts, n_tokens, error, *own)
 
     def dead(self) -> Tensor:
-        """Tell which latents count as dead, bool [d_sae]; the same on every rank that holds them."""
+        """Return which latents count as dead, bool [d_sae]; the same on every rank that holds them."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
-        """Tell whether any latent may be dead, alike on all ranks, without asking a GPU or other ranks.
+        """Return whether any latent may be dead, identically on all ranks, without a device sync or communication.
 
-        False is certain. True may be wrong for latents on a GPU or shared by ranks, of which only a bound is known.
+        False is certain. True may be wrong for latents on a GPU or shared by ranks, since only a bound is known for
+        them.
         """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_silence >= self.dead_after_tokens
         return bool(self.dead().any())
 
     def latent_dims(self) -> dict[str, int]:
-        """Return the dimension along which latents lie, by name of parameter and buffer; omit those without latents."""
+        """Map the names of parameters and buffers to their latent dimension; omit those that have none."""
         parameters = (name for name, _ in self.named_parameters() if name not in ("b_dec", "W_skip"))
         return dict.fromkeys([*parameters, *self.latent_buffers], 0) | {"W_enc": 1}
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        """Give the n latents marked in a bool [d_sae] new directions to read [n, d_in] and to write [n, d_out]."""
+        """Give the n latents marked in a bool [d_sae] new encoder [n, d_in] and decoder [n, d_out] directions."""
         living = ~self.latents.whole(latents)
         self.W_enc[:, latents] = self.revived_share * self._mean(self.W_enc.norm(dim=0), living) * reads.T
         self.W_dec[latents] = self._mean(self.W_dec.norm(dim=1), living) * writes
@@ -302,36 +314,36 @@ class Sae(nn.Module, ABC):
             bias[latents] = self.revived_share * self._mean(bias, living)
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
-        """Return the mean of each rank's numbers [n_own] over all latents marked in `counted`, bool [n_total]."""
+        """Return the mean of values [n_own] of all ranks over the latents marked in `counted`, bool [n_total]."""
         return self.latents.whole(own)[counted].mean()
 
     def note_silence(self, n_tokens_since_fired: Tensor) -> None:
-        """Set the host's bound on silence from the counts of all latents, so that all ranks act alike."""
+        """Set the host's bound on silence from the counts of all latents, so that all ranks decide alike."""
         self._longest_silence = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     @torch.no_grad()
     def silence_slack(self) -> Tensor:
-        """Return how far the host's bound on silence is above the longest there is, float64 [1] on the device.
+        """Return by how much the host's bound exceeds the longest silence, float64 [1] on the device.
 
-        All ranks that learn this SAE have to call it, and all get the same.
+        This is a collective call: all ranks that train this SAE must make it, and all get the same result.
         """
         # A rank may have no latents.
         own = F.pad(self.n_tokens_since_fired, (1, 0)).max()
         return (self._longest_silence - self.latents.group.gather(own).max()).double()[None]
 
     def take_silence_slack(self, slack: float) -> None:
-        """Lower the bound by what `silence_slack` returned, whichever steps were taken since then."""
+        """Lower the bound by the result of `silence_slack`, regardless of the steps taken since then."""
         self._longest_silence -= round(slack)
 
     def has_overflowed(self) -> Tensor | None:
-        """Tell whether any rank made the gradients of this step NaN as activations were lost, 0-dim bool; None: never.
+        """Return whether any rank lost activations in this step and set its gradients to NaN, 0-dim bool.
 
-        It is known from `step_sums`, once those of all ranks are added.
+        None means that this never happens. Read the result from `step_sums` after they are summed over all ranks.
         """
         return None
 
     def forget_passes(self) -> None:
-        """Undo the forward passes since the last step."""
+        """Discard the forward passes since the last step."""
         self.step_sums.zero_()
 
     def n_tokens_in_step(self) -> Tensor:
@@ -340,40 +352,40 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def end_step(self, n_tokens: Tensor) -> None:
-        """Take in the sums of all micro-batches and ranks, of `n_tokens` (0-dim), and clear them.
+        """Process the sums of all micro-batches and ranks, which cover `n_tokens` (0-dim), and clear them.
 
-        Those of no tokens, as a step has that is skipped, change nothing.
+        A skipped step has no tokens; its sums change nothing.
         """
         self.learn_from(take_in(self.n_tokens_since_fired, self.step_sums, n_tokens))
 
     def decide(self, n_tokens: int) -> Hashable | None:
-        """Decide what the host has to of the next pass in training, before it is queued; on one GPU, with whole steps.
+        """Decide all host-side choices for the next training pass before it is queued; one GPU, whole steps only.
 
-        Return it: a recorded pass serves wherever the same was decided. None: it takes a GPU so long that no recording
-        is worth its memory.
+        Return a key of the decision: a recorded pass can be replayed whenever the key is the same. Return None if the
+        pass takes so much GPU time that a recording is not worth its memory.
         """
         return ()
 
     def count_step(self, n_tokens: int) -> None:
-        """Note on the host that a step of so many tokens is queued: the bound on silence rises."""
+        """Record on the host that a step of `n_tokens` is queued: the bound on silence rises."""
         self._longest_silence += n_tokens
 
     def learn_from(self, sums: Tensor) -> None:
-        """Take in the sums of a step: its tokens, Σ‖y − x_hat‖² and the subclass's own."""
+        """Process the sums of a step: its tokens, Σ‖y − x_hat‖² and the subclass's sums."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
-        """Remove from gradients what would only change a decoder row's norm, before the optimizer's moments see it."""
+        """Remove the gradient component along each decoder row, before the optimizer updates its moments."""
         if self.unit_decoder and self.W_dec.grad is not None:
             grad, weights = self.W_dec.grad[rows], self.W_dec[rows]
             grad.addcmul_(dots(grad, weights)[:, None], weights, value=-1)
 
     def constrain(self, rows: slice = ALL) -> None:
-        """Bring what else the latents `rows` have into its allowed range after a step, W_dec's rows having length 1."""
+        """Clamp other parameters of the latents `rows` after a step; W_dec is already normalised."""
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Scale rows of W_dec back to length 1; where the step was skipped (0-dim bool) do not change a single bit."""
+        """Scale the rows of W_dec to length 1; if the step was skipped (0-dim bool), change no bit."""
         if self.unit_decoder:
             weights = self.W_dec[rows]
             norm = weights.norm(dim=1, keepdim=True)

@@ -16,19 +16,18 @@ from trainer.saes.kernels.top_k_across_ranks import k_per_batch
 from trainer.saes.sparse_acts import Acts
 from trainer.saes.topk import TopK
 
-# The value of a threshold that is not set.
+# Marks a threshold that is not set.
 UNSET = -1.0
 
 
 class BatchTopK(TopK):
-    """k latents per token on average: in training the largest of a whole micro-batch, of all ranks
-    together, however they are spread.
+    """k latents per token on average: training keeps the largest values of a micro-batch over all ranks.
 
-    Outside training a token must not depend on its neighbours: there a latent is active above a threshold. In this
-    form the SAE is exported, as a JumpReLU. `threshold` is learnt: a running average of the smallest active value in a
-    batch. It fits training rows. On other rows more latents pass (36.4 for a k of 32 on a small sample). So
-    `set_thresholds` [3], set on held-out rows, take precedence: one for all rows, and one for each half, which was set
-    on the other half, so that no row is measured with a threshold that was set on it.
+    Outside training a token must not depend on its neighbours, so a latent is active if it exceeds a threshold. The SAE
+    is exported in this form, as a JumpReLU. `threshold` is a running average of the smallest active value in a batch.
+    It fits training rows; on other rows more latents pass (36.4 for k = 32 on a small sample). So `set_thresholds` [3],
+    fitted on held-out rows, take precedence: one for all rows, and one for each half, fitted on the other half, so that
+    no row is measured with a threshold fitted on it.
     """
 
     n_own_sums = 1
@@ -60,12 +59,12 @@ class BatchTopK(TopK):
             k_anneal_start=k_anneal_start,
         )
         self._threshold_rate = threshold_rate
-        # 0 until the first batch.
+        # 0 before the first batch.
         self.register_buffer("threshold", torch.zeros(()))
-        # Below 0 until they are set.
+        # Negative until set.
         self.register_buffer("set_thresholds", torch.full((3,), UNSET))
         self.register_load_state_dict_pre_hook(_without_set_thresholds)  # type: ignore[no-untyped-call]
-        # The index of the one in use.
+        # Index of the threshold in use.
         self._used = 0
 
     def encode_latents(self, centred: Tensor) -> Acts:
@@ -110,7 +109,7 @@ class BatchTopK(TopK):
         super().learn_from(sums)
         n_tokens, smallest = sums[0], sums[2] / sums[0]
         average = torch.lerp(self.threshold, smallest, self._threshold_rate)
-        # The first value is taken whole: an average with 0 would let too many through for long.
+        # Take the first value as it is: averaging with 0 would let too many latents pass for a long time.
         new = torch.where(self.threshold > 0, average, smallest)
         torch.where(n_tokens > 0, new, self.threshold, out=self.threshold)
 
@@ -128,6 +127,6 @@ def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: st
 
 
 def _smallest_active(values: Tensor) -> Tensor:
-    """Return the smallest positive value, 0-dim; infinity where there is none."""
+    """Return the smallest positive value, 0-dim; infinity if there is none."""
     positive = values.masked_fill(values <= 0, torch.inf)
     return positive.amin() if len(values) else values.new_full((), torch.inf)

@@ -1,4 +1,4 @@
-"""An SAE from the settings of a job."""
+"""Builds an SAE from the settings of a job."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.saes.base import Sae
 
 
 def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
-    """Build the SAE that a job names, with zero weights; a transcoder where `d_out` is given.
+    """Build the job's SAE with zero weights; build a transcoder if `d_out` is given.
 
-    Raise `UserError` for a transcoder that no format holds.
+    Raise `UserError` for a transcoder that no export format supports.
     """
     job = layout.job
     for problem in transcoder_problems(job.sae, d_in, d_out):

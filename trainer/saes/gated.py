@@ -15,16 +15,17 @@ from trainer.saes.sparse_acts import Acts
 
 
 class Gated(Penalised):
-    """One encoder, read twice: the gate decides which latents fire, the magnitude how strongly.
+    """One encoder with two outputs: the gate decides which latents fire, the magnitude how strongly.
 
-    Only the gate is penalised, so that magnitudes do not shrink. It learns by a reconstruction of its own, which must
-    not move the decoder. `b_enc` is the gate's bias; the magnitude's columns are the gate's times exp(`r_mag`).
+    Only the gate is penalised, so that magnitudes do not shrink. The gate learns from its own reconstruction, which
+    must not move the decoder. `b_enc` is the gate's bias; the magnitude's encoder columns are the gate's times
+    exp(`r_mag`).
     """
 
     loss_names = ("mse", "gate_l1", "gate_mse")
     biases = ("b_enc", "b_mag")
     encoder_scale = 0.6
-    # With twice the start 4 % of latents died in 150 steps instead of 1 %.
+    # With twice this start, 4 % of latents died in 150 steps instead of 1 %.
     steering = Steering(start=0.004, gain=6, integral_gain=0.1)
 
     def __init__(
@@ -63,7 +64,7 @@ class Gated(Penalised):
 
     def _magnitudes(self, gate: Acts) -> Acts:
         scale = self.r_mag.exp()
-        # The gate's bias is taken out of the bias, a vector, and not out of all values.
+        # Correct the bias vector for the gate's bias instead of correcting every value.
         bias = self.b_mag - self.b_enc * scale
         magnitude = torch.addcmul(gate.at(bias), gate.values, gate.at(scale)).relu()
         return gate.with_values(magnitude * (gate.values > 0))
@@ -71,7 +72,7 @@ class Gated(Penalised):
     @torch.no_grad()
     def raise_bar(self, bound: Tensor) -> None:
         super().raise_bar(bound)
-        # What just passes the gate is then as strong as it would be without one.
+        # Make a latent that just passes the gate as strong as it would be without one.
         self.b_mag.copy_(self.b_enc)
 
     @torch.no_grad()

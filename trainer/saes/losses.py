@@ -1,4 +1,4 @@
-"""Loss terms, each a sum over tokens: a mean is taken only after the sums of all ranks are added."""
+"""Loss terms, each a sum over tokens. Means are taken only after summing over all ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Moments(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Moments of the errors x_hat − y, and of the targets, y − y_mean, where a GPU takes them along."""
+    """Moments of the errors x_hat − y and, if GPU kernels compute them in the same pass, of the targets y − y_mean."""
 
     error: Moments
     centred: Moments | None = None
 
 
 class Errors(NamedTuple):
-    """What x_hat [n_tokens, d_out] misses of its targets y.
+    """The errors of x_hat [n_tokens, d_out] relative to its targets y.
 
-    `square` is Σ‖x_hat − y‖² over the tokens, 0-dim, of which x_hat gets a gradient. Without one are `each`, x_hat − y
-    itself [n_tokens, d_out], and what is summed of it over the tokens.
+    `square` is Σ‖x_hat − y‖² over the tokens, 0-dim, with a gradient for x_hat. `each`, x_hat − y [n_tokens, d_out],
+    and `sums`, its sums over the tokens, have no gradient.
     """
 
     square: Tensor
@@ -41,7 +41,7 @@ class Errors(NamedTuple):
 
 
 def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
-    """Return the errors of x_hat [n_tokens, d_out], whose targets have about the mean `y_mean` [d_out]."""
+    """Return the errors of x_hat [n_tokens, d_out]; `y_mean` [d_out] is the approximate mean of its targets."""
     triton = triton_for(y, x_hat)
     if triton is None:
         square, each = _sum(x_hat, y, -1)
@@ -53,7 +53,7 @@ def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
 def errors_of_decoded(
     y: Tensor, decoded: Decoded, offset: Tensor, y_mean: Tensor, triton: ModuleType
 ) -> tuple[Tensor, Errors]:
-    """Return x_hat, which has no gradient, and its errors: what is `decoded` by kernels, and the `offset` [d_out]."""
+    """Return x_hat, without a gradient, and its errors; x_hat is `decoded` by kernels, plus `offset` [d_out]."""
     found = triton.errors_of_bags(decoded.acts, decoded.rows, offset.detach(), y, y_mean)
     error = found.sums.error
     (square,) = decoded.with_gradients(offset, _gradients, (found.narrow, error.total), (error.square,))
@@ -71,13 +71,14 @@ def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
 
 
 def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
-    """Return what dead latents leave unexplained of y − x_hat, Σ‖error + explained‖² over tokens, times a `weight`.
+    """Return the error that dead latents leave unexplained, `weight` · Σ‖error + explained‖² over tokens.
 
-    Given are what the living ones miss, `error` = x_hat − y, and what of y − x_hat is `explained`. The weight is 1 by
-    the variance of y − x_hat: Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not a prediction:
-    with a gradient the living latents would be pulled towards errors that are easy for dead ones.
+    `error` is x_hat − y of the living latents, and `explained` is the reconstruction of y − x_hat by the dead ones. The
+    weight is 1 / the variance of y − x_hat: Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not
+    a prediction: with a gradient, the living latents would be pulled towards errors that are easy for dead ones.
     """
-    # In a type in which products work, sums do too: a card may know no bf16, which the trial of errors does not show.
+    # Check the sparse kernels for this dtype: a GPU may lack bf16, which the self-test of the error kernels does not
+    # show. If products work in a dtype, sums do too.
     is_narrow = explained.dtype != error.dtype and sparse.triton_for(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:
@@ -87,15 +88,15 @@ def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
-    """Return Σ‖x + sign · y‖², of which x gets a gradient, and x + sign · y itself."""
+    """Return Σ‖x + sign · y‖², with a gradient for x, and x + sign · y itself."""
     each = torch.add(x.detach(), y.detach(), alpha=sign)
     return _Square.apply(x, each, sum_of_squares(each)), each  # type: ignore[no-untyped-call]
 
 
 class _Square(torch.autograd.Function):
-    """Σ‖error‖², which is known already, with the gradient of x whose error it is.
+    """A precomputed Σ‖error‖² with the gradient of x, whose error it is.
 
-    That takes one pass over the errors, where autograd of (x − y)² makes three.
+    The gradient takes one pass over the errors; autograd of (x − y)² takes three.
     """
 
     @staticmethod
@@ -108,14 +109,15 @@ class _Square(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (error,) = ctx.saved_tensors
-        # Where x has 16 bits it is narrowed in the same pass, unless it was before. A GPU would round a single number
-        # to the type of narrow errors, and all of the gradient be off by up to 1 in 256; a vector of one it does not.
+        # If x has 16 bits, this pass also narrows the gradient, unless it is narrow already. A GPU would round a 0-dim
+        # factor to the dtype of narrow errors, which changes the whole gradient by up to 1 in 256; a factor of shape
+        # [1] is not rounded.
         twice = (2 * grad).reshape(1)
         return torch.mul(error, twice, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
 
 
 class _Weighted(torch.autograd.Function):
-    """weight · Σ‖error‖², which is known already, as is 2 · error in the type of x, whose error it is."""
+    """A precomputed weight · Σ‖error‖² and 2 · error in the dtype of x, whose error it is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, twice: Tensor, square: Tensor, weight: Tensor) -> Tensor:
@@ -126,18 +128,18 @@ class _Weighted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         twice, weight = ctx.saved_tensors
-        # A vector of one, as in `_Square`.
+        # Shape [1], as in `_Square`.
         return torch.mul(twice, (grad * weight).reshape(1), out=torch.empty_like(twice)), None, None, None
 
 
 def triton_for(y: Tensor, *others: Tensor) -> ModuleType | None:
-    """Return the Triton kernels where they work, on a GPU, for targets y and what is of their kind; else None."""
+    """Return the Triton kernels if they work on this GPU and support y and the other tensors; else None."""
     triton = _working_triton(y.device) if y.is_cuda else None
     return triton if triton and triton.fits(y, *others) else None
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
-    """Return Σ values², 0-dim, without a copy of them."""
+    """Return Σ values², 0-dim, without a temporary copy."""
     flat = values.flatten()
     return flat.dot(flat)
 

@@ -20,10 +20,10 @@ from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
 
 class MatryoshkaBatchTopK(BatchTopK):
-    """BatchTopK whose first latents reconstruct on their own: d_sae / 2 of them, d_sae / 4 and so on.
+    """BatchTopK whose prefixes of d_sae / 2, d_sae / 4, … latents also reconstruct on their own.
 
-    The loss is the mean over `n_levels` such prefixes, the whole dictionary being one, so that general features are
-    kept in the small ones instead of being absorbed by special ones.
+    The loss is the mean over `n_levels` prefixes, including the full dictionary, so that small prefixes keep general
+    features instead of having them absorbed by specific ones.
     """
 
     loss_names = ("mse", "inner_mse", "auxk")
@@ -57,7 +57,7 @@ class MatryoshkaBatchTopK(BatchTopK):
             k_anneal_fraction=k_anneal_fraction,
             k_anneal_start=k_anneal_start,
         )
-        # The smallest levels of a tiny dictionary have the same width.
+        # In a tiny dictionary the smallest levels can have the same width.
         self.widths = sorted({-(-d_sae // 2**level) for level in range(n_levels)})
         level_of = torch.bucketize(torch.arange(d_sae), torch.tensor(self.widths), right=True)
         self.register_buffer("level_of", level_of, persistent=False)
@@ -72,7 +72,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 
     def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:
-        """Return what `_nested` does where kernels decode all latents, in training; else None."""
+        """Return the result of `_nested` from kernels that decode all levels; None if they do not apply."""
         kernels = self.kernels_of_errors(y)
         if kernels is None or isinstance(acts, DenseActs):
             return None
@@ -86,8 +86,8 @@ class MatryoshkaBatchTopK(BatchTopK):
         return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _nested(self, parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Errors, Tensor]:
-        """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes but the whole."""
-        # By kernels x_hat has no gradient; in training nobody asks it for one.
+        """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes but the full dictionary."""
+        # If kernels compute x_hat, it has no gradient; training needs none.
         triton = triton_for(y, parts, offset) if self.training else None
         if triton is None:
             x_hat, inner = _Nested.apply(parts, offset, y)  # type: ignore[no-untyped-call]
@@ -98,14 +98,14 @@ class MatryoshkaBatchTopK(BatchTopK):
         return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _parts(self, acts: Acts) -> Tensor:
-        """Decode each level alone [n_tokens, n_levels, d_out], in one pass, into this rank's tokens."""
+        """Decode each level separately, in one pass: this rank's tokens [n_tokens, n_levels, d_out]."""
         group = self.latents.group
         if isinstance(acts, SparseActs):
             return decode(self._by_level(acts), self.W_dec, group, len(self.widths))
         return part_summed(self._dense_parts(acts), group, gradient_dtype(self.W_dec))
 
     def _by_level(self, acts: SparseActs) -> SparseActs:
-        """Return activations with a token's levels as tokens: its entries are ordered by latent."""
+        """Return the activations with each (token, level) pair as a token; a token's entries are ordered by latent."""
         n_levels, n_tokens = len(self.widths), len(acts.places.starts)
         bags = torch.add(acts.at(self.level_of), acts.places.tokens, alpha=n_levels)
         return acts._replace(places=acts.places.regroup(bags, n_tokens * n_levels))
@@ -125,12 +125,12 @@ def _gradients(kernels: ModuleType, errors: Tensor, *grads_and_dtype: Any) -> Gr
 
 
 class _Nested(torch.autograd.Function):
-    """x_hat from what all levels add, and Σ‖y − x_hat‖² summed over the prefixes of 1, 2, ... levels but not of all.
+    """x_hat, and Σ‖y − x_hat‖² summed over all prefixes but the full dictionary, from the output of each level.
 
-    `offset`, [d_out] or [n_tokens, d_out], is a part of all of them.
+    `offset`, [d_out] or [n_tokens, d_out], is added to every prefix.
 
-    With cumsum and its gradient, which flips twice, a step would take 330 ms on one core instead of 220 (4,096 tokens,
-    d_in 384, d_sae 3,072, k 32).
+    With cumsum, whose gradient flips twice, a step would take 330 ms on one core instead of 220 (4,096 tokens, d_in
+    384, d_sae 3,072, k 32).
     """
 
     @staticmethod
@@ -140,13 +140,13 @@ class _Nested(torch.autograd.Function):
         for level in range(parts.shape[1]):
             before = torch.add(parts[:, level], before, out=errors[:, level])
         ctx.save_for_backward(errors)
-        # Squares would take as much memory again; the norm of all at once is off by percents on a CPU.
+        # Squares would take the same memory again; on a CPU one norm over all values is wrong by several percent.
         return y + before, torch.linalg.vector_norm(errors[:, :-1], dim=2).square().sum()
 
     @staticmethod
     def backward(ctx: Any, grad_x_hat: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
         (errors,) = ctx.saved_tensors
-        # As a vector, since a CPU multiplies by a single number without its vector units.
+        # As a vector, since the CPU's product with a scalar tensor is not vectorised.
         twice = (2 * grad_inner).repeat(errors.shape[2])
         grad, above = torch.empty_like(errors), grad_x_hat
         grad[:, -1] = grad_x_hat
@@ -156,7 +156,7 @@ class _Nested(torch.autograd.Function):
 
 
 class _KnownNested(torch.autograd.Function):
-    """Both sums of `_Nested`, which kernels know already, with the gradients of parts and offset."""
+    """Both sums of `_Nested`, already computed by kernels, with the gradients of `parts` and `offset`."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The base of SAEs whose sparsity comes from a loss: the loss's weight, steered towards k latents per token."""
+"""Base of SAEs that are made sparse by a loss, whose weight is steered towards k latents per token."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trainer.saes.sparse_acts import Acts
 class Steering(NamedTuple):
     """Settings of the controller that finds the weight of a penalty.
 
-    `start` is the first weight as a share of the data's variance. A deviation of log L0 moves the weight by `gain`
-    times its first value at once, and by `integral_gain` times that for every step that the deviation lasts. `lowest`
-    bounds the weight from below, in multiples of the first.
+    `start` is the initial weight as a fraction of the data's variance. A deviation of log L0 changes the weight by
+    `gain` times the initial weight at once, and by `integral_gain` times the initial weight for every step it lasts.
+    `lowest` bounds the weight from below, in multiples of the initial weight.
 
-    An L0 more than `most` times too high or too low counts as `most` times. In the first steps it is that far off, and
-    without a bound the FVU of gated SAEs, 0.6 by then, rose to 0.9 again.
+    `most` bounds the ratio of L0 to its target, in both directions. The first steps exceed this bound; without it, the
+    FVU of gated SAEs rose from 0.6 back to 0.9.
     """
 
     start: float
@@ -40,8 +40,8 @@ class Steering(NamedTuple):
 class Penalty(nn.Module):
     """The weight λ of a sparsity loss: fixed, or found by a proportional-integral controller that keeps L0 at k.
 
-    It grows from 0 in the first `warmup_fraction` of the run. λ is relative to the squared error of data normalised
-    to a variance of 1 per dimension, as Anthropic's and SAELens' coefficients are.
+    It grows from 0 during the first `warmup_fraction` of the run. λ is relative to the squared error of data normalised
+    to a variance of 1 per dimension, like Anthropic's and SAELens' coefficients.
     """
 
     unit: Tensor
@@ -54,7 +54,8 @@ class Penalty(nn.Module):
         self._k, self._steering = k, steering
         self._fixed = None if isinstance(coefficient, str) else coefficient
         self._warmup_fraction = warmup_fraction
-        # λ itself where it is fixed, else how warm it is; on the device, since a recorded step would repeat a number.
+        # A fixed λ times the warm-up factor, else the warm-up factor. It is on the device, since a recorded step would
+        # repeat a Python number.
         self._factor = 1.0 if self._fixed is None else self._fixed
         self.register_buffer("factor", torch.full((), self._factor), persistent=False)
         self.register_buffer("unit", torch.zeros(()))
@@ -62,20 +63,20 @@ class Penalty(nn.Module):
         self.register_buffer("deviation", torch.zeros(()))
 
     def start(self, variance: Tensor) -> None:
-        """Set the first value of the steered weight for data of this variance per token (0-dim)."""
+        """Set the initial value of the steered weight for data of this variance per token (0-dim)."""
         self.unit.copy_(self._steering.start * variance)
 
     def begin_step(self, progress: float) -> None:
         warmth = min(1.0, progress / self._warmup_fraction) if self._warmup_fraction else 1.0
         factor = warmth if self._fixed is None else self._fixed * warmth
-        # Once it is warm nothing is queued.
+        # After the warm-up no update is queued.
         if factor != self._factor:
             self._factor = factor
             self.factor.fill_(factor)
 
     @property
     def weight(self) -> Tensor:
-        """λ now, 0-dim."""
+        """The current λ, 0-dim."""
         if self._fixed is not None:
             return self.factor
         share = 1 + self.integral + self._steering.gain * self.deviation
@@ -83,17 +84,18 @@ class Penalty(nn.Module):
 
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
-        """Take in how many activations a step had; change nothing after a skipped step, which has no tokens."""
+        """Update the controller with the active count of a step; a skipped step, which has no tokens, changes nothing.
+        """
         came, ratio = n_tokens > 0, n_active / (self._k * n_tokens.clamp_min(1))
         deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
         torch.where(came, deviation, self.deviation, out=self.deviation)
         self.integral += self._steering.integral_gain * deviation * came
-        # The integral does not go on falling once the weight is at its lower bound.
+        # Stop the integral from falling further once the weight is at its lower bound.
         self.integral.clamp_min_(self._steering.lowest - 1)
 
 
 class Penalised(Sae):
-    """An SAE that minimises the squared error and λ times a sparsity loss, which has to be the second loss term."""
+    """An SAE that minimises the squared error plus λ times a sparsity loss, which must be the second loss term."""
 
     steering: Steering
     n_own_sums = 1
@@ -118,7 +120,7 @@ class Penalised(Sae):
         self.penalty.begin_step(progress)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Return errors plus λ · sparsity in units of the data's variance, so that lr and clipping suit any scale."""
+        """Return errors plus λ · sparsity relative to the data's variance, so that lr and clipping fit any scale."""
         sparsity = self.loss_names[1]
         errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
         return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
@@ -131,7 +133,10 @@ class Penalised(Sae):
         self._foresight.queued()
 
     def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
-        """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]), some others or all."""
+        """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]).
+
+        The result may include others, or be the dense matrix.
+        """
         may_wait = not (self.training and x.is_cuda)
         choose: Choose = partial(above if may_wait else self._foresight.above, bound=bound)
         return encode(centre(x, self.input_bias), self.W_enc, self.b_enc, self.input_bias, choose)
@@ -157,14 +162,15 @@ class Penalised(Sae):
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
-        """Start with k active latents per token: the way there from half of all would cost most of a short run."""
+        """Set the biases so that k latents per token are active; else half are, and most of a short run reduces them.
+        """
         self.penalty.start(self.y_variance)
-        # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
+        # 2,048 rows determine the bound for 1 % of a latent's activations to within 1 %.
         rows = x[:START_ROWS] - self.input_bias
         at_once = rows.split(max(1, START_VALUES // self.W_enc.shape[1]))
         pre_acts = (torch.addmm(self.b_enc, some, self.W_enc) for some in at_once)
         self.raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
 
     def raise_bar(self, bound: Tensor) -> None:
-        """Let only pre-activations above `bound` (0-dim) activate a latent."""
+        """Shift the biases so that only pre-activations above `bound` (0-dim) activate a latent."""
         self.b_enc.sub_(bound)

@@ -1,7 +1,7 @@
-"""Gradients of a few latents' weights, added as rows to those of all latents.
+"""Gradients of the weights of a few latents, added as rows to the full gradients.
 
-Autograd would spread them out over a matrix of all latents and add that: with 65,536 latents of width 2,304, of which
-2,304 have one, 3.6 GB go through memory for 42 MB of gradients.
+Autograd would expand them to matrices of all latents and add those: for 2,304 of 65,536 latents of width 2,304, 3.6 GB
+pass through memory for 42 MB of gradients.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from trainer.saes.kernels.dead_latents import Weights
 
 
 class RowGradient(NamedTuple):
-    """The gradients of the weights of some latents [n], named once each, or −1 where another rank has the latent.
+    """The gradients of the weights of n latents.
 
-    `parameters` are W_enc [d_in, d_sae], b_enc [d_sae] and W_dec [d_sae, d_out], `rows` the latents' gradients.
-    `centred` [d_in] is the gradient of x − input_bias, summed over tokens; where the bias learns it gets minus that.
-    Rows that ranks add up are there once `arrive` returns.
+    `latents` [n] holds distinct indices, or −1 if another rank has the latent. `parameters` are W_enc [d_in, d_sae],
+    b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are the gradients of the latents. `centred` [d_in] is the gradient of
+    x − input_bias, summed over tokens; a trainable bias gets its negative. If ranks add up the rows, these are complete
+    once `arrive` returns.
     """
 
     parameters: Weights
@@ -33,14 +34,14 @@ class RowGradient(NamedTuple):
     arrive: Callable[[], object] = lambda: None
 
     def add_to(self, wholes: Weights, input_bias: Tensor | None) -> None:
-        """Add them to gradients of the shapes of the parameters."""
+        """Add them to gradients that have the shapes of the parameters."""
         self.arrive()
         by_latent = wholes._replace(W_enc=wholes.W_enc.T)
         dead_latents.add(by_latent, self.latents, self.rows, input_bias, self.centred)
 
 
 class RowGradients:
-    """The gradients of rows that a backward pass has left; whoever calls it calls `add` when it is over."""
+    """Row gradients collected in a backward pass. Call `add` after it."""
 
     def __init__(self) -> None:
         self._left: list[RowGradient] = []
@@ -50,13 +51,13 @@ class RowGradients:
         self._left.append(gradient)
 
     def take(self) -> list[RowGradient]:
-        """Return what was left since the last call."""
+        """Return the gradients collected since the last call."""
         taken = self._left.copy()
         self._left.clear()
         return taken
 
     def add(self) -> None:
-        """Add what was left to the parameters' gradients."""
+        """Add the collected gradients to those of the parameters."""
         for one in self.take():
             of_bias = None if one.input_bias is None else _gradient(one.input_bias)
             one.add_to(Weights(*map(_gradient, one.parameters)), of_bias)

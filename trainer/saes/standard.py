@@ -1,6 +1,6 @@
 """Standard SAE: ReLU and an L1 penalty weighted by decoder norms.
 
-Bricken et al. 2023, "Towards Monosemanticity"; the weights as in Anthropic's Circuits Updates of April 2024.
+Bricken et al. 2023, "Towards Monosemanticity"; initial weights as in Anthropic's Circuits Updates of April 2024.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from trainer.saes.penalised import Penalised, Steering
 
 
 class Standard(Penalised):
-    """Latents are what is positive; their sum, each times the norm of its decoder row, is the penalty.
+    """ReLU latents; the penalty is the sum of activations, each times the norm of its decoder row.
 
-    The norms are free: an activation cannot be made cheaper by a longer row, so nothing has to hold them.
+    The norms are unconstrained: since the penalty includes them, a longer row cannot make an activation cheaper.
     """
 
     loss_names = ("mse", "l1")
     unit_decoder = False
     encoder_scale = 1.0
-    # L0 was within 6 % of k after 50 steps; with twice the gain it swung.
+    # L0 was within 6 % of k after 50 steps; with twice the gain it oscillated.
     steering = Steering(start=0.005, gain=3, integral_gain=0.1)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:

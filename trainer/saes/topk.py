@@ -19,14 +19,14 @@ from trainer.saes.sparse_acts import Acts
 
 
 class TopK(Sae):
-    """Exactly k latents per token; those that never fire learn to explain what is left over.
+    """Exactly k latents per token; dead latents learn to explain the remaining error.
 
-    In the first `k_anneal_fraction` of the run there are more: their number falls linearly from `k_anneal_start` (d_in
-    where None) to k. In evaluation there are always k.
+    In the first `k_anneal_fraction` of the run k is larger: it falls linearly from `k_anneal_start` (d_in if None) to
+    k. Evaluation always uses k.
     """
 
     loss_names: tuple[str, ...] = ("mse", "auxk")
-    # A weaker one would never be among the k largest.
+    # A weaker latent would never be among the k largest.
     revived_share = 1.0
     reads_narrow = True
 
@@ -63,11 +63,11 @@ class TopK(Sae):
         return self.score(explained, acts, *self.reconstruct(acts, x, y))
 
     def encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
-        """Return the activations for x − input_bias [n_tokens, d_in], and what dead latents explain of the error.
+        """Return the activations for x − input_bias [n_tokens, d_in], and the dead latents' output for the error.
 
-        Ranks exchange the weights of dead latents while they encode. Autograd takes the reverse order of this pass, so
-        that they exchange the gradients of these weights during the encoder's backward pass. Replicas that hold all
-        latents may still receive W_dec while they encode, so they read its rows afterwards.
+        Ranks exchange the weights of dead latents while they encode. Autograd runs in the reverse order, so the
+        gradients of these weights are exchanged during the encoder's backward pass. Replicas that hold all latents may
+        still receive W_dec while they encode, so they read its rows afterwards.
         """
         exchanges = self.latents.group.size > 1
         candidates = self.auxk.candidates(self, centred.dtype) if exchanges else None
@@ -84,13 +84,13 @@ class TopK(Sae):
         return pre_acts.with_values(pre_acts.values.relu())
 
     def score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
-        """Complete a forward pass from its activations and x_hat: compute the loss terms and add to the counts."""
+        """Complete a forward pass from its activations and x_hat: compute the loss terms and update the counts."""
         losses = {"mse": errors.square, "auxk": self.auxk.loss(errors.each, explained)}
         self.count(acts, len(x_hat), errors.square)
         return Output(acts, x_hat, losses, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Return the squared error in units of the data's variance, so that any scale suits, plus AuxK's loss."""
+        """Return the squared error relative to the data's variance, so that any scale works, plus AuxK's loss."""
         return torch.add(losses["mse"] / self.y_variance, losses["auxk"], alpha=self.auxk.alpha)
 
     def learn_from(self, sums: Tensor) -> None:
