@@ -14,23 +14,23 @@ from trainer.saes.sparse_acts import Acts, marked_in_columns
 
 
 class JumpReLU(Penalised):
-    """A latent is active above a `threshold` of its own ([d_sae]), which is learnt by straight-through gradients.
+    """A latent is active above its own `threshold` ([d_sae]), which is learnt by straight-through gradients.
 
-    A jump has no gradient; that of its mean over a window of `bandwidth` around the threshold stands in for it, so
-    that only pre-activations within the window move the threshold: a latent far below has neither an L0 nor a
-    gradient of one. The threshold itself is learnt, not its logarithm, whose steps under Adam would shrink with it.
+    A jump has no gradient. The gradient of its mean over a window of `bandwidth` around the threshold replaces it, so
+    only pre-activations within the window move the threshold; a latent far below it gets no gradient. The threshold
+    itself is learnt, not its logarithm, whose steps under Adam would shrink with the threshold.
 
-    `penalty` "l0" counts active latents, and the window's gradients move thresholds only. With "tanh", Anthropic's,
-    each counts tanh(tanh_scale · a · ‖row‖), and these gradients reach the encoder as well.
+    With `penalty` "l0" the loss counts active latents, and the window's gradients move thresholds only. With "tanh",
+    Anthropic's penalty, each latent adds tanh(tanh_scale · a · ‖row‖), and the gradients also reach the encoder.
     """
 
     loss_names = ("mse", "sparsity")
     biases = ("b_enc", "threshold")
-    # Near its own equilibrium λ is a thousandth of the variance. From ten times that Adam remembers gradients so large
-    # that thresholds hardly move any more, and L0 fell to 24 for k = 32 in 500 steps; from here it was 29. Below k the
-    # weight may turn negative, as that of a penalty (L0 − k)² does.
+    # The equilibrium of λ is about 0.001 times the variance. If λ starts ten times higher, Adam remembers gradients so
+    # large that thresholds hardly move any more, and L0 fell to 24 for k = 32 in 500 steps; with this start it was 29.
+    # Below k the weight may turn negative, like that of a penalty (L0 − k)².
     steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
-    # Thresholds at the start. From 0.3 L0 was 39 after 200 steps, from 0.5 it was 32, from 0.7 it was 26; k was 32.
+    # Initial thresholds. After 200 steps with k = 32, L0 was 39 from 0.3, 32 from 0.5 and 26 from 0.7.
     threshold_at_start = 0.5
 
     def __init__(
@@ -58,7 +58,7 @@ class JumpReLU(Penalised):
         self.threshold = nn.Parameter(torch.zeros(d_sae))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        # All that is active or within the window; the rest has no part in loss or gradient.
+        # Keep everything active or within the window; the rest affects neither loss nor gradient.
         lowest = self.threshold.detach() - (self._bandwidth / 2 if self.training else 0)
         pre_acts = self.encode_above(x, lowest)
         threshold, moves_z = pre_acts.at(self.threshold), self._tanh_scale is not None
@@ -75,7 +75,7 @@ class JumpReLU(Penalised):
 
     @torch.no_grad()
     def constrain(self, rows: slice = ALL) -> None:
-        # Below 0 nothing jumps, and the window's gradients would be those of something that does not happen.
+        # Below 0 there is no jump, so the window's gradients would be wrong.
         self.threshold[rows].clamp_min_(0)
 
     def raise_bar(self, bound: Tensor) -> None:
@@ -90,16 +90,17 @@ class JumpReLU(Penalised):
 
 
 class _Jump(torch.autograd.Function):
-    """z where z > θ, else 0, and how many these are, 0-dim; θ is at least 0.
+    """Return z where z > θ, else 0, and the number of active values, 0-dim; θ is at least 0.
 
-    Means over the window stand in for the jump's gradient and the number's: for θ they are −θ/ε and −1/ε within it. For
-    z the value has its own. As the jump depends on z − θ, the window's gradient for z is the opposite of that for θ; z
-    gets it of the value where it `moves_z`, never of the number. Of each sum as few passes over z are made as may be.
+    The jump and the count have no gradient; those of their means over the window replace them: for θ, −θ/ε and −1/ε
+    within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ, the window's
+    gradient for z is the negative of that for θ. z gets it for the value if `moves_z`, and never for the count. The
+    passes over z are kept to a minimum.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float, moves_z: bool) -> tuple[Tensor, Tensor]:
-        # Not true of a NaN, which must not pass for inactive.
+        # False for NaN, which must not count as inactive.
         is_off = z <= threshold.clamp_min(0)
         ctx.save_for_backward(z, threshold, is_off)
         ctx.bandwidth, ctx.moves_z = bandwidth, moves_z
@@ -121,7 +122,7 @@ class _Jump(torch.autograd.Function):
 
 
 def _summed_to(threshold: Tensor, values: Tensor) -> Tensor:
-    """Sum over tokens what has one threshold for all of them; values of entries have their own."""
+    """Sum over tokens if all tokens share a threshold; sparse entries have one threshold each."""
     if values.shape == threshold.shape:
         return values
     return marked_in_columns(values) if values.dtype == torch.bool else values.sum(dim=0)

@@ -84,8 +84,7 @@ class Penalty(nn.Module):
 
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
-        """Update the controller with the active count of a step; a skipped step, which has no tokens, changes nothing.
-        """
+        """Update the controller with the active count of a step; a skipped step (0 tokens) changes nothing."""
         came, ratio = n_tokens > 0, n_active / (self._k * n_tokens.clamp_min(1))
         deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
         torch.where(came, deviation, self.deviation, out=self.deviation)
@@ -162,7 +161,9 @@ class Penalised(Sae):
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
-        """Set the biases so that k latents per token are active; else half are, and most of a short run reduces them.
+        """Set the biases so that k latents per token are active.
+
+        Initially half of all latents are active, and reducing them to k would take most of a short run.
         """
         self.penalty.start(self.y_variance)
         # 2,048 rows determine the bound for 1 % of a latent's activations to within 1 %.
@@ -172,5 +173,5 @@ class Penalised(Sae):
         self.raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
 
     def raise_bar(self, bound: Tensor) -> None:
-        """Shift the biases so that only pre-activations above `bound` (0-dim) activate a latent."""
+        """Shift biases (and thresholds) so that only pre-activations above `bound` (0-dim) activate a latent."""
         self.b_enc.sub_(bound)

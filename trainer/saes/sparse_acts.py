@@ -1,4 +1,4 @@
-"""Latent activations of a batch: only the active ones, or a dense matrix where most are active."""
+"""Latent activations of a batch: only the active ones, or a dense matrix if most are active."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Rows of a mask that are counted at a time.
+# Rows of a mask that are counted at once.
 COUNTED_AT_ONCE = 512
 
 
 class ByLatent(NamedTuple):
-    """Entries sorted by latent, then token: their `order` [n], and where each latent begins in it, `starts` [d_sae]."""
+    """Entries sorted by latent, then token: the permutation `order` [n] and each latent's start in it, `starts`
+    [d_sae].
+    """
 
     order: Tensor
     starts: Tensor
 
 
 class Filled(NamedTuple):
-    """How many entries count, `n` (0-dim, on their device), and how many of them are to be expected."""
+    """How many entries are valid, `n` (0-dim, on their device), and about how many to expect."""
 
     n: Tensor
     expected: int
 
 
 class Places:
-    """Where the entries of sparse activations are: flat, ordered by token.
+    """The positions of sparse activations: a flat list of entries, ordered by token.
 
-    Entry i belongs to latent `latents[i]` and token `tokens[i]`; token t's entries begin at `starts[t]`. Where the host
-    does not know how many there are, only those that are `filled` count. The rest follow them in any order: no two are
-    at the same place, and their values are 0.
+    Entry i belongs to latent `latents[i]` and token `tokens[i]`; token t's entries begin at `starts[t]`. If the host
+    does not know how many entries there are, `filled` gives the number of valid ones. The padding after them is in any
+    order: its positions are distinct and its values are 0.
     """
 
     def __init__(self, latents: Tensor, tokens: Tensor | None, starts: Tensor, filled: Filled | None = None) -> None:
         self.latents, self.starts, self.filled = latents, starts, filled
-        # Where every token has as many entries they follow from that, and are made only where they are asked for.
+        # If every token has the same number of entries, `tokens` can be None and is computed on first use.
         self._tokens = tokens
         self._sorted = _Sorted(latents, filled)
         self._tokens_by_latent: Tensor | None = None
@@ -51,24 +53,25 @@ class Places:
         return len(self.latents) // max(len(self.starts), 1)
 
     def by_latent(self, d_sae: int) -> ByLatent:
-        """Return the order in which the gradients of both weights read the entries; sort at the first call only."""
+        """Return the entries sorted by latent, as both weight gradients read them; sort only on the first call."""
         return self._sorted.by_latent(d_sae)
 
     def tokens_by_latent(self, d_sae: int) -> Tensor:
-        """Return the tokens of the entries in that order, [n]."""
+        """Return the tokens of the entries sorted by latent, [n]."""
         if self._tokens_by_latent is None:
             order = self.by_latent(d_sae).order
-            # Divided on a GPU, in one operation where all tokens and an index take three; a CPU takes longer for it.
+            # On a GPU use one division instead of three operations for all tokens and an index; a CPU divides more
+            # slowly.
             divides = self._tokens is None and order.is_cuda
             self._tokens_by_latent = order // self._per_token if divides else self.tokens.index_select(0, order)
         return self._tokens_by_latent
 
     def latents_of_windows(self, d_sae: int, longest: int) -> Tensor:
-        """Return whose entries in that order lie at the beginning of each window of `longest`."""
+        """Return the latent of the first entry of each window of `longest` entries sorted by latent."""
         return self._sorted.latents_of_windows(d_sae, longest)
 
     def regroup(self, tokens: Tensor, n_tokens: int) -> Places:
-        """Return the same latents in the same order under other tokens, ascending [n]; both share one sorting."""
+        """Return the same latents, in the same order, under other tokens, ascending [n]; both share one sort."""
         if self.filled is not None:
             tokens = fill_rest(tokens, self.filled, n_tokens - 1)
         starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=tokens.device))
@@ -78,7 +81,7 @@ class Places:
 
 
 def fill_rest(numbers: Tensor, filled: Filled, number: int) -> Tensor:
-    """Return a copy of the entries' numbers [n] with `number` for those that do not count."""
+    """Return a copy of values [n] with `number` in place of the padding."""
     return numbers.masked_fill(torch.arange(len(numbers), device=numbers.device) >= filled.n, number)
 
 
@@ -97,7 +100,8 @@ class _Sorted:
         if longest not in self._windows:
             order, starts = self.by_latent(d_sae)
             windows = torch.arange(0, len(order), longest, device=starts.device)
-            # The last of several latents that begin at the same entry is the one that has it. The first begins at 0.
+            # If several latents begin at the same entry, it belongs to the last; the others are empty. The first begins
+            # at 0.
             self._windows[longest] = torch.searchsorted(starts[1:], windows, right=True)
         return self._windows[longest]
 
@@ -105,10 +109,10 @@ class _Sorted:
 def _sorted_by_latent(latents: Tensor, filled: Filled | None, d_sae: int) -> ByLatent:
     n_keys = d_sae
     if filled is not None:
-        # Behind all others.
+        # Sort padding last.
         n_keys, latents = d_sae + 1, fill_rest(latents, filled, d_sae)
-    # A radix sort's time goes with the width of its keys: for 131,072 of them on one core 0.8 ms for 16 bits, 2 ms
-    # for 32 and 4 ms for 64.
+    # The time of a radix sort grows with the key size: 131,072 keys take 0.8 ms on one core with 16 bits, 2 ms with 32
+    # and 4 ms with 64.
     dtype, lowest = (torch.int16, -(2**15)) if n_keys <= 2**16 else (torch.int32, 0)
     keys, order = torch.add(latents, lowest, out=latents.new_empty(len(latents), dtype=dtype)).sort(stable=True)
     first = torch.arange(lowest, lowest + d_sae, dtype=dtype, device=latents.device)
@@ -123,11 +127,11 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """Return the element of a vector [d_sae] that belongs to each entry's latent: [n]."""
+        """Return each entry's element of a vector [d_sae], by its latent: [n]."""
         return per_latent.index_select(0, self.places.latents)
 
     def total(self, weights: Tensor) -> Tensor:
-        """Return the sum of all activations, each times its latent's weight of a vector [d_sae]: 0-dim."""
+        """Return the sum of all activations, each times its latent's element of `weights` [d_sae]: 0-dim."""
         return (self.values * self.at(weights)).sum()
 
     def with_values(self, values: Tensor) -> SparseActs:
@@ -138,7 +142,7 @@ class SparseActs(NamedTuple):
         return _per(self.places.latents, is_counted, self.d_sae)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Sum numbers of the entries [n] for each token: [n_tokens]."""
+        """Sum values of the entries [n] for each token: [n_tokens]."""
         return _per(self.places.tokens, values, len(self.places.starts))
 
     def dense(self) -> Tensor:
@@ -157,8 +161,8 @@ class DenseActs(NamedTuple):
         return per_latent
 
     def total(self, weights: Tensor) -> Tensor:
-        """Return the sum of all activations, each times its latent's weight of a vector [d_sae]: 0-dim."""
-        # Added up before they are weighed they take one pass, and their gradient is the vector itself.
+        """Return the sum of all activations, each times its latent's element of `weights` [d_sae]: 0-dim."""
+        # Sum before weighting: this takes one pass, and the gradient is the vector itself.
         return (self.values.sum(dim=0) * weights).sum()
 
     def with_values(self, values: Tensor) -> DenseActs:
@@ -169,7 +173,7 @@ class DenseActs(NamedTuple):
         return marked_in_columns(is_counted)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Sum numbers [n_tokens, d_sae] for each token: [n_tokens]."""
+        """Sum values [n_tokens, d_sae] for each token: [n_tokens]."""
         return values.sum(dim=1)
 
     def dense(self) -> Tensor:
@@ -181,10 +185,10 @@ Acts = SparseActs | DenseActs
 
 
 def marked_in_columns(mask: Tensor) -> Tensor:
-    """Count what is marked in each column of a bool [n_rows, n]: fp32 [n].
+    """Count the marked elements in each column of a bool [n_rows, n]: fp32 [n].
 
-    Of a bool torch adds up a copy, of 8 bytes for each element where it is not told otherwise: 0.8 GB of 4,096 tokens
-    and 24,576 latents. Of a part of the rows at a time it is small.
+    `sum` of a bool copies it, by default to 8 bytes per element: 0.8 GB for 4,096 tokens and 24,576 latents. Summing
+    chunks of rows keeps the copy small.
     """
     parts = mask.split(COUNTED_AT_ONCE)
     return torch.stack([part.sum(dim=0, dtype=torch.float32) for part in parts]).sum(dim=0)

@@ -1,1 +1,1 @@
-"""The products of a training step: one dense product in the encoder, everything else touches active latents only."""
+"""The products of a training step: the encoder makes one dense product, the others read only active latents."""

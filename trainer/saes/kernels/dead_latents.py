@@ -1,6 +1,6 @@
-"""What AuxK needs of latents that are dead: which they are, their weights, and a place for their gradients.
+"""Operations of AuxK on dead latents: find them, gather their weights, and add their gradients.
 
-A GPU has a kernel for each.
+Each has a GPU kernel.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from trainer.runtime.triton_kernels import working_kernels
 
 
 class Silent(NamedTuple):
-    """Some latents [n] by number, each named once; what is added to their pre-activations [n]: b_enc, or −∞ of those
-    that are not dead; and the weight of what they miss, 0-dim: 1 / variance, or 0 if none is dead."""
+    """Some latents, with their AuxK biases and the weight of the loss.
+
+    `latents` [n] are distinct indices. `bias` [n] is b_enc, or −∞ for latents that are not dead. `weight`, 0-dim, is 1
+    / variance, or 0 if no latent is dead.
+    """
 
     latents: Tensor
     bias: Tensor
     weight: Tensor
 
     def first(self, n: int) -> Silent:
-        """Return the first n."""
+        """Return the first n latents."""
         return Silent(self.latents[:n], self.bias[:n], self.weight)
 
 
@@ -37,14 +40,14 @@ class Weights(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Weights in one piece of memory, `flat`, so that ranks exchange them at once."""
+    """Weights in one block of memory, `flat`, so that ranks exchange them in one operation."""
 
     flat: Tensor
     weights: Weights
 
     @classmethod
     def of(cls, like: Tensor, n: int, d_in: int, d_out: int, dtype: torch.dtype) -> Packed:
-        """Make room for weights of n latents on the device of `like`."""
+        """Allocate weights of n latents on the device of `like`."""
         sizes = n * d_in, n * d_out, n
         flat = like.new_empty(sum(sizes), dtype=dtype, requires_grad=False)
         W_enc, W_dec, b_enc = flat.split(sizes)
@@ -54,10 +57,10 @@ class Packed(NamedTuple):
 def longest_silent(
     silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
 ) -> Silent | None:
-    """Return the n latents that are dead and have been silent for longest, in the order of their numbers.
+    """Return the n dead latents that have been silent for longest, sorted by index.
 
-    Of those that were silent equally long the lower numbers are first, as are all that were for 2^31 tokens. If fewer
-    are dead, living ones take their places. The bias has the type of products, `dtype`. None: no kernel can.
+    Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer latents are dead, living ones fill
+    the rest. The bias has the product dtype, `dtype`. Return None if no kernel applies.
     """
     if (triton := triton_for(silence, dtype)) and triton.fits(silence, dead_after):
         return Silent(*triton.longest_silent(silence, b_enc, variance, dead_after, n, dtype))
@@ -66,10 +69,10 @@ def longest_silent(
 
 @torch.no_grad()
 def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> Packed:
-    """Return the rows of some latents [n]: [n, d_in] of W_enc [d_in, d_sae], and [n, d_out] of W_dec [d_sae, d_out].
+    """Return the weights of n latents: rows of W_enc.T [d_sae, d_in] and of W_dec [d_sae, d_out].
 
-    They have the type of products, `dtype`: where that is narrower they come from the copy that products read. A
-    latent of −1 has rows of zeros. Biases are left for the caller to fill in.
+    They have the product dtype, `dtype`; if that is narrower, they come from the narrow copy that products read. A
+    latent of −1 has rows of zeros. The caller fills in the biases.
     """
     whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
     packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)
@@ -86,10 +89,10 @@ def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> P
 def add(
     wholes: Weights, latents: Tensor, parts: Weights, input_bias: Tensor | None = None, centred: Tensor | None = None
 ) -> None:
-    """Add gradients of some latents [n], named once each, to those of all [d_sae], in place; they may be narrower.
+    """Add gradients of n distinct latents to the full gradients [d_sae], in place; `parts` may be narrower.
 
-    Those of latents −1 are left out. From a gradient of the input bias [d_in] take that of `centred` summed over tokens
-    [d_in].
+    Latents of −1 are skipped. From the gradient of the input bias [d_in], subtract `centred` [d_in], which is already
+    summed over tokens.
     """
     are_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in wholes)
     if are_plain and len(latents) and (triton := triton_for(latents, parts.W_enc.dtype)):
@@ -104,7 +107,7 @@ def add(
 
 
 def triton_for(latents: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """Return the Triton kernels where they work for weights of this type, on a GPU; else None."""
+    """Return the Triton kernels if they work on this GPU with weights of this dtype; else None."""
     return _working_triton(latents.device, dtype) if latents.is_cuda and dtype != torch.float64 else None
 
 

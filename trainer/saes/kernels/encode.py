@@ -1,7 +1,7 @@
-"""The encoder: one dense product, of which only the chosen pre-activations go on.
+"""The encoder: one dense product, from which only the chosen pre-activations are kept.
 
-Of the 10·B·d_in·d_sae operations of a dense step 2·B·d_in·d_sae remain. Autograd would scatter the gradient of the
-chosen ones into a dense [n_tokens, d_sae], multiply twice with it, and once more for x − input_bias.
+A dense step takes 10·B·d_in·d_sae operations; this leaves 2·B·d_in·d_sae. Autograd would scatter the gradient of the
+chosen values into a dense [n_tokens, d_sae] matrix, multiply twice with it, and once more for x − input_bias.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import by_latent, product_dtype, weighted_sum
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
-# Returns the places and values of the pre-activations that go on, or None for all of them as a dense matrix. It must
-# not keep a reference to the matrix: where only some go on, the next batch's product is written over it.
+# Returns the positions and values of the pre-activations to keep, or None to keep the dense matrix. It must not keep a
+# reference to the matrix: unless None is returned, the next batch's product overwrites it.
 Choose = Callable[[PreActs], Chosen | None]
 
 
 @torch.no_grad()
 def centre(x: Tensor, input_bias: Tensor) -> Tensor:
-    """Return x − input_bias of x [n_tokens, d_in] in the type of products, without a gradient.
+    """Return x − input_bias for x [n_tokens, d_in] in the product dtype, without a gradient.
 
-    Under autocast that is bf16 or fp16, and all else stays fp32. A GPU centres and narrows in one pass.
+    Under autocast that is bf16 or fp16; everything else stays fp32. A GPU subtracts and narrows in one pass.
     """
     dtype = product_dtype(x)
     if (
@@ -46,9 +46,9 @@ def centre(x: Tensor, input_bias: Tensor) -> Tensor:
 
 
 def encode(centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
-    """Return the chosen pre-activations centred W_enc + b_enc [n_tokens, d_sae], in `b_enc`'s type.
+    """Return the chosen pre-activations centred W_enc + b_enc [n_tokens, d_sae], in the dtype of `b_enc`.
 
-    `centred` is x − input_bias of x [n_tokens, d_in], by `centre`; the bias gets a gradient here.
+    `centred` is x − input_bias [n_tokens, d_in], from `centre`; the input bias gets its gradient here.
     """
     with phase(ENCODER):
         values, places = _Encode.apply(centred, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
@@ -75,7 +75,7 @@ class _Encode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         centred, W_enc = ctx.saved_tensors
         if ctx.places is None:
-            # Laid out in memory like W_enc; it would be copied into that layout otherwise.
+            # Use the memory layout of W_enc; otherwise the gradient would be copied into it.
             grad_W_enc = (grad.to(centred.dtype).T @ centred).T
             grad_b_enc = grad.sum(dim=0)
         else:
@@ -84,7 +84,7 @@ class _Encode(torch.autograd.Function):
             grad_W_enc = of_latents.T
         grad_input_bias = None
         if ctx.needs_input_grad[3]:
-            # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
+            # Sum over tokens first: a matrix–vector product then replaces the product with the gradient of x.
             grad_input_bias = weighted_sum(grad_b_enc, kept_or_own(W_enc, centred.dtype).T, -1.0)
         return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None
 

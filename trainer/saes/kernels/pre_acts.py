@@ -1,4 +1,4 @@
-"""The pre-activations of a batch, of which only what is asked for is computed."""
+"""The pre-activations of a batch; only the requested values are computed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 
 
 class PreActs:
-    """A matrix [n_tokens, d_sae], of which mostly the largest values are wanted."""
+    """A matrix [n_tokens, d_sae], of which usually only the largest values are needed."""
 
-    # Whether a rounded product may be looked at first; ranks on one machine are of one mind about it.
+    # Whether a rounded product may be used first; all ranks of a host must agree on it.
     may_be_rounded = False
 
     def __init__(self, matrix: Tensor) -> None:
@@ -24,13 +24,13 @@ class PreActs:
         return top_k.largest_of_each(self.matrix, k)
 
     def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
-        """Return n that are each token's largest, or `n_seen` that probably are by a first look."""
+        """Return the n largest of each token, or the `n_seen` likely largest from a rounded product."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)
 
     def of(self, tokens: Tensor) -> PreActs:
-        """Return the pre-activations of some tokens, given by number [n]."""
+        """Return the pre-activations of the tokens with these indices [n]."""
         return PreActs(self.matrix[tokens])
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class PreActs:
 
 
 class Product(PreActs):
-    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is made only where it is asked for or serves best."""
+    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is computed only on request or if it is faster."""
 
     def __init__(self, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> None:
         self.shape = torch.Size((len(x), W_enc.shape[1]))
@@ -76,6 +76,6 @@ class Product(PreActs):
         return self._exact is None and rounded_top_k.pays(self._factors, n_exact, of_batch=of_batch)
 
     def let_go(self) -> None:
-        """Give the matrix's memory to the next product, once what is wanted of it is known."""
+        """Give the matrix's memory to the next product, after the needed values were copied."""
         if self._exact is not None:
             reused_buffer.put_back(self._exact)

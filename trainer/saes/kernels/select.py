@@ -1,4 +1,4 @@
-"""Chooses which pre-activations go on to the decoder."""
+"""Chooses which pre-activations go to the decoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.sparse_acts import Places, marked_in_columns
 
-# Places and the values there [n].
+# Positions and their values [n].
 Chosen = tuple[Places, Tensor]
 
 
@@ -21,20 +21,21 @@ def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
 
 
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
-    """Choose the k · n_tokens largest of all tokens together, ordered by token and latent; some tokens may get none."""
+    """Choose the k · n_tokens largest over all tokens, ordered by token and latent; some tokens may get none."""
     n_tokens, d_sae = pre_acts.shape
     flat, values = pre_acts.largest_of_all(min(round(k * n_tokens), n_tokens * d_sae))
     return places_of(flat, n_tokens, d_sae), values
 
 
 def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
-    """Choose the values above a bound (a number, 0-dim or [d_sae]) and every NaN, which must not pass for inactive.
+    """Choose the values above a bound (a number, 0-dim or [d_sae]) and every NaN, which must not count as inactive.
 
-    Return None where a dense product is faster. The host of a GPU waits for their number; in training it must not.
+    Return None if a dense product is faster. With a GPU, the host waits for the number of values; in training it must
+    not.
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor) and matrix.dtype.itemsize == 2:
-        # Torch would round it to the nearest number; and a copy of the matrix in fp32 would be twice as large as it is.
+        # Torch would round the bound to the nearest number, and an fp32 copy of the matrix would take twice its memory.
         bound = rounded_down(bound, matrix.dtype)
     places = where(~(matrix <= bound))
     return None if places is None else (places, _at(matrix, places))
@@ -43,19 +44,19 @@ def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
 def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest numbers of a 16-bit type that are not above `bound`.
 
-    Whatever has that type is above both or neither.
+    A value of that type is above both or neither.
     """
     nearest = bound.detach().to(dtype)
     bits = nearest.view(torch.int16)
-    # Numbers of one sign are ordered as their bits; below 0 comes the smallest negative number.
+    # Numbers of one sign are ordered like their bits; the number below 0 is the smallest negative one.
     below = torch.where(nearest > 0, bits - 1, torch.where(nearest < 0, bits + 1, -(2**15) + 1)).view(dtype)
     return torch.where(nearest.to(bound.dtype) > bound, below, nearest)
 
 
 def where(mask: Tensor) -> Places | None:
-    """Return the places marked in a bool [n_tokens, d_sae], or None where a dense product is faster.
+    """Return the positions marked in a bool [n_tokens, d_sae], or None if a dense product is faster.
 
-    Sparse entries cost a product about 16 times as much as dense ones on a CPU.
+    On a CPU, a sparse entry costs a product about 16 times as much as a dense one.
     """
     # numpy counts and finds them in a third of torch's time.
     n_marked = int(n_marked_in(mask)) if mask.is_cuda else np.count_nonzero(mask.numpy())
@@ -65,7 +66,7 @@ def where(mask: Tensor) -> Places | None:
 
 
 def n_marked_in(mask: Tensor) -> Tensor:
-    """Count what is marked in a bool [n_tokens, d_sae]: float64, 0-dim."""
+    """Count the marked elements of a bool [n_tokens, d_sae]: float64, 0-dim."""
     return marked_in_columns(mask).sum(dtype=torch.float64)
 
 
@@ -75,7 +76,7 @@ def numbers(mask: Tensor) -> Tensor:
 
 
 def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> Places:
-    """Make places of ascending indices into the flattened [n_tokens, d_sae]."""
+    """Convert ascending indices into the flattened [n_tokens, d_sae] matrix to `Places`."""
     tokens = flat // d_sae
     starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=flat.device))
     return Places(torch.sub(flat, tokens, alpha=d_sae), tokens, starts)

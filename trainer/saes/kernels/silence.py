@@ -1,4 +1,4 @@
-"""What is counted in a step: which latents fire; at its end for how many tokens the others were silent, and errors."""
+"""Counts per step: on how many tokens each latent fired, how long the others have been silent, and errors."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, SparseActs
 
-# Of an SAE that misses nothing: AuxK divides by it.
+# Lower bound for an SAE without error, since AuxK divides by the variance.
 LEAST_VARIANCE = 1e-12
 
 
 @torch.no_grad()
 def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
-    """Add a pass to `sums` [n + 1 + m]: on how many tokens each of n latents fired, its tokens, and m `numbers`, 0-dim.
+    """Add a pass to `sums` [n + 1 + m]: each latent's firing count, the number of tokens, and m scalars (0-dim).
 
-    Return the first, which fp32 counts exactly up to 16 million, [n].
+    Return the firing counts [n], which fp32 stores exactly up to 16 million.
     """
     if isinstance(acts, SparseActs) and sums.is_cuda and (triton := _working_triton(sums.device)):
         by_kernel: Tensor = triton.count(sums, acts, n_tokens, numbers)
         return by_kernel
     fired = acts.count_by_latent(acts.values > 0)
-    # In one addition; the number is filled on the device, since a copy from the host would make it wait.
+    # One addition for everything. `new_full` fills on the device; a copy from the host would wait.
     beside = fired.new_full((1,), n_tokens), *(number.reshape(1) for number in numbers)
     sums += torch.cat([fired, *beside])
     return fired
@@ -32,10 +32,11 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Add a step's tokens (0-dim) to those for which each latent was silent [n], unless it fired; clear `sums` [n + m].
+    """Add a step's tokens (0-dim) to the silence of each latent [n], or reset it if the latent fired; clear `sums` [n +
+    m].
 
-    These begin with on how many tokens each latent fired; return what they had beside it [m]. Where there are no tokens
-    nothing was counted, whatever is in them. The number is not to be one of them.
+    `sums` begins with the firing count of each latent; return its other elements [m]. If there are no tokens, the
+    contents of `sums` are ignored. `n_tokens` must not be a view of `sums`.
     """
     if silence.is_cuda and (triton := _working_triton(silence.device)):
         by_kernel: Tensor = triton.take_in(silence, sums, n_tokens)
@@ -50,9 +51,9 @@ def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def take_variance(variance: Tensor, sums: Tensor) -> None:
-    """Set a variance (0-dim) to the mean of a step's squared errors, `sums` being [n_tokens, Σ‖error‖², ...].
+    """Set a variance (0-dim) to the mean squared error of a step, with `sums` = [n_tokens, Σ‖error‖², ...].
 
-    It stays above 0, and as it was if there were no tokens.
+    It stays above 0, and does not change if there are no tokens.
     """
     if variance.is_cuda and variance.dtype == torch.float32 and (triton := _working_triton(variance.device)):
         triton.take_variance(variance, sums)
