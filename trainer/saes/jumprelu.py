@@ -90,7 +90,7 @@ class JumpReLU(Penalised):
 
 
 class _Jump(torch.autograd.Function):
-    """Return z where z > θ, else 0, and the number of active values, 0-dim; θ is at least 0.
+    """z where z > θ, else 0, and the number of active values, 0-dim; θ is at least 0.
 
     The jump and the count have no gradient; those of their means over the window replace them: for θ, −θ/ε and −1/ε
     within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ, the window's

@@ -12,8 +12,9 @@ COUNTED_AT_ONCE = 512
 
 
 class ByLatent(NamedTuple):
-    """Entries sorted by latent, then token: the permutation `order` [n] and each latent's start in it, `starts`
-    [d_sae].
+    """Entries sorted by latent, then token.
+
+    `order` [n] is the permutation, and `starts` [d_sae] is the position in it where each latent begins.
     """
 
     order: Tensor

@@ -48,7 +48,7 @@ def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
     """
     nearest = bound.detach().to(dtype)
     bits = nearest.view(torch.int16)
-    # Numbers of one sign are ordered like their bits; the number below 0 is the smallest negative one.
+    # Numbers of one sign are ordered like their bits; the next number below 0 is the negative one closest to 0.
     below = torch.where(nearest > 0, bits - 1, torch.where(nearest < 0, bits + 1, -(2**15) + 1)).view(dtype)
     return torch.where(nearest.to(bound.dtype) > bound, below, nearest)
 

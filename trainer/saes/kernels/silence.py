@@ -32,11 +32,10 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Add a step's tokens (0-dim) to the silence of each latent [n], or reset it if the latent fired; clear `sums` [n +
-    m].
+    """Add a step's tokens (0-dim) to each latent's silence [n], reset it if the latent fired; clear `sums`.
 
-    `sums` begins with the firing count of each latent; return its other elements [m]. If there are no tokens, the
-    contents of `sums` are ignored. `n_tokens` must not be a view of `sums`.
+    `sums` [n + m] begins with the firing count of each latent; return its other elements [m]. If there are no tokens,
+    the contents of `sums` are ignored. `n_tokens` must not be a view of `sums`.
     """
     if silence.is_cuda and (triton := _working_triton(silence.device)):
         by_kernel: Tensor = triton.take_in(silence, sums, n_tokens)

@@ -1,9 +1,9 @@
-"""Products with sparse activations: rows of active latents only, by Triton on a GPU and by embedding_bag elsewhere.
+"""Products with sparse activations. They read only rows of active latents, with Triton on a GPU, else embedding_bag.
 
-All three are sums over bags of rows. Decoding adds rows of W_dec for each token; the gradient of an activation is the
-product of one row with its token's gradient; and a weight gradient adds, for each latent, rows of its tokens. On one
-core at 4,096 tokens, d_in 384, d_sae 3,072 and k 32 these take 5, 7 and 8 ms where a dense product takes 80. A GPU
-finds both gradients of decoding in one pass.
+All three products are sums over bags of rows. Decoding adds rows of W_dec for each token; the gradient of an activation
+is the product of one row with its token's gradient; a weight gradient adds, for each latent, the rows of its tokens. On
+one core with 4,096 tokens, d_in 384, d_sae 3,072 and k 32 they take 5, 7 and 8 ms; a dense product takes 80. A GPU
+computes both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
-# Makes gradients, those of what was decoded in the given type, from saved tensors and the gradients of sums.
+# Computes the gradients of the decoded values in a given dtype from saved tensors and the gradients of the sums.
 MakeGradients = Callable[..., "Gradients"]
 
-# Rows that take more memory are not read from a cache if they come in no order.
+# Larger row matrices do not stay in the cache if rows are read in random order.
 CACHE_BYTES = 2**24
 
 
 def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int = 0) -> Tensor:
-    """Return acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out].
+    """Return acts W_dec [n_tokens, d_out]: the sum of each token's active rows of W_dec [d_sae, d_out].
 
-    Ranks of a `group` have the same tokens: each gets its `own_part` of the sum of what all have decoded. With
-    `n_levels` tokens have as many rows in turn, of sparse activations; the result is [n_tokens, n_levels, d_out].
+    Ranks of a `group` have the same tokens: each gets its `own_part` of the sum over ranks. With `n_levels`, every
+    n_levels consecutive token indices of the sparse activations are the levels of one token; the result is [n_tokens,
+    n_levels, d_out].
     """
     group = group or Group()
     if isinstance(acts, DenseActs):
@@ -44,10 +45,10 @@ def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int 
 
 
 def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
-    """Return the type in which ranks gather the gradient of what is decoded; None for its own.
+    """Return the dtype in which ranks gather the gradient of the decoded values; None for its own dtype.
 
-    If W_dec learns, its gradient is computed in this type anyway. Ranks must agree on it, so it does not depend on the
-    activations, of which one rank may keep so many that it takes dense products.
+    If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on it, so it does not depend on
+    the activations: one rank may have so many that it uses dense products.
     """
     return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
 
@@ -58,11 +59,14 @@ def _dtype_of_rows(W_dec: Tensor) -> torch.dtype:
 
 
 class _Decode(torch.autograd.Function):
-    """Own gradients: embedding_bag's backward pass sorts by itself and takes 24 ms on one core where this takes 14."""
+    """Decoding with its own gradients.
+
+    The backward pass of embedding_bag sorts by itself and takes 24 ms on one core; this takes 14.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places, group: Group, n_levels: int) -> Tensor:
-        # Under autocast a GPU gathers half the bytes, sums in fp32 all the same, and finds more of them in its cache.
+        # Under autocast, narrow rows halve the bytes a GPU gathers and fit its cache better; sums are fp32 anyway.
         dtype = _dtype_of_rows(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype)
         ctx.save_for_backward(values, rows)
@@ -74,7 +78,7 @@ class _Decode(torch.autograd.Function):
             return decoded
         own, transfers = group.start_part_of_sum(decoded)
         if transfers and ctx.needs_input_grad[1]:
-            # The gradients need it; a GPU sorts while the transfer goes on.
+            # The gradients need this sort; a GPU overlaps it with the transfer.
             places.tokens_by_latent(len(rows))
         group.finish(transfers)
         return own
@@ -97,9 +101,9 @@ def _gradients(
     needed: tuple[bool, bool],
     factor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of activations and of W_dec, whose `rows` were read, from that of what was decoded.
+    """Return the gradients of the activations and of W_dec, whose copy `rows` was used in the forward pass.
 
-    That is `grad`, times a `factor` (0-dim) where there is one.
+    The gradient of the decoded values is `grad`, times `factor` (0-dim) if given.
     """
     grad_values: Tensor | None
     grad_W_dec: Tensor | None
@@ -113,7 +117,7 @@ def _gradients(
 
 
 def _times(matrix: Tensor, factor: Tensor | None) -> Tensor:
-    # As a vector: a single number a GPU would round to the type of the matrix.
+    # Shape [1]: a GPU would round a 0-dim factor to the dtype of the matrix.
     return matrix if factor is None else (matrix * factor.reshape(1)).to(matrix.dtype)
 
 
@@ -122,9 +126,9 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class Gradients(NamedTuple):
-    """The gradients of what was decoded, `of_decoded` [..., d_out], and `of_offset` [d_out], which is added to it.
+    """The gradients of the decoded values, `of_decoded` [..., d_out], and of the added offset, `of_offset` [d_out].
 
-    The first is to be multiplied by `factor`, 0-dim; None for 1.
+    Multiply `of_decoded` by `factor` (0-dim) unless that is None.
     """
 
     of_decoded: Tensor
@@ -133,9 +137,9 @@ class Gradients(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What kernels decode, which keep no graph: `acts`, and W_dec as `rows` [d_sae, d_out] in the type of products.
+    """Inputs of kernels that decode without a graph: `acts`, and W_dec as `rows` [d_sae, d_out] in the product dtype.
 
-    Whoever sums up errors of it calls `with_gradients`.
+    Code that sums the errors of the result calls `with_gradients`.
     """
 
     acts: SparseActs
@@ -145,9 +149,9 @@ class Decoded(NamedTuple):
     def with_gradients(
         self, offset: Tensor, gradients: MakeGradients, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return `sums`, 0-dim, known already, such that activations, W_dec and `offset` get a gradient from them.
+        """Return the precomputed `sums`, 0-dim, with gradients for the activations, W_dec and `offset`.
 
-        `gradients` makes them of `saved` and of those of the sums.
+        `gradients` computes these from `saved` and the gradients of the sums.
         """
         known: tuple[Tensor, ...] = _KnownSums.apply(  # type: ignore[no-untyped-call]
             self.acts.values, self.W_dec, offset, self.rows, self.acts.places, gradients, len(saved), *saved, *sums
@@ -156,7 +160,7 @@ class Decoded(NamedTuple):
 
 
 def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
-    """Return activations and rows for kernels, where they work and activations are sparse; else None."""
+    """Return the inputs of decoding kernels, if these work and the activations are sparse; else None."""
     dtype = product_dtype(W_dec)
     if isinstance(acts, DenseActs) or not triton_for(W_dec, dtype):
         return None
@@ -164,9 +168,9 @@ def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
 
 
 class _KnownSums(torch.autograd.Function):
-    """Sums over what was decoded, from whose gradients that of x_hat is written at once in the type of products.
+    """Sums over decoded values; the gradient of x_hat is written directly in the product dtype.
 
-    Autograd would write it in fp32, read that for the gradient of the offset and once more to narrow it.
+    Autograd would write it in fp32, read it for the gradient of the offset, and read it again to narrow it.
     """
 
     @staticmethod
@@ -191,7 +195,7 @@ class _KnownSums(torch.autograd.Function):
         values, rows, *saved = ctx.saved_tensors
         of_decoded, of_offset, factor = ctx.gradients(*saved, *grads, rows.dtype)
         acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
-        # Each level of a token has its own.
+        # Each level of a token has its own gradient.
         of_decoded = of_decoded.flatten(end_dim=-2)
         return *_gradients(acts, rows, ctx.W_dec, of_decoded, needed, factor), of_offset, *[None] * ctx.n_others
 
@@ -199,14 +203,14 @@ class _KnownSums(torch.autograd.Function):
 def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
     """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens.
 
-    The sums are fp32 or wider. Their order is fixed, unless a latent has many tokens: a GPU shares those among several
-    programs, which torch's deterministic mode forbids.
+    The sums are fp32 or wider. Their order is fixed, except for latents with many tokens: a GPU splits those among
+    several programs, unless torch's deterministic mode forbids it.
     """
     if triton := triton_for(dense):
         sums: Tensor = _summed(triton, acts, dense, None, None).sums
         return sums
     order, starts = acts.places.by_latent(acts.d_sae)
-    # index_select, since indexing with one tensor takes three times as long on a CPU.
+    # Indexing with a tensor takes three times as long on a CPU as index_select.
     tokens, values = acts.places.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
     return bag_sums(values, tokens, starts, dense)
 
@@ -214,7 +218,7 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
 def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` and the sum of each latent's activations [d_sae].
 
-    Of `weights`, which have this gradient, a GPU may measure it.
+    `weights` are the parameters that get this gradient; a GPU may also measure it for them.
     """
     if triton := triton_for(dense):
         summed = _summed(triton, acts, dense, None, weights)
@@ -228,7 +232,7 @@ def both_products(
 ) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` of `dense` and its `row_products` with `rows` [d_sae, d].
 
-    Where there is a `factor` (0-dim), they are those of `dense` times it. A GPU gathers rows of `dense` once for both.
+    `factor` (0-dim), if given, multiplies `dense`. A GPU gathers rows of `dense` once for both products.
     """
     if triton := triton_for(dense):
         summed = _summed(triton, acts, dense, rows, weights, factor)
@@ -256,21 +260,21 @@ def _summed(
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
-    """Sum values[i] · rows[indices[i]] over each bag's entries: [n_bags, d]; bag b's entries begin at `starts[b]`.
+    """Sum values[i] · rows[indices[i]] over each bag: [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    The sum is fp32 or wider and has a fixed order. Entries that are not `filled`, where that is told, have the value 0.
+    The sum is fp32 or wider and has a fixed order. Entries beyond the `filled` ones must have the value 0.
     """
     if triton := triton_for(rows):
         sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled)
         return sums
-    # Entries that do not count add nothing to the last bag.
+    # Padding adds 0 to the last bag.
     return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
 
 
 def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
-    """Return each entry's inner product of its token's row of `dense` [n_tokens, d] and its latent's of `rows`: [n].
+    """Return each entry's inner product of its row of `dense` [n_tokens, d] and its row of `rows` [d_sae, d]: [n].
 
-    For entries that do not count it may be any finite number.
+    For padding the result is any finite number.
     """
     if triton := triton_for(rows):
         by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts, places.filled)
@@ -284,20 +288,20 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
 
 
 def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, places: Places) -> bool:
-    """Tell whether a CPU that goes through the entries by latent, not by token, finds more of what it reads in a cache.
+    """Return whether a CPU makes better use of its cache if it reads the entries by latent instead of by token.
 
-    With 4,096 tokens, d 384 and k 64 it takes 22 ms of a core instead of 40 at 16,384 latents, 20 instead of 16 at
-    3,072, the sort included; with fewer entries than latents it gains nothing.
+    For 4,096 tokens, d 384 and k 64 on one core, including the sort, this takes 22 ms instead of 40 with 16,384
+    latents, but 20 instead of 16 with 3,072. With fewer entries than latents it gains nothing.
     """
     exceeds_cache = rows.nbytes > max(CACHE_BYTES, dense.nbytes) and not rows.is_cuda
     return exceeds_cache and len(places.latents) >= len(rows)
 
 
 def _row_products(dense: Tensor, rows: Tensor, indices: Tensor, bags: Tensor, starts: Tensor) -> Tensor:
-    """Return the inner products of `rows[indices[i]]` and `dense[bags[i]]`: [n]; bag b's entries begin at `starts[b]`.
+    """Return the inner products of `rows[indices[i]]` and `dense[bags[i]]`: [n]; bag b begins at `starts[b]`.
 
-    It is what autograd calls for embedding_bag, without a second forward pass. Gathering the rows for a batched product
-    takes 23 times as long.
+    Autograd calls the same operation for embedding_bag; this call avoids a second forward pass. Gathering the rows for
+    a batched product takes 23 times as long.
     """
     backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
     products: Tensor = backward(dense, rows, indices, starts, bags, mode=0)
@@ -305,9 +309,9 @@ def _row_products(dense: Tensor, rows: Tensor, indices: Tensor, bags: Tensor, st
 
 
 def dots(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the inner products of two matrices' rows of the same number, both [n, d]: [n].
+    """Return the inner products of rows with the same index in two matrices [n, d]: [n].
 
-    For 16,384 rows of 768 a core takes 4 ms, where torch's einsum takes 15.
+    For 16,384 rows of 768 this takes 4 ms on one core; torch's einsum takes 15.
     """
     if rows.is_cuda:
         return torch.einsum("ij,ij->i", rows, others)
@@ -316,9 +320,9 @@ def dots(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
-    """Return factor · Σ weights[i] · rows[i] of rows [n, d], which may be in 16 bits: [d], in the weights' type.
+    """Return factor · Σ weights[i] · rows[i] for rows [n, d], which may be 16-bit: [d], in the dtype of the weights.
 
-    What a GPU reads in 16 bits it adds in fp32, unlike torch's own product, which would also round the weights.
+    A GPU reads 16 bits and adds in fp32; torch's own product would also round the weights.
     """
     if rows.dtype == weights.dtype or not (triton := triton_for(rows)):
         return factor * (rows.T.to(weights.dtype) @ weights)
@@ -327,16 +331,16 @@ def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
 
 
 def product_dtype(like: Tensor) -> torch.dtype:
-    """Return the type in which `like` is multiplied under the present autocast setting."""
+    """Return the dtype in which `like` is multiplied under the current autocast setting."""
     kind = like.device.type
     narrows = like.dtype == torch.float32 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if narrows else like.dtype
 
 
 def triton_for(rows: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
-    """Return the Triton kernels where they work for rows of this type or of `dtype`, which is never float64; else None.
+    """Return the Triton kernels if they work on this GPU for `dtype` (default: of `rows`); else None.
 
-    They work on a GPU.
+    They do not support float64.
     """
     dtype = dtype or rows.dtype
     return _working_triton(rows.device, dtype) if rows.is_cuda and dtype != torch.float64 else None

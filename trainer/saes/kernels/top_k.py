@@ -1,9 +1,9 @@
-"""Finds where the largest values of a matrix are.
+"""Finds the positions of the largest values of a matrix.
 
-Most of the work is saved by looking only at what can be among the largest; the result is the same. On a GPU all shapes
-are known beforehand, so that the host never waits: of n columns in groups, the groups with the k largest maxima hold
-the k largest; kernels look through many rows, or many values of 16 bits (`triton_top_k`). On a CPU shapes may depend
-on the data.
+Most work is saved by reading only values that can be among the largest; the result is exact. On a GPU all shapes are
+known in advance, so the host never waits: if columns are grouped, the k groups with the largest maxima contain the k
+largest values. Kernels in `triton_top_k` handle many rows, or many 16-bit values. On a CPU shapes may depend on the
+data.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor
 
 from trainer.runtime.triton_kernels import working_kernels
 
-# Rows in the sample that a bound is guessed from, and how many times as many values as are wanted should lie above it:
-# a batch's share above a bound differs from that of 64 of its rows by less than a sixth.
+# Rows sampled to guess a bound, and the target number of values above it relative to the number wanted: the fraction
+# above a bound in a batch differs from that in 64 of its rows by less than a sixth.
 SAMPLE_ROWS, MARGIN = 64, 1.5
-# Parts of each thread's rows, so that the results of one stay in the cache.
+# Chunks per thread; the results of one chunk stay in the cache.
 PARTS = 4
-# Groups of fewer columns save nothing.
+# Smaller groups save nothing.
 LEAST_GROUP = 6
 
 
 def of_each(values: Tensor, k: int) -> Tensor:
-    """Return the columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all."""
+    """Return the columns of the k largest of each row [n_rows, k], in no order; NaN counts as the largest."""
     return largest_of_each(values, k)[0] if values.is_cuda else _by_groups(values, k)
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the same, and the values there [n_rows, k]."""
+    """Return the columns of the k largest of each row, in no order, and their values: both [n_rows, k]."""
     if (triton := triton_for(values)) and triton.fits(values, k):
         found: tuple[Tensor, Tensor] = triton.largest_of_each(values, k)
         return found
@@ -44,13 +44,13 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def of_all(values: Tensor, n: int) -> Tensor:
-    """Return the n largest of all, as ascending indices into the flattened matrix."""
+    """Return the n largest of the matrix, as ascending indices into the flattened matrix."""
     if (triton := triton_for(values)) and triton.fits_all(values, n):
         chosen: Tensor = triton.largest_of_all(values, n)
         return chosen
     if values.is_cuda:
         found = _by_groups(values.reshape(1, -1), n, _topk)[0]
-        # Half as wide they are sorted in half the time.
+        # Sorting takes half the time with 32-bit indices.
         return found.int().sort().values.long() if values.numel() < 2**31 else found.sort().values
     candidates = _candidates(values, n)
     is_chosen, _ = are_largest(values.flatten().index_select(0, candidates)[None], n)
@@ -60,7 +60,7 @@ def of_all(values: Tensor, n: int) -> Tensor:
 def _candidates(values: Tensor, n: int) -> Tensor:
     """Return ascending indices into the flattened matrix that include its n largest.
 
-    They are seldom all indices, which take more memory than the matrix.
+    They are rarely all indices, which would take more memory than the matrix.
     """
     margin = MARGIN
     while margin * n < values.numel():
@@ -71,7 +71,7 @@ def _candidates(values: Tensor, n: int) -> Tensor:
 
 
 def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Tell which values are among the k largest of their row, bool [n_rows, n]; return also the k-th [n_rows]."""
+    """Return which values are among the k largest of their row, bool [n_rows, n], and the k-th largest [n_rows]."""
     if not k:
         return torch.zeros_like(values, dtype=torch.bool), values.new_full((len(values),), math.inf)
     if (triton := triton_for(values)) and triton.fits_whole(values, k):
@@ -81,16 +81,16 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         largest, columns = values.topk(k, dim=1, sorted=False)
         return _mask_of(values, columns), largest.amin(dim=1)
     smallest = kth(values, k)
-    # Negated so that it is true of a NaN.
+    # True for NaN because it is negated.
     is_chosen = ~(values < smallest[:, None])
-    # Of several that are equal any may be chosen, but no more than k.
+    # Any of several equal values may be chosen, but no more than k in total.
     tied = (is_chosen.sum(dim=1) != k).nonzero().flatten()
     is_chosen[tied] = _mask_of(values[tied], _topk(values[tied], k))
     return is_chosen, smallest
 
 
 def strongest(values: Tensor, k: int) -> Tensor:
-    """Return the k largest of each row where they are positive or NaN, in place of all others 0: [n_rows, n]."""
+    """Return rows [n_rows, n] with their k largest values if these are positive or NaN, and 0 elsewhere."""
     if (triton := triton_for(values)) and triton.fits_whole(values, k):
         found: Tensor = triton.strongest(values, k)
         return found
@@ -98,7 +98,7 @@ def strongest(values: Tensor, k: int) -> Tensor:
 
 
 def triton_for(values: Tensor) -> ModuleType | None:
-    """Return the Triton kernels where they work, on a GPU; else None."""
+    """Return the Triton kernels if they work on this GPU; else None."""
     return _working_triton(values.device) if values.is_cuda else None
 
 
@@ -107,21 +107,21 @@ def _working_triton(device: torch.device) -> ModuleType | None:
 
 
 def _mask_of(values: Tensor, columns: Tensor) -> Tensor:
-    """Mark some columns [n_rows, k] of rows [n_rows, n] in a bool of the rows' shape."""
+    """Return a bool mask [n_rows, n] with the given columns [n_rows, k] of each row marked."""
     return torch.zeros_like(values, dtype=torch.bool).scatter_(1, columns, True)
 
 
 def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
-    """Guess from a sample a bound that probably more than n values, but not many more, exceed."""
+    """Guess from a sample a bound that probably more than n values exceed, but not many more."""
     sample = values[:: max(1, len(values) // SAMPLE_ROWS)].flatten()
     rank = min(math.ceil(margin * n * len(sample) / max(values.numel(), 1)), len(sample))
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
 
 
 def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
-    """Call `work` on parts of the rows of arrays [n, ...] and return the results joined.
+    """Call `work` on chunks of rows of the arrays [n, ...] and return the concatenated results.
 
-    It takes as many threads as torch uses; numpy alone takes one.
+    Use as many threads as torch does; numpy alone uses one.
     """
     n_threads = torch.get_num_threads()
     parts = [np.array_split(array, max(PARTS * n_threads, n_parts)) for array in arrays]
@@ -130,7 +130,7 @@ def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int =
 
 
 def numbers(test: Callable[..., np.ndarray], rows: np.ndarray, *beside: np.ndarray) -> Tensor:
-    """Find where a test of rows [n, d] holds: ascending indices into the flattened matrix."""
+    """Return ascending indices into the flattened `rows` [n, d] of the elements that pass `test`."""
     starts = np.arange(0, rows.size, rows.shape[1])
 
     def passing(starts: np.ndarray, *part: np.ndarray) -> np.ndarray:
@@ -150,7 +150,7 @@ def _topk(values: Tensor, k: int) -> Tensor:
 
 
 def _partition(values: Tensor, k: int) -> Tensor:
-    """Return the same as `_topk` for [n_rows, n]: of 4,096 rows of 1,024 on two cores in 6 ms instead of 17."""
+    """Return the same as `_topk` for [n_rows, n]: 4,096 rows of 1,024 take 6 ms on two cores instead of 17."""
     n = values.shape[1]
     if k == n:
         return torch.arange(n).expand(len(values), n)
@@ -158,28 +158,28 @@ def _partition(values: Tensor, k: int) -> Tensor:
 
 
 def kth(values: Tensor, k: int) -> Tensor:
-    """Return the k-th largest of each row [n_rows]: of 4,096 rows of 64 on one core in 0.6 ms; `_topk` takes 2.7."""
+    """Return the k-th largest of each row [n_rows]: 4,096 rows of 64 take 0.6 ms on one core; `_topk` takes 2.7."""
     place = values.shape[1] - k
     smallest = by_rows(lambda part: np.partition(part, place, axis=1)[:, place], _numpy(values))
     return torch.from_numpy(smallest).to(values.dtype)
 
 
 def _numpy(values: Tensor) -> np.ndarray:
-    """Convert to numpy, narrow types as fp32: numpy has no bf16 and is slow at fp16."""
+    """Convert to numpy, 16-bit types as fp32: numpy has no bf16 and is slow with fp16."""
     return values.numpy() if values.dtype in (torch.float32, torch.float64) else values.float().numpy()
 
 
 def _group_size(n: int, k: int) -> int:
-    """Return the divisor of n for which n / size group maxima and k · size columns are fewest together."""
+    """Return the divisor `size` of n that minimises n / size maxima plus k · size columns."""
     return next(size for size in range(math.isqrt(n // max(k, 1)), -1, -1) if size <= 1 or n % size == 0)
 
 
 def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
-    """Return the same as `_partition`, but look only at the k groups with the largest maxima.
+    """Return the same as `_partition`, but search only the k groups with the largest maxima.
 
-    A column of another group is at most its group's maximum, and k maxima are at least as large. A group takes
-    every (n / size)th column, which lets the maxima be taken in vectors. The maxima and the chosen groups' columns are
-    searched by `search`, where there is none by groups again.
+    A value in any other group is at most its group's maximum, and k maxima are at least as large. A group takes every
+    (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds the largest maxima
+    and the largest values of the chosen groups; by default both are grouped again.
     """
     n_rows, n = values.shape
     if (size := _group_size(n, k)) < LEAST_GROUP or not k:
@@ -194,5 +194,5 @@ def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] |
 
 
 def _not_below(values: Tensor, bound: float) -> Tensor:
-    """Return the indices of flattened values that are above the bound or NaN, ascending."""
+    """Return ascending indices of the flattened values that are above the bound or NaN."""
     return numbers(lambda rows: ~(rows <= bound), _numpy(values))

@@ -1,15 +1,15 @@
-"""The largest pre-activations of several ranks together, exactly, by exchanging candidates.
+"""Finds the largest pre-activations of several ranks together, exactly, by exchanging candidates.
 
-A rank sends only some of its largest values, and with them a ceiling that none of its other values exceeds. Where a
-ceiling is above the smallest chosen value, a value that was not sent might belong among the chosen: for those tokens
-all values that could be chosen are exchanged in a second round. Each rank decides for its share of the tokens, or all
-see the same values and decide alike. A rank alone chooses directly. Where values are looked at in a rounded product
-first, ranks exchange what it says beforehand, so that each computes only those exactly that can be among all ranks'.
+A rank sends only some of its largest values, plus a ceiling that none of its other values exceeds. If a ceiling is
+above the smallest chosen value, an unsent value might belong to the result; a second round then exchanges all possible
+candidates of those tokens. Either each rank decides for its share of the tokens, or all ranks see the same values and
+decide identically. A single rank chooses directly. If a rounded product finds the candidates, ranks first exchange its
+bounds, so that each computes exactly only those values that can be among the largest of all ranks.
 
-Whether a second round is needed, and how many values are chosen of a rank, depends on the values. The host of a GPU
-would have to wait for the answer, so that a rank there sends at once all that could be chosen, and keeps as many
-entries, of which those that were chosen count. The candidates are few beside the reconstructions and gradients that
-are exchanged as well, and the products read only the entries that count.
+Both the need for a second round and the number of values chosen from a rank depend on the data. The host of a GPU would
+have to wait for these answers. So a rank with a GPU sends all possible candidates at once and keeps all of these
+entries, but only the chosen ones are valid. The candidates are few compared with the reconstructions and gradients that
+are also exchanged, and the products read only valid entries.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Filled, Places
 
-# As `MARGIN_PER_TOKEN` for the k of a whole batch, where chance matters less.
+# Like `MARGIN_PER_TOKEN`, for the k of a whole batch, which varies less.
 MARGIN_PER_BATCH = 1.5
 
 
 def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k largest of each token over all ranks; return those of this rank's latents, `pre_acts`.
+    """Choose the k largest of each token over all ranks; return those among this rank's latents.
 
-    Unless the host `may_wait` for a GPU there are more entries, of which those count that were chosen.
+    If not `may_wait` (the host must not wait for a GPU), the result includes padding after the chosen entries.
     """
     if group.size == 1:
         return select.k_per_token(pre_acts, k)
@@ -58,10 +58,10 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 
 
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
-    """Return this rank's candidates for the k largest of each token, and how many each of the ranks sends.
+    """Return this rank's candidates for the k largest of each token, and how many each rank sends.
 
-    Ranks on one machine tell each other what a first look finds before they compute what can matter exactly. All do, so
-    that they meet, also one with so few latents that it takes no first look.
+    Ranks of one host exchange the bounds from a rounded product before they compute exact values. All of them take part
+    in this exchange, even a rank with too few latents for a rounded product.
     """
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
     n_seen = max(n_sent, first_look.n_seen(k, group.size))
@@ -77,27 +77,27 @@ def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, in
 
 
 def _verdicts(everybodys: Tensor, k: int) -> Tensor:
-    """Tell which of all ranks' candidates are among the k largest of their token, bool [n_ranks, n_tokens, n + 1].
+    """Return which candidates of all ranks are among the k largest of their token, bool [n_ranks, n_tokens, n + 1].
 
-    Given are n candidates and behind them their ceiling, [n_ranks, n_tokens, n + 1]. In the ceiling's place the result
-    says whether the token is still open: whether a value that was not sent might be among its k largest.
+    The input holds n candidates followed by their ceiling, [n_ranks, n_tokens, n + 1]. The last column of the result
+    marks tokens that are still open: an unsent value might be among their k largest.
     """
     candidates, ceilings = everybodys[:, :, :-1].movedim(0, 1), everybodys[:, :, -1]
     is_chosen, smallest = _are_largest(candidates, k)
-    # Negated so that it is true of a NaN.
+    # True for NaN because it is negated.
     is_open = ~(ceilings <= smallest).all(dim=0)
     return torch.cat([is_chosen.movedim(0, 1), is_open.expand(len(ceilings), -1)[:, :, None]], dim=2)
 
 
 class _Found(NamedTuple):
-    """Columns [n_tokens, n] with their values, and which of them are chosen."""
+    """Columns [n_tokens, n] with their values and a mask of the chosen ones."""
 
     columns: Tensor
     values: Tensor
     is_chosen: Tensor
 
     def with_rows(self, rows: Tensor, others: _Found) -> _Found:
-        """Replace what was found for some of the tokens by `others`."""
+        """Replace the rows of some tokens by `others`."""
         width = max(self.columns.shape[1], others.columns.shape[1])
         pairs = zip(self, others, strict=True)
         return _Found(*(_pad(own, width).index_copy(0, rows, _pad(other, width)) for own, other in pairs))
@@ -111,7 +111,7 @@ class _Found(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """Values of latents and tokens (ascending), and which of them are chosen: all [n]."""
+    """Latents, tokens (ascending), values and a mask of the chosen entries: all [n]."""
 
     latents: Tensor
     tokens: Tensor
@@ -119,7 +119,7 @@ class _Entries(NamedTuple):
     is_chosen: Tensor
 
     def chosen_first(self, n_tokens: int, n_expected: int) -> Chosen:
-        """Return all entries, those that are chosen first; only they count. About `n_expected` will be chosen."""
+        """Return all entries, the chosen ones first; only these are valid. About `n_expected` will be chosen."""
         if triton := _triton_for(self.values):
             latents, tokens, values, ascending, n = triton.chosen_first(*self, n_tokens)
         else:
@@ -133,7 +133,7 @@ class _Entries(NamedTuple):
 
 
 def _triton_for(values: Tensor) -> ModuleType | None:
-    """Return the Triton kernels where they work, on a GPU and for any entries; else None."""
+    """Return the Triton kernels if they work on this GPU and there are entries; else None."""
     return _working_triton(values.device) if values.is_cuda and len(values) else None
 
 
@@ -142,7 +142,7 @@ def _working_triton(device: torch.device) -> ModuleType | None:
 
 
 def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's largest for each token: columns, values, and which are among the k largest of all ranks.
+    """Return this rank's largest of each token: columns, values, and which are among the k largest of all ranks.
 
     All are [n_tokens, n].
     """
@@ -152,9 +152,9 @@ def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Ten
 
 
 def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k · n_tokens largest of all tokens and ranks together; return this rank's.
+    """Choose the k · n_tokens largest over all tokens and ranks; return this rank's.
 
-    Unless the host `may_wait` for a GPU there are more entries, of which those count that were chosen.
+    If not `may_wait` (the host must not wait for a GPU), the result includes padding after the chosen entries.
     """
     if group.size == 1:
         return select.k_per_batch(pre_acts, k)
@@ -174,15 +174,17 @@ def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may
 
 
 def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's `n_sent` largest, as ascending indices into its flattened matrix, and their values; for all
-    ranks which of theirs are among the n largest together, bool [n_ranks, n_sent]."""
+    """Return this rank's `n_sent` largest and which values of all ranks are among the n largest.
+
+    This rank's values come with ascending indices into its flattened matrix; the mask is bool [n_ranks, n_sent].
+    """
     flat, values = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
     is_chosen, _ = _are_largest(group.gather(_pad(values[None], n_sent)).movedim(0, 1), n)
     return flat, values, is_chosen[0]
 
 
 def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
-    """Return the n-th largest value of all ranks, 0-dim; only one part of the values is in memory at a time."""
+    """Return the n-th largest value of all ranks, 0-dim; only one chunk of the values is in memory at a time."""
     own: Tensor | None = None
     for part in parts:
         values = part.flatten()
@@ -196,13 +198,13 @@ def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
 
 
 def _are_largest(everybodys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Tell which of all ranks' candidates [n_rows, n_ranks, n] are a row's k largest, bool; return also the k-th."""
+    """Return which candidates [n_rows, n_ranks, n] are among a row's k largest, bool, and the k-th largest."""
     flat = everybodys.flatten(1)
     is_chosen, smallest = top_k.are_largest(flat, min(k, flat.shape[1]))
     return is_chosen.view(everybodys.shape), smallest
 
 
 def _pad(rows: Tensor, width: int) -> Tensor:
-    """Pad rows to [n_rows, width] with what is never chosen."""
+    """Pad rows to [n_rows, width] with values that are never chosen."""
     missing = width - rows.shape[1]
     return F.pad(rows, (0, missing), value=-torch.inf if rows.is_floating_point() else 0) if missing else rows
