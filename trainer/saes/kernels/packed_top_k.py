@@ -1,7 +1,7 @@
-"""The largest of each row of a bf16 matrix on a CPU, by numbers that hold a value's bits and, below them, its column.
+"""Finds the largest of each row of a bf16 matrix on a CPU, with integer keys of value bits followed by column bits.
 
-numpy partitions such integers in vectors: the 64 largest of each of 4,096 rows of 512 in 3 ms on one core, where it
-takes 10 to say which of as many floats they are.
+numpy partitions such integers with vector instructions: it finds the 64 largest of each of 4,096 rows of 512 in 3 ms on
+one core, and the indices of the largest floats in 10 ms.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from trainer.saes.kernels import top_k
 
-# As many numbers as numpy sorts at once, without partitioning: on one core it finds the 64 largest of 512 in 0.4 µs,
-# and of 768 in 2.5 µs.
+# numpy sorts this many keys at once, without partitioning: on one core it finds the 64 largest of 512 in 0.4 µs, and of
+# 768 in 2.5 µs.
 AT_ONCE = 512
-# Where the columns of the chosen groups are more than that: the most columns in a group, as a share of the number that
-# leaves the fewest maxima and columns together. It is below 1 since columns of chosen groups have to be fetched.
+# If the chosen groups have more columns than that: the largest group size, relative to the size with the fewest maxima
+# and columns in total. It is below 1 because columns of chosen groups must be gathered.
 SHARE_OF_BEST = 0.6
-# Bytes of the rows that are looked through at a time.
+# Bytes of the rows searched at once.
 PART_BYTES = 2**22
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of each row's k largest bf16 numbers, and these as floats, the smallest first: [n_rows, k].
+    """Return the columns of each row's k largest bf16 numbers and their values as floats, ascending: [n_rows, k].
 
-    Positive bf16 numbers are ordered as the integers of the same bits. Of a row with fewer than k of them all are
-    returned, and beside them any that are not positive.
+    Positive bf16 numbers are ordered like the integers with the same bits. A row with fewer than k positive numbers
+    returns all of them and arbitrary others.
     """
     levels = _levels(values.view(torch.int16), k)
     kind, shift = (np.int32, 16) if values.shape[1] <= 2**16 else (np.int64, 32)
@@ -41,20 +41,20 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _levels(bits: Tensor, k: int) -> list[Tensor]:
-    """Return rows [n_rows, n], maxima of groups of their columns, maxima of groups of those, and so on."""
+    """Return rows [n_rows, n], the maxima of groups of their columns, the maxima of groups of those, and so on."""
     levels = [bits]
     while (size := _group_size(bits.shape[1], k)) > 1:
-        # Of groups of every (n / size)th column; numpy takes three times as long for them.
+        # A group takes every (n / size)th column; numpy takes three times as long for this.
         bits = bits.view(len(bits), size, bits.shape[1] // size).amax(dim=1)
         levels.append(bits)
     return levels
 
 
 def _group_size(n: int, k: int) -> int:
-    """Return the columns in a group, of which only the maximum is looked at first; 1 where grouping saves nothing.
+    """Return the number of columns in a group, whose maximum is searched first; 1 if grouping saves nothing.
 
-    Such sizes lead to at most `AT_ONCE` maxima in a few steps: of 2,048 rows of 16,384 columns 64 are found in 19 ms,
-    and in 33 where groups are not grouped again.
+    The sizes lead to at most `AT_ONCE` maxima in a few levels: the 64 largest of 2,048 rows of 16,384 columns take 19
+    ms, and 33 ms with a single level of groups.
     """
     if (ratio := n / AT_ONCE) <= 1:
         return 1
@@ -67,7 +67,7 @@ def _group_size(n: int, k: int) -> int:
 def _among_levels(*levels: np.ndarray, k: int, kind: type, shift: int) -> np.ndarray:
     """Return the keys of the k largest of each row of the first level, the smallest first.
 
-    Of each level only the k groups with the largest maxima are looked at.
+    On each level, search only the k groups with the largest maxima.
     """
     *lower, top = levels
     found = _largest_of(_keys(top, np.arange(top.shape[1], dtype=kind), kind, shift), k)
@@ -75,7 +75,7 @@ def _among_levels(*levels: np.ndarray, k: int, kind: type, shift: int) -> np.nda
         groups = found & kind((1 << shift) - 1)
         flat, places = bits.reshape(-1), groups + np.arange(0, bits.size, bits.shape[1])[:, None]
         starts = range(0, bits.shape[1], top.shape[1])
-        # All places are within bounds; with "clip" numpy does not check them once more.
+        # All positions are valid; with "clip" numpy does not check them again.
         fetched = (_keys(flat[start:].take(places, mode="clip"), groups + kind(start), kind, shift) for start in starts)
         found, top = _largest_of(np.concatenate(list(fetched), axis=1), k), bits
     return found

@@ -1,8 +1,9 @@
-"""The largest pre-activations by way of a rounded product: a first look in bf16, then exact ones for what can matter.
+"""Finds the largest pre-activations with a bf16 product first, then exact values for the possible candidates.
 
-A CPU that multiplies bf16 matrices in hardware does so eight times as fast as fp32. The error of a rounded product is
-bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value further than that below the k-th exact one is not among the
-largest. Where this rules out too few, the exact product is made, so that the result is always the exact product's.
+A CPU with hardware bf16 products computes them eight times as fast as fp32. The error of a rounded product is bounded:
+|x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value further than that below the k-th exact one is not among the
+largest. If this rules out too few values, the exact product is computed, so the result is always that of the exact
+product.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from trainer.saes.kernels import packed_top_k, reused_buffer, top_k
 from trainer.saes.kernels.sparse import product_dtype, row_products
 from trainer.saes.sparse_acts import Places
 
-# Rows that stay in the cache.
+# Rows per chunk, which stay in the cache.
 PART = 512
-# Rounding to bf16 changes a number by at most the first share of it; the fp32 sums of both products are off, for each
-# of their terms, by at most the second share of the factors' norms.
+# Rounding to bf16 changes a number by at most `ROUNDING` times its size. The fp32 sums of both products have an error
+# of at most `SUMMING` times the factors' norms per term.
 ROUNDING, SUMMING = 2.0**-8, 2.0**-23
 
 
@@ -36,18 +37,21 @@ class Factors(NamedTuple):
         return reused_buffer.product(self.b_enc, self.x, self.W_enc)
 
     def product_of(self, rows: Tensor) -> Tensor:
-        """Return the product of some tokens, without using the memory that is kept for the next product of all."""
+        """Return the product of some tokens, without using the buffer that is kept for the next full product."""
         return torch.addmm(self.b_enc, self.x[rows], self.W_enc)
 
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
-        """Return the exact values at some places [n]."""
+        """Return the exact values at some positions [n]."""
         products = row_products(self.x, self.W_enc.T, Places(columns, tokens, starts))
         return products.add_(self.b_enc.index_select(0, columns))
 
 
 class Rough(NamedTuple):
-    """The product of rounded factors, `values` [n_tokens, d_sae], which are off by at most `per_norm` [n_tokens] times
-    their latent's `norms` [d_sae], and `offset` (0-dim); the rounding of the product itself is to be added."""
+    """The product of rounded factors, with bounds of its errors.
+
+    `values` [n_tokens, d_sae] differ from the exact ones by at most `per_norm` [n_tokens] times `norms` [d_sae] of the
+    latents, plus `offset` (0-dim). The rounding of the product itself must be added.
+    """
 
     values: Tensor
     per_norm: Tensor
@@ -55,19 +59,21 @@ class Rough(NamedTuple):
     offset: Tensor
 
     def errors_at(self, columns: Tensor) -> Tensor:
-        """Return the bounds of the errors at some columns of each token [n_tokens, n]."""
+        """Return error bounds at the given columns [n_tokens, n]."""
         norms = self.norms.index_select(0, columns.flatten()).view(columns.shape)
         return norms.mul_(self.per_norm[:, None]).add_(self.offset)
 
     @property
     def largest_errors(self) -> Tensor:
-        """The bound of any of a token's errors: [n_tokens]."""
+        """The largest error bound of each token: [n_tokens]."""
         return self.per_norm * self.norms.amax() + self.offset
 
 
 class Candidates(NamedTuple):
-    """Some of each token's largest: columns and exact values [n_tokens, n], in no order. No other value exceeds
-    `ceiling` [n_tokens]; where that is a NaN, nothing is known of the others."""
+    """Some of each token's largest: columns and exact values [n_tokens, n], in no order.
+
+    No other value exceeds `ceiling` [n_tokens]; if that is NaN, nothing is known about the others.
+    """
 
     columns: Tensor
     values: Tensor
@@ -75,14 +81,14 @@ class Candidates(NamedTuple):
 
     @property
     def lower(self) -> Tensor:
-        """Bounds of the values, as a `FirstLook` has them: these are exact, so that `exact` has nothing to compute."""
+        """Lower bounds, as in `FirstLook`: the values are exact, so `exact` has nothing to compute."""
         return self.values
 
     def exact(self, least: Tensor) -> Candidates:
         return self
 
     def largest(self, n: int) -> Candidates:
-        """Return the n largest of these, where there are more."""
+        """Return the n largest of these, if there are more."""
         if n >= self.values.shape[1]:
             return self
         values, chosen = self.values.topk(n, dim=1, sorted=False)
@@ -90,8 +96,11 @@ class Candidates(NamedTuple):
 
 
 class FirstLook(NamedTuple):
-    """Some of each token's values that a first look found to be large: columns and, of the exact values, bounds `lower`
-    and `upper`, all [n_tokens, n]. No other value exceeds `ceiling` [n_tokens]."""
+    """Values of each token that are large in the rounded product.
+
+    `columns` and the bounds of the exact values, `lower` and `upper`, are [n_tokens, n]. No other value exceeds
+    `ceiling` [n_tokens].
+    """
 
     factors: Factors
     columns: Tensor
@@ -100,8 +109,8 @@ class FirstLook(NamedTuple):
     ceiling: Tensor
 
     def exact(self, least: Tensor) -> Candidates:
-        """Return these with exact values; -inf is in place of those that are surely below `least` [n_tokens]."""
-        # Negated so that it is true of a NaN.
+        """Return these with exact values; values that are certainly below `least` [n_tokens] are replaced by -inf."""
+        # True for NaN because it is negated.
         matters = ~(self.upper < least[:, None])
         counts = torch.from_numpy(np.count_nonzero(matters.numpy(), axis=1))
         flat = torch.from_numpy(np.flatnonzero(matters.numpy()))
@@ -113,22 +122,22 @@ class FirstLook(NamedTuple):
 
 
 def may_be_used(factors: Factors) -> bool:
-    """Tell whether this machine is faster at a rounded product, and an exact one is wanted."""
+    """Return whether this CPU is faster with a rounded product and the caller needs an exact fp32 one."""
     x = factors.x
     is_exact = x.dtype == product_dtype(x) == torch.float32
     return is_exact and x.device.type == "cpu" and first_look.costs() is not None
 
 
 def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
-    """Tell whether a first look is the faster way where `n_exact` values per token are then computed exactly.
+    """Return whether a rounded product is faster if `n_exact` values per token are then computed exactly.
 
-    The largest are those of each token, or those `of_batch` together.
+    `of_batch`: find the largest of all tokens together, else the largest of each token.
     """
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
 
 
 def look(factors: Factors, n: int) -> FirstLook:
-    """Find the n of each token that are largest in the rounded product."""
+    """Find the n largest of each token in the rounded product."""
     rough = _rough(factors)
     columns, values = packed_top_k.largest_of_each(rough.values, n)
     reused_buffer.put_back(rough.values)
@@ -141,7 +150,7 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     """Return the same as `PreActs.largest`."""
     looked = look(factors, first_look.n_seen(k, 1))
     columns, values, ceiling = looked.exact(top_k.kth(looked.lower, k)).largest(k)
-    # Negated so that it is true of a NaN.
+    # True for NaN because it is negated.
     is_open = ~(ceiling <= values.amin(dim=1))
     if len(rows := is_open.nonzero().flatten()):
         whole = factors.product_of(rows)
@@ -151,7 +160,7 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
-    """Return the same as `PreActs.largest_of_all`; None where a first look does not find them."""
+    """Return the same as `PreActs.largest_of_all`; None if the rounded product does not find the values."""
     rough = _rough(factors)
     bound = top_k.guessed_bound(rough.values, n)
     floors = bound - abs(bound) * ROUNDING - rough.largest_errors
@@ -160,7 +169,7 @@ def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
     n_tokens, d_sae = rough.values.shape
     cost = first_look.costs()
     most = n_tokens * d_sae // cost.alone if cost else len(flat)
-    # Nothing outside `flat` exceeds the bound.
+    # No value outside `flat` exceeds the bound.
     if not n <= len(flat) <= most:
         return None
     tokens = flat // d_sae
@@ -183,9 +192,9 @@ def _rough(factors: Factors) -> Rough:
 
 
 def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round rows [n, d] to bf16; return them, their lengths and how far rounding has moved each, [n].
+    """Round rows [n, d] to bf16; return them, their norms and the norms of their rounding errors, [n].
 
-    It is done in parts that stay in a cache: with 16,384 latents in 5 ms instead of 11.
+    The rows are processed in chunks that stay in the cache: 16,384 latents take 5 ms instead of 11.
     """
     rounded = torch.empty_like(rows, dtype=torch.bfloat16)
     norms, offs = rows.new_empty(2, len(rows))
@@ -193,18 +202,18 @@ def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for part, into, norm, off in zip(*(tensor.split(PART) for tensor in (rows, rounded, norms, offs)), strict=True):
         into.copy_(part)
         torch.linalg.vector_norm(part, dim=1, out=norm)
-        # Subtracting numbers of two types takes longer.
+        # Subtracting two different dtypes takes longer.
         torch.linalg.vector_norm(off_of_part[: len(part)].copy_(into).sub_(part), dim=1, out=off)
     return rounded, norms, offs
 
 
 def _not_below(values: Tensor, floors: Tensor) -> Tensor:
-    """Find the values [n_tokens, d_sae] at or above their token's floor: ascending indices into the flattened matrix.
+    """Return the values [n_tokens, d_sae] at or above their token's floor, as ascending flat indices.
 
-    Positive bf16 numbers are ordered as the integers of the same bits. Where a floor is not positive, all values of the
-    token are returned.
+    Positive bf16 numbers are ordered like the integers with the same bits. If a floor is not positive, all values of
+    its token are returned.
     """
-    # The floor itself may be rounded up.
+    # Subtract 1 because the floor may have been rounded up.
     bits = floors.bfloat16().view(torch.int16) - 1
     bits = bits.masked_fill(~(floors > 0), torch.iinfo(torch.int16).min)
     return top_k.numbers(np.greater_equal, values.view(torch.int16).numpy(), bits[:, None].numpy())

@@ -1,6 +1,6 @@
-"""AuxK's candidates on a GPU, their weights and their gradients: a launch each where torch has three to eighteen.
+"""AuxK's candidates, their weights and their gradients on a GPU, with one launch each; torch needs three to eighteen.
 
-In a step of 1 ms each launch that does little is 2.5 µs.
+In a step of 1 ms, each small launch costs 2.5 µs.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from torch import Tensor
 
 from trainer.saes.kernels.triton_top_k import BY_HALVES, choose, search
 
-# The most latents whose silence a program holds, and how many of those a thread has: with 32 in each of twice as many
-# threads registers were spilled on most cards.
+# Largest number of latents whose silence a program holds, and latents per thread: with 32 in each of twice as many
+# threads, registers were spilled on most GPUs.
 MOST_LATENTS, PER_THREAD = 2**15, 64
-# Latents whose places a program finds, and columns of a row that it moves.
+# Latents that a program places, and columns of a row that it copies.
 PART, COLUMNS = 1024, 1024
-# What is silent for longer is so for as long as this: numbers of 32 bits take half the registers.
+# Silence is capped at this value: 32-bit numbers take half the registers.
 LONGEST_SILENCE = tl.constexpr(2**31 - 1)
 
 
 def fits(silence: Tensor, dead_after: int) -> bool:
-    """Tell whether a program can hold the silence of all latents."""
+    """Return whether a program can hold the silence of all latents."""
     return 0 < len(silence) <= MOST_LATENTS and 0 < dead_after < LONGEST_SILENCE.value
 
 
 def longest_silent(
     silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `dead_latents.longest_silent` does."""
+    """Return the result of `dead_latents.longest_silent`."""
     n_latents = len(silence)
     latents, bias = silence.new_empty(n), b_enc.new_empty(n, dtype=dtype)
     weight = torch.empty_like(variance)
@@ -45,7 +45,7 @@ def longest_silent(
 
 
 def rows(reads: Tensor, writes: Tensor, W_enc: Tensor, W_dec: Tensor, latents: Tensor) -> None:
-    """Copy rows of some latents [n] of W_enc [d_sae, d_in] and W_dec [d_sae, d_out]; that of latent −1 is zeros."""
+    """Copy rows of n latents from W_enc [d_sae, d_in] and W_dec [d_sae, d_out]; a latent of −1 gets zeros."""
     n, n_read, n_written = len(latents), W_enc.shape[1], W_dec.shape[1]
     with torch.cuda.device_of(W_enc):
         grid, columns = _grid(n, n_read, n_written)
@@ -56,7 +56,7 @@ def add(
     wholes: tuple[Tensor, Tensor, Tensor], latents: Tensor, parts: tuple[Tensor, Tensor, Tensor],
     input_bias: Tensor | None, centred: Tensor | None,
 ) -> None:  # fmt: skip
-    """Do what `dead_latents.add` does; whole matrices are contiguous."""
+    """Perform `dead_latents.add`; the full matrices must be contiguous."""
     whole_enc, whole_bias, whole_dec = wholes
     W_enc, b_enc, W_dec = (one.contiguous() for one in parts)
     n_read, n_written = W_enc.shape[1], W_dec.shape[1]
@@ -68,7 +68,7 @@ def add(
         )  # fmt: skip
     for one in (*wholes, input_bias):
         if one is not None:
-            # As torch does of what it changes itself.
+            # As torch does for its own in-place operations.
             torch.autograd.graph.increment_version(one)
 
 
@@ -78,13 +78,13 @@ def _grid(n: int, *widths: int) -> tuple[tuple[int, int], int]:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Run every kernel once with rows of this type.
+    """Run every kernel once with rows of this dtype.
 
-    Raise what Triton raises where it cannot, and `RuntimeError` where results are wrong.
+    Raise Triton's error if it fails, and `RuntimeError` if results are wrong.
     """
     silence = torch.arange(1200, device=device) % 100
     b_enc = torch.arange(1200, device=device).float() % 64
-    # 24 are silent for 98 or 99; then 12 for 99 and the first 8 for 98.
+    # 24 latents are silent for at least 98: `few` takes all; `many` takes the 12 with 99 and the first 8 with 98.
     few, many = (longest_silent(silence, b_enc, b_enc[4], 98, n, dtype) for n in (30, 20))
     numbers = torch.arange(1200, device=device)
     expected = numbers[silence >= 98], torch.cat([numbers[silence == 98][:8], numbers[silence == 99]]).sort().values
@@ -109,9 +109,9 @@ def _find_longest_silent(
     out_latents, out_bias, out_weight, silence, b_enc, variance, dead_after, n_latents, n,
     HELD: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Find which latents of a part are candidates, and how many are before it.
+    """Find which latents of one block are candidates, and how many candidates precede each.
 
-    Each program looks at all latents by itself: none waits for another, and all take the time of one.
+    Each program reads all latents itself: none waits for another, and together they take as long as one.
     """
     first = tl.program_id(0) * PART
     dead, dead_before = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
@@ -121,14 +121,14 @@ def _find_longest_silent(
         dead += is_dead.to(tl.int32)
         dead_before += (is_dead & (latents < first)).to(tl.int32)
     n_dead, n_above_before = tl.sum(dead, axis=0), tl.sum(dead_before, axis=0)
-    # If no more are dead than are wanted, the first of the living, which are equal, take the places that are left over.
+    # If at most n latents are dead, the first living ones, which all compare equal, fill the remaining places.
     bound, n_above, n_equal_before = -1, n_dead, first - n_above_before
     if n_dead > n:
         silent_for = _silence_of_dead(silence, tl.arange(0, HELD), n_latents, dead_after)
         bound, n_above = search(silent_for, n, 0, tl.max(silent_for, axis=0), BY_HALVES, 32)
         above, equal = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
         for begin in range(0, first, TILE):
-            # Read once more: all of them and these counts took more registers than sm_120 has.
+            # Read them again: keeping all of them and these counts took more registers than sm_120 has.
             earlier = _silence_of_dead(silence, begin + tl.arange(0, TILE), first, dead_after)
             above += (earlier > bound).to(tl.int32)
             equal += (earlier == bound).to(tl.int32)
@@ -147,17 +147,17 @@ def _find_longest_silent(
 
 @triton.jit
 def _silence_of_dead(silence, latents, n_latents, dead_after):
-    """Return for how many tokens some latents were silent, in 32 bits; -1 of those that live or are not there."""
+    """Return the silence of some latents in tokens, as 32-bit numbers; -1 for living latents and padding."""
     words, inside = silence.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     silent_for = tl.where((high > 0) | (low < 0), LONGEST_SILENCE, low)
-    # What is not there is silent for 0 tokens, for which no latent is dead.
+    # Padding has silence 0, and `dead_after` is at least 1.
     return tl.where(silent_for >= dead_after, silent_for, -1)
 
 
 @triton.jit
 def _copy_rows(out_reads, out_writes, W_enc, W_dec, some_rows, n_read, n_written, COLUMNS: tl.constexpr):
-    """Copy some columns of one latent's rows; those of latent -1 are zeros."""
+    """Copy some columns of one latent's rows; latent -1 gets zeros."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)
     is_here = latent >= 0
@@ -172,8 +172,10 @@ def _add_rows(
     inout_W_enc, inout_b_enc, inout_W_dec, inout_input_bias, some_rows, W_enc, b_enc, W_dec, centred, n_read, n_written,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add some columns of one latent's gradients, but of latent -1 none; with the first column its bias, with the first
-    latent the input's."""
+    """Add some columns of one latent's gradients; skip latent -1.
+
+    The program of the first column block also adds the bias, and that of the first latent the input bias.
+    """
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)
     is_here = latent >= 0
@@ -182,7 +184,7 @@ def _add_rows(
     if (tl.program_id(1) == 0) & is_here:
         tl.store(inout_b_enc + latent, tl.load(inout_b_enc + latent) + tl.load(b_enc + row).to(tl.float32))
     if centred is not None:
-        # Triton 3.2 would compile what follows an "and" of the two, even without one.
+        # With an "and" of both conditions, Triton 3.2 would compile this block even if `centred` is None.
         places, inside = inout_input_bias + columns, (columns < n_read) & (row == 0)
         taken = tl.load(centred + columns, mask=inside, other=0).to(tl.float32)
         tl.store(places, tl.load(places, mask=inside, other=0) - taken, mask=inside)

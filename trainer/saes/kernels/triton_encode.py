@@ -1,4 +1,4 @@
-"""What an encoder reads, made on a GPU in one pass: torch takes twice as long where types and shapes differ."""
+"""Computes the encoder's input on a GPU in one pass; torch takes twice as long if dtypes and shapes differ."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns and rows that a program has: 16 numbers a thread.
+# Columns and rows per program: 16 numbers per thread.
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 
 
 def fits(x: Tensor, bias: Tensor) -> bool:
-    """Tell whether the kernel can take rows x and what is subtracted from them."""
+    """Return whether the kernel supports rows x and the bias."""
     return x.dtype == bias.dtype == torch.float32 and x.is_contiguous() and bias.is_contiguous()
 
 
 def centre(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x − bias of fp32 x [n_tokens, d_in] in a type of 16 bits."""
+    """Return x − bias for fp32 x [n_tokens, d_in] in a 16-bit dtype."""
     (n_rows, n_columns), out = x.shape, torch.empty_like(x, dtype=dtype)
     if x.numel():
         grid = triton.cdiv(n_rows, _ROWS), triton.cdiv(n_columns, _COLUMNS)
@@ -28,7 +28,7 @@ def centre(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run the kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
     x = torch.arange(20 * 36, device=device).view(20, 36).remainder(7).float()
     if not (centre(x, x[1], dtype) == x - x[1]).all():
         raise RuntimeError("the kernel gives wrong results")

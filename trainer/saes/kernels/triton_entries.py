@@ -1,4 +1,4 @@
-"""Entries of which some are chosen, put in order on a GPU by one launch where torch has eight."""
+"""Moves chosen entries to the front on a GPU with one launch; torch needs eight."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Entries that a program moves.
+# Entries per program.
 _TILE, _WARPS = 1024, 4
 
 
 class Ordered(NamedTuple):
-    """Entries [n], of which the first `n_chosen`, 0-dim, are chosen; the others have a value of 0. `ascending` are the
-    tokens of those that are chosen, and beyond all tokens of the others."""
+    """Entries [n], of which the first `n_chosen`, 0-dim, are chosen; the others have a value of 0.
+
+    `ascending` holds the tokens of the chosen entries, and n_tokens for the others.
+    """
 
     latents: Tensor
     tokens: Tensor
@@ -25,7 +27,7 @@ class Ordered(NamedTuple):
 
 
 def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Tensor, n_tokens: int) -> Ordered:
-    """Put entries, all [n], in order: those first that are chosen, both kinds as they were given."""
+    """Move the chosen entries to the front; keep the order within both kinds. All inputs are [n]."""
     so_far, n = is_chosen.cumsum(0), len(is_chosen)
     given = [one.contiguous() for one in (latents, tokens, values)]
     out_latents, out_tokens, out_values, ascending = (torch.empty_like(one) for one in (*given, given[1]))
@@ -39,7 +41,7 @@ def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Ten
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run the kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
     numbers = torch.arange(3000, device=device)
     is_chosen = numbers % 3 == 0
     found = chosen_first(numbers, numbers // 10, numbers + 1.0, is_chosen, 300)
@@ -56,7 +58,7 @@ def _put_chosen_first(
     out_latents, out_tokens, out_values, out_ascending, latents, tokens, values, is_chosen, chosen_so_far, n, n_tokens,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move some entries to where they belong; `chosen_so_far` counts what is chosen up to and with each."""
+    """Move some entries to their new positions; `chosen_so_far` is the inclusive count of chosen entries."""
     places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = places < n
     chosen = tl.load(is_chosen + places, mask=inside, other=0) != 0

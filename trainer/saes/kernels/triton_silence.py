@@ -1,4 +1,4 @@
-"""What `silence` does, by one kernel each where torch has four to six operations, each as long as this."""
+"""The functions of `silence` with one kernel each; torch needs four to six operations, each of which takes as long."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from trainer.saes.kernels.silence import LEAST_VARIANCE
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# Latents of a program, and sums that the first one returns, of which no SAE has as many.
+# Latents per program, and the maximum number of other sums, which the first program handles; every SAE has fewer.
 _PART, _MOST_OTHERS = 1024, 16
 
 
 def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, ...]) -> Tensor:
-    """Add a pass to `sums`, as `silence.count` does: counts are whole, so that their order does not matter."""
+    """Add a pass to `sums` like `silence.count`: counts are integers, so the order of additions does not matter."""
     fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
-    # One needs no operation.
+    # A single scalar needs no operation.
     others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)
     assert len(others) <= _MOST_OTHERS, "the first program adds no more"
     with torch.cuda.device_of(sums):
@@ -29,7 +29,7 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
 
 
 def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Count silence and clear sums, as `silence.take_in` does."""
+    """Update the silence and clear the sums like `silence.take_in`."""
     n = len(silence)
     others = torch.empty_like(sums[n:])
     assert len(others) <= _MOST_OTHERS, "the first program returns no more"
@@ -42,13 +42,13 @@ def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
 
 
 def take_variance(variance: Tensor, sums: Tensor) -> None:
-    """Set a variance as `silence.take_variance` does."""
+    """Set a variance like `silence.take_variance`."""
     with torch.cuda.device_of(variance):
         _take_variance[1,](variance, sums, LEAST=LEAST_VARIANCE, num_warps=1)
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run every kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
     silence, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
     others = take_in(silence, sums, sums[2].clone())
     are_right = (silence.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])
@@ -64,7 +64,7 @@ def _count(
     inout_fired, inout_sums, values, latents, others, n_tokens, n_entries, n, n_others,
     PART: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Count some entries that are active, each for its latent, and once add what is beside them."""
+    """Count some active entries for their latents; the first program also adds the other sums."""
     part = tl.program_id(0)
     at = part * PART + tl.arange(0, PART)
     fires = tl.load(values + at, mask=at < n_entries, other=0) > 0
@@ -82,7 +82,7 @@ def _count(
 
 @triton.jit
 def _take_in(inout_silence, inout_sums, out_others, n_tokens, n, n_others, PART: tl.constexpr, OTHERS: tl.constexpr):
-    """Count the silence of some latents, clear their sums, and once take out the others."""
+    """Update the silence of some latents and clear their sums; the first program also returns the other sums."""
     part, came = tl.program_id(0), tl.load(n_tokens)
     at = part * PART + tl.arange(0, PART)
     inside = at < n
@@ -100,8 +100,8 @@ def _take_in(inout_silence, inout_sums, out_others, n_tokens, n, n_others, PART:
 
 @triton.jit
 def _take_variance(inout_variance, sums, LEAST: tl.constexpr):
-    """Set the variance to the mean of squared errors."""
+    """Set the variance to the mean squared error."""
     n_tokens = tl.load(sums)
-    # Rounded as torch's, and a NaN stays one.
+    # Round like torch, and keep NaN.
     mean = tl.div_rn(tl.load(sums + 1), n_tokens)
     tl.store(inout_variance, tl.where(mean < LEAST, LEAST, mean), mask=n_tokens > 0)
