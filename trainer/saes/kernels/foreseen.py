@@ -79,10 +79,10 @@ class Foresight:
         self.overflowed: Tensor | None = None
 
     def above(self, pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
-        """Choose the values above a bound (a number or [d_sae]), every NaN, and some below it; NaN if there are too
-        many.
+        """Choose the values above a bound (a number or [d_sae]), every NaN, and some below it.
 
-        Return None if a dense product is faster, or before there is a prediction.
+        The values are NaN if there are too many. Return None if a dense product is faster, or before there is a
+        prediction.
         """
         # Queue the product before the host reads any number.
         matrix = pre_acts.matrix

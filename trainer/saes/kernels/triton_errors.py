@@ -1,6 +1,6 @@
-"""The errors of reconstructions on a GPU, with all that is summed of them and of their targets, in one pass.
+"""Errors of reconstructions on a GPU, with all sums over them and their targets, in one pass.
 
-The order of the sums is fixed: a program adds up some rows, and its sums are added to those of others afterwards.
+The order of the sums is fixed: each program adds up some rows, and the programs' sums are added afterwards.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from trainer.saes.kernels.triton_sparse import gather
 from trainer.saes.losses import Moments, Sums
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
-# Rows that a program adds up, those and the columns that it holds at a time: 16 numbers of each sum a thread, which has
-# all rows of its columns, or 8 where it has the sums of several levels, so that none spill.
+# Rows per program, and rows and columns that it holds at a time. A thread has all rows of its columns: 16 numbers of
+# each sum, or 8 if there are several levels, so that nothing spills.
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
-# Rows and columns of a program that adds two matrices, 16 numbers a thread.
+# Rows and columns of a program that adds two matrices, 16 numbers per thread.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
-# Columns of a program of one warp, bytes that it gathers of each at a time, and how many such programs fill a GPU: each
-# takes as many tokens as leave so many, since it writes as many sums as of one.
+# Columns of a one-warp program, bytes that it gathers of each column at a time, and the number of such programs that
+# fill a GPU. A program takes as many tokens as this number of programs allows, since it writes one set of sums in any
+# case.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
 
 class OfBags(NamedTuple):
-    """Errors x_hat − y [n_tokens, d_out], also as `narrow` in the type of the rows of which x_hat is made, and sums."""
+    """Errors x_hat − y [n_tokens, d_out], also as `narrow` in the dtype of the decoder rows, with x_hat and the sums.
+    """
 
     errors: Tensor
     narrow: Tensor
@@ -36,8 +38,11 @@ class OfBags(NamedTuple):
 
 
 class Nested(NamedTuple):
-    """What the prefixes of 1, 2, ... levels miss, `errors` [n_tokens, n_levels, d_out]; the reconstruction by all of
-    them, `x_hat` [n_tokens, d_out], with its sums; and Σ‖error‖² of all other prefixes together, `inner`, 0-dim."""
+    """The errors of the prefixes of 1, 2, ... levels, and the reconstruction from all levels.
+
+    `errors` is [n_tokens, n_levels, d_out]. `x_hat` [n_tokens, d_out] and `sums` are those of all levels. `inner`,
+    0-dim, is Σ‖error‖² over all shorter prefixes.
+    """
 
     errors: Tensor
     x_hat: Tensor
@@ -46,19 +51,19 @@ class Nested(NamedTuple):
 
 
 def fits(y: Tensor, *others: Tensor) -> bool:
-    """Tell whether the kernels can take targets y and what is of their kind."""
+    """Return whether the kernels support targets y and the other tensors."""
     return y.numel() > 0 and all(one.dtype == torch.float32 for one in (y, *others))
 
 
 def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, Sums]:
-    """Return x_hat − y [n_tokens, d_out], for y_mean [d_out], and the sums of both over tokens."""
+    """Return x_hat − y [n_tokens, d_out], and the sums over tokens of x_hat − y and of y − y_mean [d_out]."""
     errors = torch.empty_like(y, memory_format=torch.contiguous_format)
     error, centred, *_ = _summed(errors, None, y, x_hat[:, None], None, y_mean)
     return errors, Sums(error, centred)
 
 
 def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
-    """Sum what all levels add, parts [n_tokens, n_levels, d_out] to `offset`, [d_out] or [n_tokens, d_out]."""
+    """Add the outputs of the levels, parts [n_tokens, n_levels, d_out], to `offset`, [d_out] or [n_tokens, d_out]."""
     errors = torch.empty_like(parts, memory_format=torch.contiguous_format)
     x_hat = torch.empty_like(y, memory_format=torch.contiguous_format)
     error, centred, *inner = _summed(errors, x_hat, y, parts, offset, y_mean)
@@ -66,9 +71,10 @@ def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
 
 
 def nested_bags(acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
-    """Return what `nested` does of activations whose places have a token's levels as tokens, and rows [d_sae, d_out].
+    """Return the result of `nested` for activations that have (token, level) pairs as tokens.
 
-    What each level adds to the `offset` [d_out] is summed on the way, entry by entry, and never written.
+    `rows` is [d_sae, d_out] and `offset` is [d_out]. The outputs of the levels are summed entry by entry and never
+    written to memory.
     """
     errors, x_hat = (
         y.new_empty(len(y), n_levels, y.shape[1]),
@@ -78,7 +84,7 @@ def nested_bags(acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y
 
 
 def errors_of_bags(acts: SparseActs, rows: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> OfBags:
-    """Return the errors of what activations write of rows [d_sae, d_out] beside the `offset` [d_out]."""
+    """Return the errors of the reconstruction from activations, `rows` [d_sae, d_out] and `offset` [d_out]."""
     errors, x_hat = (torch.empty_like(y, memory_format=torch.contiguous_format) for _ in range(2))
     narrow = None if rows.dtype == y.dtype else torch.empty_like(errors, dtype=rows.dtype)
     sums, _ = _fill_of_bags(errors[:, None], x_hat, narrow, acts, rows, offset, y, y_mean)
@@ -95,7 +101,7 @@ def _fill_of_bags(
     y: Tensor,
     y_mean: Tensor,
 ) -> tuple[Sums, Tensor]:
-    """Fill `errors` [n_tokens, n_levels, d_out], those of all levels `narrow` and x_hat; return all that is summed."""
+    """Fill `errors` [n_tokens, n_levels, d_out], `narrow` (the errors of all levels) and `x_hat`; return the sums."""
     (n_tokens, n_columns), n_levels, places = y.shape, errors.shape[1], acts.places
     n_blocks = triton.cdiv(n_columns, _GATHERED)
     of_program = max(n_tokens * n_blocks // _FULL, 1)
@@ -117,8 +123,11 @@ def _fill_of_bags(
 def nested_gradients(
     errors: Tensor, of_whole: Tensor, of_inner: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of parts [n_tokens, n_levels, d_out] from those of Σ‖error‖² of all levels and of the other
-    prefixes, 0-dim; they have `dtype`. Summed over tokens those of an offset are fp32 [d_out]."""
+    """Return the gradients of parts [n_tokens, n_levels, d_out], in `dtype`, and of an offset, fp32 [d_out].
+
+    `of_whole` and `of_inner`, 0-dim, are the gradients of Σ‖error‖² of all levels and of the shorter prefixes. The
+    offset's gradient is summed over tokens.
+    """
     n_rows, n_levels, n_columns = errors.shape
     out, grid = torch.empty_like(errors, dtype=dtype), _grid(n_rows, n_columns)
     sums = errors.new_empty(grid[0], n_columns)
@@ -128,10 +137,11 @@ def nested_gradients(
 
 
 def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight · Σ(part + other)², 0-dim, and 2 · (part + other) in the type of `part`, which may have 16 bits.
+    """Return weight · Σ(part + other)², 0-dim, and 2 · (part + other) in the dtype of `part`, which may be 16-bit.
 
-    The weight, 0-dim, is no part of what is to be the gradient, which would be rounded twice; 2 rounds nothing. Both
-    matrices are [n_rows, n_columns]; rows of `other` need not follow each other, as those of one level's errors do not.
+    The weight, 0-dim, is not applied to the second result, which will become the gradient and would be rounded twice; a
+    factor of 2 is exact. Both matrices are [n_rows, n_columns]; rows of `other` need not be adjacent, such as the
+    errors of one level.
     """
     twice, (n_rows, n_columns) = torch.empty_like(part, memory_format=torch.contiguous_format), part.shape
     other = other if other.stride(1) == 1 else other.contiguous()
@@ -147,8 +157,10 @@ def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor,
 def _summed(
     errors: Tensor, x_hat: Tensor | None, y: Tensor, parts: Tensor, offset: Tensor | None, y_mean: Tensor
 ) -> list[Moments]:
-    """Fill `errors` and `x_hat`; return the moments of x_hat − y, of y − y_mean and, of several levels, of the others'
-    errors, which have no total."""
+    """Fill `errors` and `x_hat`; return the moments of x_hat − y and of y − y_mean.
+
+    With several levels, also return the moments of the shorter prefixes' errors, whose total is 0.
+    """
     (n_rows, n_columns), n_levels = y.shape, parts.shape[1]
     n_moments = 2 if n_levels == 1 else 3
     grid = _grid(n_rows, n_columns)
@@ -169,7 +181,7 @@ def _grid(n_rows: int, n_columns: int) -> tuple[int, int]:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run every kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
     y = torch.arange(40 * 130, device=device).view(40, 130).remainder(7).float()
     errors, sums = errors_of(y, 3 - y, y[0])
     centred = y - y[0]
@@ -179,7 +191,7 @@ def try_out(device: torch.device) -> None:
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
     are_right += _are_right_of_bags(y[:5])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
-    # Every card knows fp16; Triton 3.2 compiles no bf16 for those before sm_80.
+    # Every GPU supports fp16; Triton 3.2 cannot compile bf16 for GPUs older than sm_80.
     square, twice = add_and_square(y.half(), y, y[0, 2])
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
@@ -189,7 +201,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _are_right_of_bags(y: Tensor) -> list[Tensor]:
-    """Try an entry of each of two levels of every token, and one that does not count."""
+    """Test one entry for each of two levels of every token, plus one padding entry."""
     entries = torch.arange(2 * len(y) + 1, device=y.device)
     filled = Filled(entries[-1], len(entries) - 1)
     acts = SparseActs(1.0 + entries % 2, Places(entries % 2, entries // 2, entries[:-1], filled), 2)
@@ -208,7 +220,7 @@ def _sum_errors(
     out_errors, out_sums, out_x_hat, y, parts, offset, y_mean, offset_stride, n_rows, n_columns,
     LEVELS: tl.constexpr, MOMENTS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the errors of some rows and columns; sum them, the targets, and the squares of both over the rows."""
+    """Write the errors of some rows and columns; sum errors, targets and the squares of both over the rows."""
     program = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mean = tl.load(y_mean + columns, mask=columns < n_columns, other=0)
@@ -251,13 +263,13 @@ def _nest_bags(
     out_errors, out_x_hat, out_narrow, out_totals, out_squares, y, y_mean, offset, values, indices, starts, rows,
     n_filled, n_entries, n_tokens, n_levels, n_columns, of_program, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add up entries of some tokens in one block of columns; where one of a token's levels ends, write its error.
+    """Decode some tokens in one block of columns, entry by entry; write the error after each level.
 
-    Sum errors of the whole and targets over the tokens, and the squares of both and of all other levels' errors.
+    Sum the final errors and the targets over the tokens, and the squares of these and of the other levels' errors.
     """
     program, block = tl.program_id(0), tl.program_id(1)
     first_token, n_bags = program * of_program, n_tokens * n_levels
-    # Four columns a thread: with as many as a thread reads of bf16 at once two would hold the same sums.
+    # Four columns per thread: with a full 16-byte load of bf16 per thread, two threads would hold the same sums.
     columns = tl.max_contiguous(block * COLUMNS + tl.arange(0, COLUMNS), 4)
     inside = columns < n_columns
     end = n_entries if n_filled is None else tl.load(n_filled)
@@ -270,7 +282,7 @@ def _nest_bags(
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
         error = tl.load(offset + columns, mask=inside, other=0) - target
         for level in range(n_levels):
-            # Here, of the level before: at the end sm_70 spilled.
+            # This is the error of the previous level; at the end of the loop body sm_70 spilled.
             if level > 0:
                 inner += error * error
             first, after = last, (first_token + token) * n_levels + level + 1
@@ -303,7 +315,10 @@ def _sum_gradients(
     out, out_sums, errors, of_whole, of_inner, n_rows, n_columns,
     LEVELS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of all levels: each is that of the next one, and what its own prefix adds; sum the first."""
+    """Write the gradients of all levels, from the last to the first, and sum those of the first.
+
+    The gradient of a level is that of the next level plus the contribution of its own prefix.
+    """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     whole, inner = 2 * tl.load(of_whole), 2 * tl.load(of_inner)
     totals = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
@@ -329,7 +344,7 @@ def _add_and_square(
     out_twice, out_squares, part, other, weight, other_stride, n_rows, n_columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add some numbers of two matrices; write it twice as large, and sum its squares with their weight."""
+    """Add a block of two matrices; write twice the sum, and the weighted sum of its squares."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     places, inside = rows * n_columns + columns, (rows < n_rows) & (columns < n_columns)

@@ -1,8 +1,8 @@
 """Sparse products on a GPU. Inputs are fp32, bf16 or fp16; every sum is fp32.
 
-No kernel waits for the host: grids follow from shapes. A program takes some of the columns, and programs of the same
-columns run one after the other, so that the part of the rows they gather from is small enough for the L2 cache: of
-65,536 bf16 rows 128 columns are 16 MiB, and of 4,096 all of 2,304 are.
+No kernel waits for the host: grids follow from shapes. A program handles some of the columns, and programs of the same
+columns run one after the other, so that the slice they gather from fits in the L2 cache: 128 columns of 65,536 bf16
+rows take 16 MiB, and so do all 2,304 columns of 4,096 rows.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from torch import Tensor
 
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
-# Entries of a latent that one program adds up; one of more is shared by several. A latent active for every one of 4,096
-# tokens would else keep one program busy long after all others are done.
+# Entries of a latent that one program adds up; more are split among several programs. Otherwise a latent active on all
+# of 4,096 tokens would keep one program busy long after the others have finished.
 LONGEST = 256
-# Rows that a program weighs, those and the columns that it holds at a time: 32 numbers a thread. In parts of 256 rows,
-# one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304, whose bytes take 0.08.
+# Rows that a program weights, and rows and columns that it holds at a time: 32 numbers per thread. With chunks of 256
+# rows, one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304; reading their bytes takes 0.08.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
-# Latents of which a program joins the measures of parts.
+# Latents for which one program merges the measures of column parts.
 JOINED = 256
-# Activations whose sum is taken at a time.
+# Activations that are summed at a time.
 OF_TOTAL = tl.constexpr(32)
-# Numbers a program holds at a time, 32 for each of its threads.
+# Numbers that a program holds at a time, 32 per thread.
 TILE = 4096
-# Where as many programs fill a GPU, each holds so few numbers that one warp has them: an H200 took 0.14 ms for the sums
-# of 4,096 bags of 32 rows of 768 with 4 warps, 0.03 with one, and 0.50 and 0.16 for bags of 64 rows of 2,304.
+# If there are at least `MANY` programs, which fill a GPU, each holds so few numbers that one warp suffices. For the
+# sums of 4,096 bags of 32 rows of 768 an H200 took 0.14 ms with 4 warps and 0.03 with one; for bags of 64 rows of
+# 2,304, 0.50 and 0.16.
 MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
-# Half of the L2 cache of the smallest data-centre card still in use (A100: 40 MB) holds this and what passes by.
+# Half of the L2 cache of the smallest current data-centre GPU (A100: 40 MB) holds this and streamed data.
 SLAB_BYTES = 16 * 2**20
-# Where all that passes by is read or written once, and marked so, half of it holds this.
+# If all streamed data is read or written once, and marked so, half of the cache holds this.
 DENSE_BYTES = 20 * 10**6
-# The most columns of a latent whose sums a program holds, and about how many of those each of its threads has, or half
-# as many where rows do not begin at whole vectors: Triton 3.6 spilled registers there. On an H200 few warps with an
-# entry at a time are fastest: for 65,536 latents of 4,096 tokens, k 64, width 2,304, two took 0.59 ms with products and
-# 0.25 without; 8 and 4 warps with four entries at a time took 1.63 and 1.07.
+# The most columns of a latent that one program sums, and about how many columns each thread has; half as many if rows
+# are not aligned to whole vectors, since Triton 3.6 spilled registers then. On an H200, few warps that read one entry
+# at a time are fastest: for 65,536 latents, 4,096 tokens, k 64 and width 2,304, two warps took 0.59 ms with products
+# and 0.25 without; 8 and 4 warps with four entries at a time took 1.63 and 1.07.
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
-    """Sum values[i] · rows[indices[i]] over each bag's entries: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
+    """Sum values[i] · rows[indices[i]] over each bag: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    The order of the sums is fixed. Entries that are not `filled` are in no bag.
+    The order of the sums is fixed. Entries beyond the `filled` ones belong to no bag.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
@@ -61,10 +62,11 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
 
 
 class Measured(NamedTuple):
-    """Where the measures of each latent's sum go, fp32 [d_sae]: its squared length, or with `unit_rows` [d_sae, d] that
-    of the part across its row, and the product with it.
+    """Output buffers for measures of each latent's sum, fp32 [d_sae].
 
-    Of parts of rows they are [n_parts, d_sae], as of rows of their own; those have the `out_lengths` that are told.
+    `out_squares` gets the squared norm. With `unit_rows` [d_sae, d] it gets the squared norm of the component
+    orthogonal to the unit row, and `out_dots` gets the inner product with it. If columns are split, the buffers are
+    [n_parts, d_sae] and treat each part as a row; `out_lengths` then gets the norms of the parts of the unit rows.
     """
 
     out_squares: Tensor
@@ -74,9 +76,9 @@ class Measured(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Sums of latents, fp32 [d_sae, d], and products of entries, fp32 [n], or else sums of activations, fp32 [d_sae].
+    """Sums per latent, fp32 [d_sae, d], and either products per entry, fp32 [n], or sums of activations, fp32 [d_sae].
 
-    `shared` [m] are latents that several programs have summed, together with some that one has.
+    `shared` [m] are the latents that several programs have summed; it may include some that one program has summed.
     """
 
     sums: Tensor
@@ -94,12 +96,13 @@ def sum_by_latent(
     splits: bool,
     measured: Measured | None = None,
 ) -> Summed:
-    """Return actsᵀ dense, for `dense` [n_tokens, d], which is to be multiplied by a `factor`, 0-dim.
+    """Return actsᵀ dense for `dense` [n_tokens, d], multiplied by `factor` (0-dim) if given.
 
     Without `rows` also return the sum of each latent's activations. With `rows` [d_sae, d] also return the product of
-    each entry's row of `dense` and its latent's row: what is gathered serves both. The order of these sums is fixed.
-    With `splits` a latent's entries beyond its first `LONGEST` are added to its row atomically, in any order. Entries
-    that are not `filled` are no latent's and get 0. The sums may be `measured`, all but those that are shared.
+    each entry's row of `dense` and its latent's row; both use the same gathered data. The order of these sums is fixed.
+    With `splits`, a latent's entries beyond its first `LONGEST` are added to its row atomically, in any order. Entries
+    beyond the `filled` ones belong to no latent and get 0. `measured` receives measures of all sums except the shared
+    ones.
     """
     places, d_sae = acts.places, acts.d_sae
     (order, starts), filled = places.by_latent(d_sae), places.filled
@@ -127,7 +130,7 @@ def sum_by_latent(
     of_parts = measured if measured is None or n_parts == 1 else _of_parts(measured, n_parts)
     unmeasured = dict.fromkeys(Measured._fields)
     measuring = of_parts._asdict() if of_parts else unmeasured
-    # Only these have entries in a window beyond their first `longest`.
+    # Only these latents have entries in a window beyond their first `longest`.
     shared = places.latents_of_windows(d_sae, longest) if n_entries > longest else None
     if sums.numel():
         with torch.cuda.device_of(dense):
@@ -142,13 +145,13 @@ def sum_by_latent(
 
 
 def _of_parts(measured: Measured, n_parts: int) -> Measured:
-    """Return room for the measures of parts of rows."""
+    """Allocate the measures of column parts."""
     squares, dots, lengths = measured.out_squares.new_empty(3, n_parts, len(measured.out_squares))
     return Measured(squares) if measured.out_dots is None else Measured(squares, dots, measured.unit_rows, lengths)
 
 
 def _join(of_parts: Measured, measured: Measured) -> None:
-    """Write the measures of rows from those of their parts."""
+    """Merge the measures of column parts into those of full rows."""
     squares, dots, _, lengths = of_parts
     n_parts, n_latents = squares.shape
     tensors = measured.out_squares, measured.out_dots, squares, dots, lengths
@@ -156,7 +159,7 @@ def _join(of_parts: Measured, measured: Measured) -> None:
 
 
 def _parts(dense: Tensor) -> tuple[int, int]:
-    """Return into how many parts the columns of `dense` are cut, and of how many columns: whole vectors."""
+    """Return the number of column parts of `dense` and the columns per part, a multiple of `VECTOR`."""
     n_columns = max(dense.shape[1], 1)
     n_parts = max(triton.cdiv(n_columns, WIDEST), triton.cdiv(dense.nbytes, DENSE_BYTES))
     of_part = VECTOR * triton.cdiv(triton.cdiv(n_columns, n_parts), VECTOR)
@@ -164,9 +167,9 @@ def _parts(dense: Tensor) -> tuple[int, int]:
 
 
 def _pieces(dense: Tensor) -> dict[str, int]:
-    """Return how a program holds a part of the columns: in two pieces, since the sizes of pieces are powers of two.
+    """Return the launch options for one column part, which a program holds in two pieces.
 
-    Of 2,304 columns they are 2,048 and 256, where one would be of 4,096.
+    Sizes must be powers of two: 2,304 columns become 2,048 and 256; one piece would need 4,096.
     """
     _, of_part = _parts(dense)
     near = triton.next_power_of_2(of_part // 2 + 1)
@@ -179,13 +182,13 @@ def _pieces(dense: Tensor) -> dict[str, int]:
 def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Filled | None = None) -> Tensor:
     """Return dense[b] · rows[indices[i]] for each entry i of bag b, fp32 [n]; the order of the sums is fixed.
 
-    Entries that are not `filled` are in no bag and get 0.
+    Entries beyond the `filled` ones belong to no bag and get 0.
     """
     n_entries, n_bags, n_columns = len(indices), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
-    # Short bags would leave most of a taller tile empty.
+    # With short bags, a taller tile would be mostly empty.
     shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=8, most=32), n_columns, n_bags)
-    # Where all rows are more than the cache holds, each program multiplies a part of the columns.
+    # If all rows exceed the cache, each program multiplies one part of the columns.
     n_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
     blocks_per_part = triton.cdiv(n_blocks, triton.cdiv(rows.nbytes, SLAB_BYTES))
     n_parts = triton.cdiv(n_blocks, blocks_per_part)
@@ -199,7 +202,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
 
 
 def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
-    """Return factor · Σ weights[i] · rows[i] of rows [n, d]: fp32 [d]; the order of the sums is fixed."""
+    """Return factor · Σ weights[i] · rows[i] for rows [n, d]: fp32 [d]; the order of the sums is fixed."""
     n_rows, n_columns = rows.shape
     grid = triton.cdiv(n_rows, _WEIGHED["OF_PROGRAM"]), triton.cdiv(n_columns, _WEIGHED["COLUMNS"])
     out = rows.new_empty(grid[0], n_columns, dtype=torch.float32)
@@ -210,16 +213,16 @@ def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Run every kernel once with rows of this type.
+    """Run every kernel once with rows of this dtype.
 
-    Raise what Triton raises where it cannot, and `RuntimeError` where results are wrong.
+    Raise Triton's error if it fails, and `RuntimeError` if results are wrong.
     """
     n = LONGEST + 1
     values, rows = torch.ones(n, device=device), torch.ones(1, 16, device=device, dtype=dtype)
     zeros = torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
     sums, products = bag_sums(values, zeros, starts, rows), row_products(rows, rows, zeros, starts)
-    # As a whole, and in parts.
+    # Test a single column part and several.
     of_both = (n, 48), (1, WIDEST + VECTOR)
     are_right = [_sums_of_latents_are_right(device, dtype, *of_one) for of_one in of_both]
     are_right += [bool((weighted_sum(values, rows.expand(n, -1), -2.0) == -2 * n).all())]
@@ -228,7 +231,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int, width: int) -> bool:
-    """Try both pieces of a row, an entry of no latent, measures, and a latent of odd n entries, shared by programs."""
+    """Test both pieces of a row, a padding entry, measures, and a latent with n entries (odd) split among programs."""
     entries = torch.arange(n + 2, device=device)
     latents, tokens, filled = (entries >= n).long(), entries % 2, Filled(torch.tensor(n + 1, device=device), n + 1)
     acts = SparseActs(torch.ones(n + 2, device=device), Places(latents, tokens, entries[:2], filled), 2)
@@ -245,7 +248,7 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int,
     totals = sum_by_latent(acts, dense, splits=True).totals
     assert totals is not None, "no rows were given"
     are_right &= (totals == torch.tensor([n, 1.0], device=device)).all()
-    # Those of the first latent are to be measured once more.
+    # The first latent may be shared, so its measures may be missing.
     return bool(are_right & (squares[1] < 1e-3) & ((dots[1] / width**0.5 - 3).abs() < 1e-3))
 
 
@@ -260,7 +263,7 @@ def _tile(entries: int, n_columns: int, n_bags: int) -> dict[str, int]:
         entries, most = FEW_ENTRIES, FEW_COLUMNS
     columns = _power_of_two(n_columns, least=16, most=most)
     warps = max(1, entries * columns // 1024)
-    # Set explicitly, since Triton 3.10 no longer does so by itself.
+    # Set explicitly: Triton 3.10 no longer enables it by default.
     return {"ENTRIES": entries, "COLUMNS": columns, "num_warps": warps, "enable_fp_fusion": True}
 
 
@@ -289,11 +292,11 @@ def _sum_by_latent(
     rows, factor, unit_rows, latents, n_filled, n_entries, n_latents, n_columns, longest, of_part,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Sum one latent's first `longest` entries in one part of the columns, and multiply each with the latent's row.
+    """Sum one latent's first `longest` entries in one column part, and multiply each by the latent's row.
 
-    Both are multiplied by the `factor`, where there is one. With `latents`, add what a window of `longest` entries has
-    beyond the first `longest` of a latent. It is of one latent at most, the one with which the window begins: any other
-    begins later.
+    Both results are multiplied by `factor` if given. With `latents`, process a window of `longest` entries instead: add
+    those of its entries that lie beyond the first `longest` of their latent. They all belong to the latent with which
+    the window begins, since every other latent in the window begins later.
     """
     latent, part = tl.program_id(0), tl.program_id(1)
     if latents is not None:
@@ -311,7 +314,7 @@ def _sum_by_latent(
     left = part * of_part
     near, far = left + tl.arange(0, NEAR), left + NEAR + tl.arange(0, FAR)
     right = tl.minimum(left + of_part, n_columns)
-    # Of a window that adds nothing no column is read or written.
+    # For a window that adds nothing, read and write no columns.
     right = tl.where((first < last) | (latents is None), right, left)
     row = latent.to(tl.int64) * n_columns
     near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
@@ -322,7 +325,7 @@ def _sum_by_latent(
         value = tl.load(values + entry).to(tl.float32)
         token = tl.load(tokens + entry).to(tl.int64) * n_columns
         product = 0.0
-        # The small piece first: in the other order sm_120 spills.
+        # The small piece comes first: in the other order sm_120 spills.
         if FAR > 1:
             numbers = _gathered(dense + token + far, far < right)
             far_total += value * numbers
@@ -335,8 +338,8 @@ def _sum_by_latent(
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product * times)
     near_total *= times
     far_total *= times
-    # Neither in the loop nor beside products: sm_80 and sm_90 spilled. One after the other, or Triton 3.2 compiles it
-    # where there are none.
+    # Not in the loop or together with products: sm_80 and sm_90 spilled. Nested, since Triton 3.2 would compile a
+    # combined condition even if there are no totals.
     if out_totals is not None:  # noqa: SIM102
         if part == 0:
             total = _total(values, first, last)
@@ -347,7 +350,7 @@ def _sum_by_latent(
     if out_squares is not None:
         measures = part * n_latents + latent
         if unit_rows is not None:
-            # Not before the loop, which would hold twice the registers; in the other order sm_86 and sm_89 spilled.
+            # Not before the loop, where it would double the registers; in the other order sm_86 and sm_89 spilled.
             far_row = _once(unit_rows + row + far, far < right)
             near_row = _once(unit_rows + row + near, near < right)
             if out_lengths is not None:
@@ -358,7 +361,8 @@ def _sum_by_latent(
                 far_row /= length
             dot = tl.sum(near_total * near_row, axis=0) + tl.sum(far_total * far_row, axis=0)
             tl.store(out_dots + measures, dot)
-            # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
+            # Subtract the projection before squaring: a difference of two squares would lose the digits of small
+            # values.
             near_total -= dot * near_row
             far_total -= dot * far_row
         square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
@@ -367,7 +371,7 @@ def _sum_by_latent(
 
 @triton.jit
 def _total(values, first, last):
-    """Sum some values, one after the other."""
+    """Sum some values in sequence."""
     total = 0.0
     for entry in range(first, last, OF_TOTAL):
         entries = entry + tl.arange(0, OF_TOTAL)
@@ -379,7 +383,7 @@ def _total(values, first, last):
 def _join_measures(
     out_squares, out_dots, squares, dots, lengths, n_parts, n_latents, LATENTS: tl.constexpr
 ):  # fmt: skip
-    """Join measures of parts of some latents' rows."""
+    """Merge the measures of the column parts of some latents."""
     latents = tl.program_id(0) * LATENTS + tl.arange(0, LATENTS)
     inside = latents < n_latents
     square, whole = tl.zeros([LATENTS], dtype=tl.float32), tl.zeros([LATENTS], dtype=tl.float32)
@@ -392,7 +396,8 @@ def _join_measures(
         at = part * n_latents + latents
         square += tl.load(squares + at, mask=inside, other=0)
         if dots is not None:
-            # Beside what is across its own part of the row, a part is along it by more or less than all together are.
+            # A part's projection differs from its share of the projection of the full row. Add the square of the
+            # difference to the part's orthogonal component.
             own = tl.load(dots + at, mask=inside, other=0)
             beside = own - whole * tl.load(lengths + at, mask=inside, other=0)
             square += beside * beside
@@ -404,7 +409,7 @@ def _weigh_rows(
     out, weights, rows, n_rows, n_columns, factor,
     OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum some columns of some rows, each times its weight."""
+    """Sum some columns of some rows, weighted."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for begin in tl.static_range(0, OF_PROGRAM, ROWS):
@@ -418,13 +423,13 @@ def _weigh_rows(
 
 @triton.jit
 def _once(places, mask):
-    """Return what nobody else reads, as fp32."""
+    """Load values that no other program reads, as fp32."""
     return tl.load(places, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
 def _gathered(places, mask):
-    """Return, as fp32, what the cache is to keep for others: all else is read or written once."""
+    """Load values, as fp32, that should stay in the cache; all other data is read or written once."""
     return tl.load(places, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
 
 
@@ -450,7 +455,7 @@ def _multiply_rows(
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Multiply the rows of one bag's entries in one part of the columns."""
+    """Multiply the rows of one bag's entries in one column part."""
     bag, part = tl.program_id(0), tl.program_id(1)
     end = n_entries if n_filled is None else tl.load(n_filled)
     first = tl.load(starts + bag).to(tl.int32)

@@ -1,9 +1,9 @@
-"""The largest of each row or of all on a GPU: which they are is decided by bits, so that it is always exact.
+"""The largest values of each row or of a matrix on a GPU. They are selected by their bits, so the result is exact.
 
-A matrix is read once, in groups of neighbouring columns. The k groups with the largest maxima hold the k largest, and
-only they are read again. What an exact bound is follows from counts: of each row, which a program has by itself,
-between two that are known, until as many as are wanted are above or no other bound is left; of all, which many programs
-share, by two digits of 8 bits. Of equal numbers the first are taken. Results are in the order of columns, and nothing
+A matrix is read once, in groups of adjacent columns. The k groups with the largest maxima contain the k largest values,
+and only these are read again. Counting finds the exact bound. For rows, each in one program, a search narrows an
+interval until exactly k values are above the bound or no other bound is left. For a whole matrix, shared by many
+programs, it counts two digits of 8 bits. Ties go to the lowest index. Results are ordered by column, and nothing
 depends on the order of programs.
 """
 
@@ -19,38 +19,38 @@ from torch import Tensor
 
 from trainer.contract.planning.activation_memory import GROUP
 
-# Groups of a row whose maxima a program holds, numbers of the chosen groups, and bytes that it reads at a time. Twice
-# the bytes save no instruction and take up to a third more registers.
+# Group maxima of a row that a program holds, numbers of the chosen groups that it holds, and bytes that it reads at a
+# time. Twice the bytes save no instruction and take up to a third more registers.
 MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
-# Columns of the smallest group: 16 bytes of bf16, what a thread reads at once.
+# Columns of the smallest group: 16 bytes of bf16, one load of a thread.
 LEAST_GROUP = 8
-# The widest row that a program holds as a whole.
+# The widest row that a program can hold completely.
 WIDEST = 2**14
-# And the widest whose columns are gathered: with more numbers in a thread registers were spilled.
+# The widest row whose columns are gathered: with more numbers per thread, registers were spilled.
 WIDEST_GATHERED = 2**13
 # Fewer rows would leave most of a GPU idle.
 LEAST_ROWS = 64
-# Numbers of a program where programs share the search, and how many programs' counts it adds up at a time.
+# Numbers per program if programs share the search, and how many programs' counts it adds up at a time.
 SHARED_TILE, COUNTS = 2**13, 2**10
-# Tiles whose digits a program looks through.
+# Tiles whose digits one program processes.
 TILES = 8
-# Values of all for each that is wanted, below which groups save little.
+# Least ratio of values to requested values; below it groups save little.
 LEAST_SHARE = 64
-# Of the types whose bits are ordered: infinity, and how many bits there are.
+# Per dtype: the bits of infinity, and the width in bits.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
-# A step so long that a search goes by halves from the beginning.
+# A step so large that `search` bisects from the beginning.
 BY_HALVES = tl.constexpr(2**30)
 
 
 def fits(values: Tensor, k: int) -> bool:
-    """Tell whether `largest_of_each` can find the k largest of each row, and fills a GPU."""
+    """Return whether `largest_of_each` supports these rows and k, and would fill a GPU."""
     n_rows, n = values.shape
     are_few = _keeps_few(n, k) or n <= WIDEST_GATHERED
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n and are_few
 
 
 def _keeps_few(n: int, k: int) -> bool:
-    """Tell whether a program can hold the groups of n columns with the k largest maxima."""
+    """Return whether a program can hold the k groups with the largest maxima of n columns."""
     kept: int = triton.next_power_of_2(max(k, 1)) * _group(n, k)
     return kept <= MOST_KEPT
 
@@ -94,19 +94,19 @@ def _look_in_groups(out_columns: Tensor, out_bits: Tensor, bits: Tensor, k: int,
 def _look_at_whole(out_columns: Tensor, out_bits: Tensor, bits: Tensor, k: int, of_type: dict[str, Any]) -> None:
     n_rows, n = bits.shape
     columns: int = triton.next_power_of_2(n)
-    # With 32 numbers in a thread, as others have, registers were spilled.
+    # With 32 numbers per thread, as in other kernels, registers were spilled.
     warps = min(max(columns // 512, 1), 16)
     _gather_largest[n_rows,](out_columns, out_bits, bits, n, k, COLUMNS=columns, **of_type, num_warps=warps)
 
 
 def fits_whole(values: Tensor, k: int) -> bool:
-    """Tell whether a program can hold each row as a whole, as `strongest` and `are_largest` have to."""
+    """Return whether a program can hold a complete row, as `strongest` and `are_largest` require."""
     n_rows, n = values.shape
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n <= WIDEST
 
 
 def strongest(values: Tensor, k: int) -> Tensor:
-    """Return the k largest of each row where they are positive or NaN, in place of all others 0: [n_rows, n]."""
+    """Return rows [n_rows, n] with their k largest values if these are positive or NaN, and 0 elsewhere."""
     n_rows, n = values.shape
     kept = torch.empty_like(values, memory_format=torch.contiguous_format)
     columns, warps = _program_of_row(n)
@@ -119,9 +119,9 @@ def strongest(values: Tensor, k: int) -> Tensor:
 
 
 def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Tell which values are among the k largest of their row, bool [n_rows, n]; return also the k-th [n_rows].
+    """Return which values are among the k largest of their row, bool [n_rows, n], and the k-th largest [n_rows].
 
-    A program holds a whole row; `fits_whole` tells whether it can.
+    A program holds a complete row; check `fits_whole` first.
     """
     n_rows, n = values.shape
     is_chosen = torch.empty(n_rows, n, dtype=torch.bool, device=values.device)
@@ -136,27 +136,27 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _program_of_row(n: int) -> tuple[int, int]:
-    """Return how many columns a program has that holds a whole row of n, and its warps."""
+    """Return the columns and warps of a program that holds a complete row of n."""
     columns: int = triton.next_power_of_2(n)
     return columns, min(max(columns // 1024, 1), 16)
 
 
 def fits_all(values: Tensor, n: int) -> bool:
-    """Tell whether `largest_of_all` can find the n largest."""
+    """Return whether `largest_of_all` supports these values and n."""
     is_narrow = values.dtype in _INFINITY and values.dtype.itemsize == 2
     few = 0 < n * LEAST_SHARE <= values.numel() < 2**31
     return is_narrow and few and values.is_contiguous() and _shared_group(values.numel(), n) >= LEAST_GROUP
 
 
 def largest_of_all(values: Tensor, n: int) -> Tensor:
-    """Return the n largest of all, as ascending indices into the flattened matrix: [n]."""
+    """Return the n largest of the matrix, as ascending indices into the flattened matrix."""
     grouped = values.view(-1, _shared_group(values.numel(), n))
     groups = _largest(_maxima(grouped), n)
     return _largest(_copied(grouped, groups), n, groups)
 
 
 def _maxima(grouped: Tensor) -> Tensor:
-    """Return the largest of each group, NaN if there is one; torch's own took 17 times as long for groups of 32."""
+    """Return the maximum of each group, or NaN if it has one; torch takes 17 times as long for groups of 32."""
     n_groups, group = grouped.shape
     maxima = grouped.new_empty(n_groups)
     at_once = SHARED_TILE // group
@@ -168,12 +168,15 @@ def _maxima(grouped: Tensor) -> Tensor:
 
 
 def _shared_group(n_values: int, n: int) -> int:
-    """Return the power of two, a divisor of `n_values`, for which group maxima and n groups are fewest together."""
+    """Return the power of two dividing `n_values` that minimises group maxima plus values of n groups."""
     return math.gcd(n_values, 2 ** round(math.log2(n_values / n) / 2))
 
 
 def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
-    """Return the n largest of all as ascending indices, of `groups` [n, size] that are given by number in the whole."""
+    """Return the n largest values as ascending indices.
+
+    If `groups` are given, the values are copies of groups [n, size]; return indices into the original matrix.
+    """
     bits = _bits(values.flatten())
     n_values, n_tiles = len(bits), triton.cdiv(len(bits), SHARED_TILE)
     # Triton launches on the current device, which need not be the tensors'.
@@ -200,17 +203,17 @@ def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run every kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
     values = (torch.arange(64, device=device) * 37 % 64).bfloat16().expand(2, 64).contiguous()
     columns, largest = largest_of_each(values, 3)
     kept = strongest(values, 3)
     is_chosen, smallest = are_largest(values, 3)
     is_right = (is_chosen.gather(1, columns).sum(dim=1) == is_chosen.sum(dim=1)) & (smallest == 61)
     is_right &= (largest.sum(dim=1) == 186) & (kept.gather(1, columns) == largest).all(dim=1) & (kept.sum(dim=1) == 186)
-    # So many that rows are held as a whole.
+    # Large enough k that complete rows are held.
     wide = (torch.arange(1024, device=device) * 37 % 1024).bfloat16().expand(2, 1024)
     is_right &= (largest_of_each(wide, 600)[1].sort().values == wide.sort().values[:, -600:]).all()
-    # As many that maxima and candidates are looked through in several tiles.
+    # Enough values that maxima and candidates need several tiles.
     whole = (torch.arange(2**17, device=device) * 37 % 2**17).bfloat16().view(2, -1)
     places = largest_of_all(whole, 2048)
     found = whole.flatten().index_select(0, places)
@@ -220,7 +223,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _copied(grouped: Tensor, groups: Tensor) -> Tensor:
-    """Return groups by number; torch's own took 0.08 ms for 131,072 groups of 64 bytes, as long as reading all."""
+    """Return copies of groups; torch took 0.08 ms for 131,072 groups of 64 bytes, as long as reading everything."""
     n_groups, group = len(groups), grouped.shape[1]
     copies = grouped.new_empty(n_groups, group)
     at_once = SHARED_TILE // group
@@ -254,15 +257,15 @@ def _largest_of_rows(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, KEPT: tl.constexpr,
     INFINITY: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Find the k largest of one row; `inout_maxima` is for the program itself."""
+    """Find the k largest of one row; `inout_maxima` is scratch memory of the program."""
     row = tl.program_id(0).to(tl.int64)
     bits += row * n_columns
     inout_maxima += row * n_groups
     out_columns += row * k
     out_values += row * k
-    # What is outside is below all numbers.
+    # Padding is below all numbers.
     lowest: tl.constexpr = 1 - 2 ** (BITS - 1)
-    # The largest of what tiles have at the same place.
+    # The maximum over tiles at each position.
     largest = tl.full([AT_ONCE], lowest, tl.int32)
     for first in range(0, n_groups, AT_ONCE):
         groups = first + tl.arange(0, AT_ONCE)
@@ -271,10 +274,10 @@ def _largest_of_rows(
         maxima = _largest_of_each(numbers, INFINITY, BITS)
         tl.store(inout_maxima + groups, maxima, mask=groups < n_groups)
         largest = tl.maximum(largest, maxima)
-    # Until all threads have stored what others read.
+    # Wait until all threads have stored the maxima that others read.
     tl.debug_barrier()
 
-    # Each place has another maximum, and there are at least as many places as are wanted or as there are groups.
+    # Each position has a different maximum, and there are at least as many positions as requested values or groups.
     tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
     high = tl.max(largest, axis=0)
     low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
@@ -294,16 +297,16 @@ def _largest_of_rows(
     numbers = tl.load(bits + columns, mask=inside, other=0)
     ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), lowest)
     candidates = tl.reshape(ordered, [KEPT * GROUP])
-    # k maxima reach the bound of groups, and few other numbers do, so that the bound sought is near: looked for first
-    # where bf16 has the next numbers.
+    # Only k maxima and few other numbers reach the groups' bound, so the bound of the values is close: search near it
+    # first, at the spacing of bf16 numbers.
     low, step = tl.where(k <= n_groups, bound, lowest), tl.where(k <= n_groups, 2 ** (BITS - 16), BY_HALVES)
     bound, n_above = search(candidates, k, low, high, step, BITS)
     chosen, nth = choose(candidates, k, bound, n_above)
-    # Until all have read which groups were chosen.
+    # Wait until all threads have read the chosen groups.
     tl.debug_barrier()
     tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
     tl.debug_barrier()
-    # All candidates' bits, kept until here, took so many registers that sm_80 spilled.
+    # Reload the values: keeping the bits of all candidates took so many registers that sm_80 spilled.
     columns = tl.load(out_columns + kept, mask=kept < k, other=0)
     tl.store(out_values + kept, tl.load(bits + columns, mask=kept < k, other=0), mask=kept < k)
 
@@ -312,14 +315,14 @@ def _largest_of_rows(
 def _keep_strongest(
     out_bits, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Copy the k largest of one row that are above 0, and 0 in place of the others."""
+    """Copy the k largest of one row that are above 0, and write 0 in place of the others."""
     start, columns = tl.program_id(0).to(tl.int64) * n_columns, tl.arange(0, COLUMNS)
     inside = columns < n_columns
     numbers = tl.load(bits + start + columns, mask=inside, other=0)
-    # What is ordered above 0 is positive, or no number.
+    # Numbers ordered above 0 are positive or NaN.
     ordered = _ordered(numbers, INFINITY, BITS)
     chosen = ordered > 0
-    # So it is with one row in a hundred of dead latents, and with half of those that are symmetric around 0.
+    # More than k are positive in one of a hundred rows of dead latents, and in half of the rows symmetric around 0.
     if tl.sum(chosen.to(tl.int32), axis=0) > k:
         bound, n_above = search(ordered, k, 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
         chosen, _ = choose(ordered, k, bound, n_above)
@@ -351,10 +354,10 @@ def _gather_largest(
 
 @triton.jit
 def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the bits of one row, what `_ordered` makes of them, and what `choose` does of the k largest."""
+    """Return the bits of one row, their order from `_ordered`, and the result of `choose` for the k largest."""
     inside = columns < n_columns
     numbers = tl.load(bits + columns, mask=inside, other=0)
-    # What is outside is below −∞, which at least k are not.
+    # Padding is ordered below −∞; at least k values are not.
     ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
     bound, n_above = search(ordered, k, -INFINITY - 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
     chosen, nth = choose(ordered, k, bound, n_above)
@@ -365,9 +368,9 @@ def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: t
 def _write_maxima(
     out_maxima, bits, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Write the largest of each of some groups, as the bits of a number."""
+    """Write the maximum of each of some groups, as bits."""
     groups = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    # Indices are below 2^31, as `fits_all` sees to.
+    # `fits_all` ensures that indices are below 2^31.
     places = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     largest = _largest_of_each(tl.load(bits + places, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
     tl.store(out_maxima + groups, _bits_of(largest, BITS).to(out_maxima.dtype.element_ty), mask=groups < n_groups)
@@ -375,7 +378,7 @@ def _write_maxima(
 
 @triton.jit
 def _copy_groups(out_bits, bits, some_rows, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Copy some groups, each by its number."""
+    """Copy some groups by index."""
     places = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     columns, inside = tl.arange(0, GROUP)[None, :], (places < n_groups)[:, None]
     group = tl.load(some_rows + places, mask=places < n_groups, other=0)[:, None]
@@ -387,11 +390,11 @@ def _copy_groups(out_bits, bits, some_rows, n_groups, GROUP: tl.constexpr, AT_ON
 def _count_digits(
     out_of_tiles, bits, high_digits, n_values, n, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Count how often each high digit is in a tile; where those of all are given, the low ones beside the bound's.
+    """Count each high digit in a tile or, given the high digits of all tiles, the low digits that share the bound's.
 
-    What does not count is taken for a 0, below which nothing is looked for. Were it a digit of its own, there would be
-    512: for each value a thread counts the bits of a mask once for 32 digits, which takes a GPU eight times as long as
-    an addition.
+    Values that do not count become digit 0, which does not affect the search from above. A separate digit would need
+    512 bins: each thread counts the bits of a mask once for 32 digits per value, which takes a GPU eight times as long
+    as an addition.
     """
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
@@ -407,7 +410,7 @@ def _count_digits(
 def _count_chosen(
     out_counts, high_of_tiles, low_of_tiles, high_digits, low_digits, n_tiles, n, TILES: tl.constexpr
 ):  # fmt: skip
-    """Count, from its digits, what of each of some tiles is above the bound, and what is equal to it."""
+    """Count from the digits of each tile how many values are above the bound, and how many equal it."""
     tiles, digits = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, 256)[None, :]
     places, inside = tiles[:, None] * 256 + digits, (tiles < n_tiles)[:, None]
     highs = tl.load(high_of_tiles + places, mask=inside, other=0)
@@ -416,7 +419,7 @@ def _count_chosen(
     low, _ = _digit_of(low_digits, n_left)
     above = tl.sum(tl.where(digits > low, lows, 0), axis=1)
     equal = tl.sum(tl.where(digits == low, lows, 0), axis=1)
-    # What has another high digit is among the low ones that are 0.
+    # The low digit 0 also counts values with another high digit.
     equal = tl.where(low > 0, equal, tl.sum(tl.where(digits == high, highs, 0), axis=1) - above)
     above += tl.sum(tl.where(digits > high, highs, 0), axis=1)
     tl.store(out_counts + tiles, above, mask=tiles < n_tiles)
@@ -428,7 +431,7 @@ def _write_chosen(
     out_indices, bits, high_digits, low_digits, counts, groups, n_values, n,
     GROUP: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write the indices of what is chosen of a tile behind those of the tiles before."""
+    """Write the indices of the values chosen from a tile after those of the previous tiles."""
     tile, n_tiles = tl.program_id(0), tl.num_programs(0)
     places = tile * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
@@ -451,7 +454,7 @@ def _write_chosen(
 
 @triton.jit
 def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the ranks of some values of 16 bits, from 0 on; outside they are below 0."""
+    """Return the ranks of some 16-bit values, starting from 0; padding gets −1."""
     inside = places < n_values
     ordered = _ordered(tl.load(bits + places, mask=inside, other=0), INFINITY, BITS)
     return tl.where(inside, ordered + 2 ** (BITS - 1), -1)
@@ -459,7 +462,7 @@ def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr
 
 @triton.jit
 def _bound(high_digits, low_digits, n):
-    """Return the rank of the n-th largest, and how many of those equal to it are among the n largest."""
+    """Return the rank of the n-th largest, and how many values equal to it are among the n largest."""
     high, n_left = _digit_of(high_digits, n)
     low, n_equal = _digit_of(low_digits, n_left)
     return high * 256 + low, n_equal
@@ -467,10 +470,12 @@ def _bound(high_digits, low_digits, n):
 
 @triton.jit
 def _digit_of(counts, n):
-    """Return the digit of the n-th largest of what was counted by digits, and which of its digit's it is."""
+    """Return the digit of the n-th largest from the counts of each digit, and its position among values with that
+    digit.
+    """
     digits = tl.arange(0, 256)
     of_each = tl.load(counts + digits)
-    # Of that digit or a higher one.
+    # How many values have this digit or a higher one.
     from_here = tl.sum(of_each, axis=0) - tl.cumsum(of_each, axis=0) + of_each
     digit = tl.max(tl.where(from_here >= n, digits, 0), axis=0)
     return digit, n - tl.sum(tl.where(digits > digit, of_each, 0), axis=0)
@@ -478,15 +483,15 @@ def _digit_of(counts, n):
 
 @triton.jit
 def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the largest of each row of the floating-point numbers of these bits, as `_ordered` does of a number.
+    """Return the maximum of each row of floating-point numbers given as bits, ordered as by `_ordered`.
 
-    A number takes one instruction to be widened and two or three to be compared: with all else 6 on sm_90, where it was
-    13 to order each, which took an H200 twice as long as to read them.
+    Widening a number takes one instruction and comparing it two or three: 6 in total on sm_90. Ordering each number
+    took 13, and an H200 needed twice as long for that as for reading them.
     """
-    # First what a thread has read at once, so that threads exchange one number instead of three.
+    # First reduce one load of a thread, so that threads exchange one number instead of three.
     wide = tl.reshape(bits.to(tl.int32), [bits.shape[0], bits.shape[1] // 8, 8])
     largest, least = tl.max(wide, axis=2), tl.min(wide, axis=2)
-    # Unsigned, numbers with a minus are above the others: the farthest from 0, or NaN.
+    # Unsigned, negative numbers are above the others: the maximum is the one farthest from 0, or NaN.
     highest = tl.max(wide.to(tl.uint32, bitcast=True), axis=2).to(tl.int32, bitcast=True)
     is_nan = (largest > INFINITY) | ((highest < 0) & (highest > INFINITY - 2 ** (BITS - 1)))
     all_ones = 2 ** (BITS - 1) - 1
@@ -495,7 +500,7 @@ def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return int32 in the order of the floating-point numbers of these bits; NaN is above all."""
+    """Return int32 in the order of the floating-point numbers with these bits; NaN is above all."""
     wide, all_ones = bits.to(tl.int32), 2 ** (BITS - 1) - 1
     size = wide & all_ones
     return tl.where(size > INFINITY, all_ones, tl.where(wide < 0, wide ^ all_ones, wide))
@@ -503,17 +508,17 @@ def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _bits_of(ordered, BITS: tl.constexpr):
-    """Return the bits of which `_ordered` made this: what puts them in order also undoes it. NaN has all ones."""
+    """Return the bits for a result of `_ordered`, which is its own inverse. NaN becomes all ones."""
     return tl.where(ordered < 0, ordered ^ (2 ** (BITS - 1) - 1), ordered)
 
 
 @triton.jit
 def search(ordered, k, low, high, step, BITS: tl.constexpr):
-    """Return a bound that no more than k exceed, and how many do: if fewer than k, at least k reach it.
+    """Return a bound that at most k values exceed, and their number: if it is less than k, at least k reach the bound.
 
-    None exceeds `high`, at least k reach `low`. The bound is sought from `low` on in steps that grow, then by halves.
+    No value exceeds `high`, and at least k reach `low`. The search starts from `low` with growing steps, then bisects.
     """
-    # Two bits at a time were slower on an H200: it is the comparisons that take the time.
+    # Two bits at a time were slower on an H200, since comparisons dominate.
     wide: tl.constexpr = tl.int64 if BITS == 32 else tl.int32
     low, high, step = tl.cast(low, wide), tl.cast(high, wide), tl.cast(step, wide)
     n_above = 0
@@ -530,7 +535,7 @@ def search(ordered, k, low, high, step, BITS: tl.constexpr):
 
 @triton.jit
 def choose(ordered, k, bound, n_above):
-    """Tell which [n] are the k largest, of those equal to the bound the first; and of each how many are up to it."""
+    """Return which [n] are the k largest, ties in order, and the inclusive count of chosen values at each position."""
     above, equal = ordered > bound, ordered == bound
     # Neither count reaches 2^16.
     counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
