@@ -23,7 +23,7 @@ LONGEST_SILENCE = 2**31 - 1
 
 
 class Candidates(NamedTuple):
-    """Dead latents [n], of which each token uses the `n_chosen` strongest.
+    """Dead latents [n]; each token uses the `n_chosen` strongest.
 
     `latents` are distinct indices on this rank, or −1 if another rank holds the latent. `rows` are their weights in the
     product dtype, with a bias of −∞ for latents that are not dead; rows of other ranks are complete once the
@@ -151,7 +151,7 @@ def _of_all_ranks(sae: Sae, own: Silent, n: int, n_chosen: int, variance: Tensor
 def _n_dead(is_dead: Tensor, n: int) -> int:
     """Return how many of n candidates are dead, but at least 1.
 
-    Counting is cheap on a CPU; without it, 2 dead latents of 3,072 would cost as much as a whole step.
+    Counting is cheap on a CPU; without it, 2 dead latents of 3,072 would double the time of a step.
     """
     return max(1, min(n, int(is_dead.sum())))
 

@@ -268,7 +268,7 @@ class Sae(nn.Module, ABC):
         return triton_for(y, self.b_dec) if may else None
 
     def offset(self, x: Tensor) -> Tensor:
-        """Return what is added to the output of the latents: b_dec [d_out], or [n, d_out] with a skip connection.
+        """Return the offset added to the output of the latents: b_dec [d_out], or [n, d_out] with a skip connection.
 
         The skip connection reads x − x_mean: if the mean is far from 0, each of its steps would also move the output's
         mean.
@@ -299,7 +299,7 @@ class Sae(nn.Module, ABC):
         return bool(self.dead().any())
 
     def latent_dims(self) -> dict[str, int]:
-        """Map the names of parameters and buffers to their latent dimension; omit those that have none."""
+        """Map the names of parameters and buffers to their latent dimension; omit names without one."""
         parameters = (name for name, _ in self.named_parameters() if name not in ("b_dec", "W_skip"))
         return dict.fromkeys([*parameters, *self.latent_buffers], 0) | {"W_enc": 1}
 
@@ -338,7 +338,7 @@ class Sae(nn.Module, ABC):
     def has_overflowed(self) -> Tensor | None:
         """Return whether any rank lost activations in this step and set its gradients to NaN, 0-dim bool.
 
-        None means that this never happens. Read the result from `step_sums` after they are summed over all ranks.
+        None means that this never happens. `step_sums` must be summed over all ranks before this call.
         """
         return None
 
@@ -362,7 +362,7 @@ class Sae(nn.Module, ABC):
         """Decide all host-side choices for the next training pass before it is queued; one GPU, whole steps only.
 
         Return a key of the decision: a recorded pass can be replayed whenever the key is the same. Return None if the
-        pass takes so much GPU time that a recording is not worth its memory.
+        pass takes too long on a GPU for a recording to be worth its memory.
         """
         return ()
 

@@ -59,9 +59,9 @@ def initialise(
 def unit_scale(x: Tensor) -> Tensor:
     """Return the factor, 0-dim, that scales the mean distance of x [n, d] from its mean to √d.
 
-    Every dimension then varies by about 1. Anthropic's April 2024 update scales the mean norm instead, but there a mean
-    far from 0, as in residual streams, hides the spread that is to be explained. A mean of norms is less affected by a
-    few giant tokens than a mean of squares.
+    Every dimension then varies by about 1. Anthropic's April 2024 update scales the mean norm instead, but a mean far
+    from 0, as in residual streams, then hides the spread that the SAE should explain. A mean of norms is less affected
+    by a few giant tokens than a mean of squares.
     """
     spread = (x - x.mean(dim=0)).norm(dim=1).mean()
     scale: Tensor = torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
@@ -105,7 +105,7 @@ def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -
     n_rows = max(_DRAWN_BY, _AT_ONCE // d // _DRAWN_BY * _DRAWN_BY)
     first = 0
     while first < latents.n_total:
-        # The last block includes a remainder too small for a block of its own.
+        # The last block also takes a remainder too small for a separate block.
         left = latents.n_total - first
         count = left if left < n_rows + _DRAWN_BY else n_rows
         rows = torch.nn.functional.normalize(torch.randn(count, d, generator=generator), dim=1)

@@ -27,7 +27,7 @@ class JumpReLU(Penalised):
     loss_names = ("mse", "sparsity")
     biases = ("b_enc", "threshold")
     # The equilibrium of λ is about 0.001 times the variance. If λ starts ten times higher, Adam remembers gradients so
-    # large that thresholds hardly move any more, and L0 fell to 24 for k = 32 in 500 steps; with this start it was 29.
+    # large that thresholds almost stop moving, and L0 fell to 24 for k = 32 in 500 steps; with this start it was 29.
     # Below k the weight may turn negative, like that of a penalty (L0 − k)².
     steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
     # Initial thresholds. After 200 steps with k = 32, L0 was 39 from 0.3, 32 from 0.5 and 26 from 0.7.
@@ -92,8 +92,8 @@ class JumpReLU(Penalised):
 class _Jump(torch.autograd.Function):
     """z where z > θ, else 0, and the number of active values, 0-dim; θ is at least 0.
 
-    The jump and the count have no gradient; those of their means over the window replace them: for θ, −θ/ε and −1/ε
-    within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ, the window's
+    The jump and the count have no gradient, so the gradients of their means over the window replace it: for θ, −θ/ε and
+    −1/ε within the window. z also has the ordinary gradient of its value. Since the jump depends on z − θ, the window's
     gradient for z is the negative of that for θ. z gets it for the value if `moves_z`, and never for the count. The
     passes over z are kept to a minimum.
     """

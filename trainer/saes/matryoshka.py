@@ -140,7 +140,8 @@ class _Nested(torch.autograd.Function):
         for level in range(parts.shape[1]):
             before = torch.add(parts[:, level], before, out=errors[:, level])
         ctx.save_for_backward(errors)
-        # Squares would take the same memory again; on a CPU one norm over all values is wrong by several percent.
+        # A matrix of squares would double the memory; on a CPU a single norm over all values is wrong by several
+        # percent.
         return y + before, torch.linalg.vector_norm(errors[:, :-1], dim=2).square().sum()
 
     @staticmethod

@@ -28,7 +28,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
         return torch.zeros_like(dead)
     weights = _losses(sae, x, y).double().square().clamp_min(1e-30).cpu()
     drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
-    # The tokens are drawn for the dead latents of all ranks, in order; select those of this rank's latents.
+    # The tokens are drawn for the dead latents of all ranks, in order; select the tokens of this rank's latents.
     drawn = drawn.to(x.device)[(all_dead.cumsum(0) - 1)[sae.ids[dead]]]
     reads = F.normalize(x[drawn] - sae.input_bias, dim=1)
     writes = F.normalize(y[drawn] - sae.offset(x[drawn]), dim=1)

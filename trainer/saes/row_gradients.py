@@ -34,7 +34,7 @@ class RowGradient(NamedTuple):
     arrive: Callable[[], object] = lambda: None
 
     def add_to(self, wholes: Weights, input_bias: Tensor | None) -> None:
-        """Add them to gradients that have the shapes of the parameters."""
+        """Add the row gradients to gradients that have the shapes of the parameters."""
         self.arrive()
         by_latent = wholes._replace(W_enc=wholes.W_enc.T)
         dead_latents.add(by_latent, self.latents, self.rows, input_bias, self.centred)
@@ -57,7 +57,7 @@ class RowGradients:
         return taken
 
     def add(self) -> None:
-        """Add the collected gradients to those of the parameters."""
+        """Add the collected gradients to the parameters' gradients."""
         for one in self.take():
             of_bias = None if one.input_bias is None else _gradient(one.input_bias)
             one.add_to(Weights(*map(_gradient, one.parameters)), of_bias)

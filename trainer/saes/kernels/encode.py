@@ -1,4 +1,4 @@
-"""The encoder: one dense product, from which only the chosen pre-activations are kept.
+"""The encoder: one dense product; only the chosen pre-activations are kept.
 
 A dense step takes 10·B·d_in·d_sae operations; this leaves 2·B·d_in·d_sae. Autograd would scatter the gradient of the
 chosen values into a dense [n_tokens, d_sae] matrix, multiply twice with it, and once more for x − input_bias.
@@ -22,8 +22,8 @@ from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import by_latent, product_dtype, weighted_sum
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
-# Returns the positions and values of the pre-activations to keep, or None to keep the dense matrix. It must not keep a
-# reference to the matrix: unless None is returned, the next batch's product overwrites it.
+# A function that returns the positions and values of the pre-activations to keep, or None to keep the dense matrix. It
+# must not keep a reference to the matrix: unless it returns None, the next batch's product overwrites the matrix.
 Choose = Callable[[PreActs], Chosen | None]
 
 

@@ -67,7 +67,7 @@ class Foresight:
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
-        # The batches of the step being queued, and those of steps whose numbers the host has not read yet.
+        # The batches of the step being queued, and the batches of steps whose numbers the host has not read yet.
         self._of_step: list[_Batch] = []
         self._unread: deque[list[_Batch]] = deque()
         # If steps are recorded: the numbers expected per token, and the last buffer size per token.

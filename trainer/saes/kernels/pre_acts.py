@@ -11,7 +11,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 
 
 class PreActs:
-    """A matrix [n_tokens, d_sae], of which usually only the largest values are needed."""
+    """A matrix [n_tokens, d_sae]; callers usually need only its largest values."""
 
     # Whether a rounded product may be used first; all ranks of a host must agree on it.
     may_be_rounded = False

@@ -56,7 +56,7 @@ def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
 def where(mask: Tensor) -> Places | None:
     """Return the positions marked in a bool [n_tokens, d_sae], or None if a dense product is faster.
 
-    On a CPU, a sparse entry costs a product about 16 times as much as a dense one.
+    On a CPU, a sparse entry costs a product about 16 times the time of a dense one.
     """
     # numpy counts and finds them in a third of torch's time.
     n_marked = int(n_marked_in(mask)) if mask.is_cuda else np.count_nonzero(mask.numpy())

@@ -48,7 +48,7 @@ def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
     """Return the dtype in which ranks gather the gradient of the decoded values; None for its own dtype.
 
     If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on it, so it does not depend on
-    the activations: one rank may have so many that it uses dense products.
+    the activations: a rank with many active latents uses dense products.
     """
     return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
 
@@ -61,7 +61,7 @@ def _dtype_of_rows(W_dec: Tensor) -> torch.dtype:
 class _Decode(torch.autograd.Function):
     """Decoding with its own gradients.
 
-    The backward pass of embedding_bag sorts by itself and takes 24 ms on one core; this takes 14.
+    The backward pass of embedding_bag includes a sort and takes 24 ms on one core; this takes 14.
     """
 
     @staticmethod

@@ -174,7 +174,7 @@ def _add_rows(
 ):  # fmt: skip
     """Add some columns of one latent's gradients; skip latent -1.
 
-    The program of the first column block also adds the bias, and that of the first latent the input bias.
+    The program of the first column block also adds the bias, and the program of the first latent adds the input bias.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)

@@ -14,7 +14,7 @@ _TILE, _WARPS = 1024, 4
 
 
 class Ordered(NamedTuple):
-    """Entries [n], of which the first `n_chosen`, 0-dim, are chosen; the others have a value of 0.
+    """Entries [n]: the first `n_chosen` (0-dim) are chosen; the others have a value of 0.
 
     `ascending` holds the tokens of the chosen entries, and n_tokens for the others.
     """

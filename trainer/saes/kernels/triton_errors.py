@@ -22,14 +22,13 @@ _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
 # Rows and columns of a program that adds two matrices, 16 numbers per thread.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
 # Columns of a one-warp program, bytes that it gathers of each column at a time, and the number of such programs that
-# fill a GPU. A program takes as many tokens as this number of programs allows, since it writes one set of sums in any
-# case.
+# fill a GPU. The tokens are divided among about that number of programs; more programs would only write more partial
+# sums.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
 
 class OfBags(NamedTuple):
-    """Errors x_hat − y [n_tokens, d_out], also as `narrow` in the dtype of the decoder rows, with x_hat and the sums.
-    """
+    """Errors x_hat − y [n_tokens, d_out], also as `narrow` in the dtype of the decoder rows, x_hat, and the sums."""
 
     errors: Tensor
     narrow: Tensor
@@ -40,8 +39,8 @@ class OfBags(NamedTuple):
 class Nested(NamedTuple):
     """The errors of the prefixes of 1, 2, ... levels, and the reconstruction from all levels.
 
-    `errors` is [n_tokens, n_levels, d_out]. `x_hat` [n_tokens, d_out] and `sums` are those of all levels. `inner`,
-    0-dim, is Σ‖error‖² over all shorter prefixes.
+    `errors` is [n_tokens, n_levels, d_out]. `x_hat` [n_tokens, d_out] and `sums` belong to the full set of levels.
+    `inner`, 0-dim, is Σ‖error‖² over all shorter prefixes.
     """
 
     errors: Tensor
@@ -315,9 +314,9 @@ def _sum_gradients(
     out, out_sums, errors, of_whole, of_inner, n_rows, n_columns,
     LEVELS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of all levels, from the last to the first, and sum those of the first.
+    """Write the gradients of all levels, from the last to the first; sum the gradients of the first over the rows.
 
-    The gradient of a level is that of the next level plus the contribution of its own prefix.
+    The gradient of a level is the gradient of the next level plus the contribution of the prefix that ends with it.
     """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     whole, inner = 2 * tl.load(of_whole), 2 * tl.load(of_inner)

@@ -1,4 +1,4 @@
-"""The functions of `silence` with one kernel each; torch needs four to six operations, each of which takes as long."""
+"""The functions of `silence` with one kernel each; torch needs four to six operations that each take as long."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LONGEST = 256
 # Rows that a program weights, and rows and columns that it holds at a time: 32 numbers per thread. With chunks of 256
 # rows, one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304; reading their bytes takes 0.08.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
-# Latents for which one program merges the measures of column parts.
+# Latents per program that merges the measures of column parts.
 JOINED = 256
 # Activations that are summed at a time.
 OF_TOTAL = tl.constexpr(32)
@@ -151,7 +151,7 @@ def _of_parts(measured: Measured, n_parts: int) -> Measured:
 
 
 def _join(of_parts: Measured, measured: Measured) -> None:
-    """Merge the measures of column parts into those of full rows."""
+    """Merge the measures of column parts into the measures of full rows."""
     squares, dots, _, lengths = of_parts
     n_parts, n_latents = squares.shape
     tensors = measured.out_squares, measured.out_dots, squares, dots, lengths
@@ -295,8 +295,8 @@ def _sum_by_latent(
     """Sum one latent's first `longest` entries in one column part, and multiply each by the latent's row.
 
     Both results are multiplied by `factor` if given. With `latents`, process a window of `longest` entries instead: add
-    those of its entries that lie beyond the first `longest` of their latent. They all belong to the latent with which
-    the window begins, since every other latent in the window begins later.
+    its entries that lie beyond the first `longest` of their latent. They all belong to the first latent of the window,
+    since every other latent begins within it.
     """
     latent, part = tl.program_id(0), tl.program_id(1)
     if latents is not None:
@@ -397,7 +397,7 @@ def _join_measures(
         square += tl.load(squares + at, mask=inside, other=0)
         if dots is not None:
             # A part's projection differs from its share of the projection of the full row. Add the square of the
-            # difference to the part's orthogonal component.
+            # difference to the squared norm orthogonal to the row.
             own = tl.load(dots + at, mask=inside, other=0)
             beside = own - whole * tl.load(lengths + at, mask=inside, other=0)
             square += beside * beside

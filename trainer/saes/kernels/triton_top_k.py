@@ -277,7 +277,8 @@ def _largest_of_rows(
     # Wait until all threads have stored the maxima that others read.
     tl.debug_barrier()
 
-    # Each position has a different maximum, and there are at least as many positions as requested values or groups.
+    # Maxima at different positions come from different groups, and there are at least as many positions as requested
+    # values or groups. So enough groups reach the smallest of these maxima.
     tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
     high = tl.max(largest, axis=0)
     low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
@@ -306,7 +307,7 @@ def _largest_of_rows(
     tl.debug_barrier()
     tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
     tl.debug_barrier()
-    # Reload the values: keeping the bits of all candidates took so many registers that sm_80 spilled.
+    # Reload the values: keeping the bits of all candidates used too many registers, and sm_80 spilled.
     columns = tl.load(out_columns + kept, mask=kept < k, other=0)
     tl.store(out_values + kept, tl.load(bits + columns, mask=kept < k, other=0), mask=kept < k)
 
@@ -431,7 +432,7 @@ def _write_chosen(
     out_indices, bits, high_digits, low_digits, counts, groups, n_values, n,
     GROUP: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write the indices of the values chosen from a tile after those of the previous tiles."""
+    """Write the indices of the values chosen from a tile; they follow the indices from earlier tiles."""
     tile, n_tiles = tl.program_id(0), tl.num_programs(0)
     places = tile * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
@@ -470,9 +471,7 @@ def _bound(high_digits, low_digits, n):
 
 @triton.jit
 def _digit_of(counts, n):
-    """Return the digit of the n-th largest from the counts of each digit, and its position among values with that
-    digit.
-    """
+    """Return the digit of the n-th largest from the counts per digit, and its position among values with that digit."""
     digits = tl.arange(0, 256)
     of_each = tl.load(counts + digits)
     # How many values have this digit or a higher one.
