@@ -1,1 +1,1 @@
-"""Optimizers, which turn gradients into steps; the registry in `trainer.contract.settings.catalog` names them."""
+"""Optimizers; the registry in `trainer.contract.settings.catalog` lists them."""

@@ -13,18 +13,18 @@ from trainer.optimizers.base import Optimizer, RowStep
 from trainer.optimizers.row_adam import RowAdam
 from trainer.optimizers.tiled import adam_step, betas_of
 
-# Without what torch 2.6 to 2.13 wrap around it: that loads the compiler (see `Optimizer`).
+# The wrapper that torch 2.6 to 2.13 put around it imports the compiler (see `Optimizer`).
 _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 
 class Adam(torch.optim.Adam, Optimizer):
-    """Adam in one fused kernel: it moves 28 bytes per parameter, several kernels would move twice that.
+    """Adam in one fused kernel, which moves 28 bytes per parameter; separate kernels would move twice that.
 
-    The small eps is Gao et al.'s: rare latents have gradients near 1e-8, which eps = 1e-8 would halve.
+    The small eps is from Gao et al.: rare latents have gradients near 1e-8, and eps = 1e-8 would halve their steps.
 
-    With `state` other than "fp32" the moments of matrices take 4 or 2.1 bytes per parameter instead of 8. With 3,072
-    latents, k = 32 and 500 steps of 4,096 tokens, held-out FVU was 0.0921 (fp32), 0.0923 (bf16) and 0.0924 (int8).
-    On a CPU a step takes 7 % (bf16) or 14 % (int8) longer.
+    If `state` is not "fp32", the moments of matrices take 4 bytes (bf16) or 2.1 bytes (int8) per parameter instead of
+    8. With 3,072 latents, k = 32 and 500 steps of 4,096 tokens, held-out FVU was 0.0921 (fp32), 0.0923 (bf16) and
+    0.0924 (int8). On a CPU a step takes 7 % (bf16) or 14 % (int8) longer.
     """
 
     def __init__(
@@ -36,21 +36,21 @@ class Adam(torch.optim.Adam, Optimizer):
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         if self._codec != "fp32":
             group = group | {"params": [one for one in group["params"] if one.dim() < 2]}
-        # A fused kernel on a CPU first copies what does not lie in the order of its dimensions, as W_enc does not.
+        # On a CPU the fused kernel first copies non-contiguous tensors, such as W_enc.
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(_as_it_lies, tensors)
         return has_complex
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert a matrix's moments: the device decides between fp32 and bf16 if `train.state` is "auto"."""
+        """Convert a matrix's moments: with `train.state` "auto", fp32 or bf16 depends on the device."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self._codec)
         if dtype is None or parameter.dim() < 2:
             return state
         return {name: value if name == "step" else value.to(dtype) for name, value in state.items()}
 
     def by_rows(self) -> RowStep | None:
-        """Return a step by kernels where the latents are on a GPU on which they work."""
+        """Return a Triton row step if the latents are on a GPU on which its kernels work, else None."""
         return RowAdam.of(self, self._codec)
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class Adam(torch.optim.Adam, Optimizer):
         _FUSED_STEP(self, closure)
 
     def _step_matrices(self) -> None:
-        """Step the matrices, whose moments are not in fp32."""
+        """Update the matrices, whose moments are not in fp32."""
         for group, parameter, grad in self.with_gradient():
             if parameter.dim() > 1:
                 betas, axis = betas_of(group), self.latent_axes.get(parameter)
@@ -69,5 +69,5 @@ class Adam(torch.optim.Adam, Optimizer):
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:
-    """Return a view in the order of memory: the transpose of a matrix that is stored column by column."""
+    """Return a contiguous view: the transpose of a matrix that is stored in column-major order."""
     return tensor.T if tensor.dim() == 2 and tensor.T.is_contiguous() else tensor

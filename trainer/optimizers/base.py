@@ -1,4 +1,4 @@
-"""What an optimizer offers beside torch's own interface."""
+"""The optimizer interface, which extends torch's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 
 class Now(NamedTuple):
-    """The settings of one step, 0-dim tensors on the device; where `skips` (bool) is true it changes nothing."""
+    """The settings of one step, 0-dim tensors on the device; if `skips` (bool) is true, the step changes nothing."""
 
     lr: Tensor
     grad_scale: Tensor | None
     skips: Tensor
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return a scaled copy of a gradient; 0 where the step is skipped, since it is computed all the same."""
+        """Return a scaled copy of a gradient, or zeros if the step is skipped: a skipped step is computed too."""
         scaled = grad if self.grad_scale is None else grad / self.grad_scale
         return torch.where(self.skips, 0, scaled)
 
@@ -28,101 +28,104 @@ class Now(NamedTuple):
 def rate_of(group: dict[str, Any], like: Tensor) -> Tensor:
     """Return a group's learning rate, 0-dim on the device of `like`."""
     rate = group["lr"]
-    # Filled on the device: a copy from the host would wait, and a number compiled into a kernel would not change.
+    # Filled on the device: a copy from the host would block, and a Python float would be compiled in as a constant.
     return rate if isinstance(rate, Tensor) else like.new_full((), rate)
 
 
 class LatentAxis(NamedTuple):
-    """Along which dimension of a parameter the latents lie, and their numbers in the SAE, int64 on its device."""
+    """The latent dimension of a parameter, and the latents' indices in the SAE, int64 on the parameter's device."""
 
     dim: int
     ids: Tensor
 
 
 class Follower(NamedTuple):
-    """A parameter that goes `share` of the way of another, transposed, beside its own steps."""
+    """A parameter that adds `share` times the transposed update of another parameter to its own update."""
 
     parameter: nn.Parameter
     share: float
 
 
 class Squares(NamedTuple):
-    """Σ‖g‖² of the gradients of latents and of those that are of all latents alike, fp64, 0-dim."""
+    """Σ‖g‖² of the weights that belong to latents, and of the weights that all latents share; fp64, 0-dim."""
 
     of_latents: Tensor
     of_all: Tensor
 
 
 class RowStep(ABC):
-    """Steps matrices, each latent's weights in one pass, and vectors, where an optimizer can do so.
+    """Updates matrices, in one pass over each latent's weights, and vectors.
 
-    It takes the part of a gradient along a row of length 1 out, and scales the row back: what the caller of `step` does
-    otherwise. Followers go with what they follow.
+    For unit-norm rows it removes the gradient component along the row before the step and normalizes the row after it.
+    Without a `RowStep` the caller of `step` does both. Followers are updated in the same pass as their leaders.
     """
 
     @abstractmethod
     def let_sums_be_measured(self) -> None:
-        """Let whoever sums up a gradient measure it; nobody may add to it where torch does not see it."""
+        """Let the code that sums a gradient also measure it.
+
+        Later changes to the gradient must go through torch, whose version counter detects them.
+        """
 
     @abstractmethod
     def measure(self) -> Squares:
-        """Return the squares of what it steps; of rows of length 1 only what lies across them."""
+        """Return the squared gradient norms; for unit-norm rows, of the component orthogonal to the row only."""
 
     @abstractmethod
     def step(self, taken: Tensor) -> None:
-        """Step what was measured, and leave no gradient of it, so that the optimizer's own `step` passes over it.
+        """Update the measured parameters and set their gradients to None, so that the optimizer's `step` ignores them.
 
-        `taken` (fp32, 0-dim) is 1 unless the step is skipped.
+        `taken` (fp32, 0-dim) is 0 if the step is skipped, else 1.
         """
 
     @abstractmethod
     def steps(self, parameter: nn.Parameter) -> bool:
-        """Tell whether it steps a parameter."""
+        """Return whether this updates the parameter."""
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A torch optimizer whose whole state is tensors in `state[parameter]`, which is what a checkpoint holds.
+    """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, which checkpoints store.
 
-    `found_inf` (0-dim float, on the device) is set before `step` and makes it change nothing where it is 1, so that
-    the host need not know whether a gradient was finite. `grad_scale` (likewise, or None for 1) is what gradients
-    are divided by on their way: loss scale and clipping need no pass of their own. torch's fused optimizers know
-    both attributes too. What a step leaves in the gradients is not defined.
+    `found_inf` (0-dim float on the device) is set before `step`. If it is 1, the step changes nothing, so the host
+    need not know whether the gradients were finite. The step divides gradients by `grad_scale` (0-dim float on the
+    device; None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have both
+    attributes too. The contents of the gradients after a step are undefined.
     """
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
-    # Matrices whose rows the caller of `step` scales back to length 1 after every step.
+    # Matrices whose rows the caller of `step` normalizes to length 1 after every step.
     unit_rows: tuple[nn.Parameter, ...] = ()
-    # Where the latents of a parameter are; those without any are left out.
+    # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
-    # Parameters that go with another, by that other: with `by_rows` alone, else the caller of `step` moves them.
+    # The follower of each leading parameter. Only the `by_rows` step applies it; else the caller of `step` does.
     followers: Mapping[nn.Parameter, Follower] = MappingProxyType({})
-    # With a schedule of its own, the learning rate is not decayed at the end.
+    # If true, the learning rate is not decayed at the end of training.
     is_schedule_free = False
 
-    # As torch 2.6 to 2.13 wrap them they load its compiler, for which a rank that does not compile waits two seconds.
+    # The wrappers of torch 2.6 to 2.13 import its compiler, which takes two seconds on a rank that never compiles.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def by_rows(self) -> RowStep | None:
-        """Return what steps matrices in one pass, where there is anything that does; the attributes above are set."""
+        """Return the one-pass step of matrices, if there is one; set the attributes above before the call."""
         return None
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a checkpoint's state of a parameter in the types that this optimizer keeps."""
+        """Convert a parameter's state from a checkpoint to the dtypes of this optimizer."""
         return state
 
     def use_trained_weights(self) -> None:
-        """Put the weights to evaluate and save into the parameters, where they differ from those that are stepped."""
+        """Load the weights to evaluate and save into the parameters, if they differ from the weights being updated."""
 
     def use_stepped_weights(self) -> None:
         """Undo `use_trained_weights`."""
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Clear what is remembered of some latents (bool [d_sae]), whose weights were replaced."""
+        """Clear the state of the latents (mask, bool [d_sae]) whose weights were replaced."""
         for parameter, (dim, _) in self.latent_axes.items():
             for remembered in self.state[parameter].values():
                 if remembered.shape == parameter.shape:
@@ -135,12 +138,12 @@ class Optimizer(torch.optim.Optimizer):
                 yield group, parameter
 
     def with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter, Tensor]]:
-        """Yield the parameters that take part in this step, each with its group's settings and its gradient."""
+        """Yield the parameters that have a gradient, each with its group's settings and the gradient."""
         for group, parameter in self.with_group():
             if parameter.grad is not None:
                 yield group, parameter, parameter.grad
 
     def now(self, group: dict[str, Any], like: Tensor) -> Now:
-        """Return this step's rate, scale and whether it is skipped, on the device of `like`."""
+        """Return this step's learning rate, gradient scale and skip flag, on the device of `like`."""
         skips = like.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
         return Now(rate_of(group, like), self.grad_scale, skips)

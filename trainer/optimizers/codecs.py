@@ -1,10 +1,10 @@
 """Adam's moments in less than fp32: bf16, or 8 bits with a scale for every block of a latent's weights.
 
-The second moment changes by a thousandth a step (β2 = 0.999), while neighbouring bf16 numbers are up to a 128th
-apart: rounded to the nearest it would never fall again. So values are rounded up as often as keeps their mean, as in
-stochastic rounding, but by a number `dither` from a sequence that fills its range evenly over the steps: nothing is
-random, so that ranks and resumed runs agree. In runs of 500 steps it makes no difference (held-out FVU 0.0923 with and
-0.0925 without, in bf16), for these are shorter than the moment's memory.
+The second moment changes by up to 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128.
+Rounding to nearest would therefore never let it decrease. Dithered rounding, like stochastic rounding, rounds up in
+proportion to the remainder, so it keeps the mean. The dither is not random: it comes from a sequence that covers its
+range evenly over the steps, so that ranks and resumed runs agree. In runs of 500 steps, which are shorter than the
+averaging time of the moment, dithering makes no difference (held-out FVU in bf16 0.0923 with it, 0.0925 without).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-# Rows of W_enc that share a scale for each of its columns.
+# Number of consecutive weights in a column of W_enc that share a scale.
 BLOCK = 64
 _TINY = 2.0**-126
 State = dict[str, Tensor]
 
 
 class Codec(ABC):
-    """How a matrix's two moments are stored; `dim` is the dimension along which the weights of one latent lie."""
+    """A storage format for a matrix's two moments; the weights of one latent extend along dimension `dim`."""
 
     @abstractmethod
     def new(self, weight: Tensor, dim: int) -> State:
@@ -29,18 +29,18 @@ class Codec(ABC):
 
     @abstractmethod
     def read(self, state: State) -> tuple[Tensor, Tensor]:
-        """Return both moments in fp32; what is written to them is not yet stored."""
+        """Return both moments in fp32; call `write` to store changes."""
 
     @abstractmethod
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
-        """Store moments, which may be destroyed; round them up where `dither` (int32, 0 to 2^16 - 1) is large.
+        """Store the moments; `m` and `v` may be overwritten. A larger `dither` (int32, 0 to 2^16 - 1) rounds up more.
 
-        What was read is stored again without a change, bit for bit, where `dither` is 2^15.
+        If `dither` is 2^15, moments that `read` returned are stored bit for bit as they were.
         """
 
 
 class Fp32(Codec):
-    """Moments in fp32, for what is small."""
+    """Moments in fp32."""
 
     def new(self, weight: Tensor, dim: int) -> State:
         return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
@@ -53,7 +53,10 @@ class Fp32(Codec):
 
 
 class Bf16(Codec):
-    """The upper half of fp32. The mean moves by a tenth of its distance, which survives rounding to the nearest."""
+    """Moments in bf16, the upper half of fp32.
+
+    Rounding to nearest is enough for the first moment: each step moves it a tenth of the way to the gradient.
+    """
 
     def new(self, weight: Tensor, dim: int) -> State:
         return {name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
@@ -68,11 +71,12 @@ class Bf16(Codec):
 
 
 class Int8(Codec):
-    """The mean's square root in 127 steps and a sign, the square's fourth root in 255, as shares of a block's largest.
+    """Moments in 8 bits, relative to the largest of their block.
 
-    A block is a row of W_dec, or 64 rows of one column of W_enc: weights of one latent, which are updated together,
-    while rare latents' gradients lie orders of magnitude below those of frequent ones. Roots give every order of
-    magnitude its share of the codes, as the dynamic code of Dettmers et al. 2021 (arXiv 2110.02861) does.
+    The first moment is stored as its signed square root in ±127 levels, the second as its fourth root in 255 levels.
+    A block is a row of W_dec, or 64 rows of one column of W_enc. It never spans several latents, since gradients of
+    rare and frequent latents differ by orders of magnitude. The roots distribute the levels over the
+    orders of magnitude, like the dynamic data type of Dettmers et al. 2021 (arXiv 2110.02861).
     """
 
     def new(self, weight: Tensor, dim: int) -> State:
@@ -93,14 +97,14 @@ class Int8(Codec):
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
         size, up = m.abs(), dither * 2.0**-16
         scale = self._scale(state["exp_avg_scale"], size, dim)
-        # What a conversion to integers cuts off is rounded towards 0.
+        # The conversion to integers truncates towards 0.
         state["exp_avg"].copy_(size.div_(scale).sqrt_().mul_(127).add_(up).copysign_(m))
         scale = self._scale(state["exp_avg_sq_scale"], v, dim)
-        # Never 0 beside a mean that is not: the step divides one by the root of the other.
+        # At least 1: the step divides the first moment by the root of the second.
         state["exp_avg_sq"].copy_(v.div_(scale).sqrt_().sqrt_().mul_(255).add_(up).clamp_min_(1))
 
     def _scale(self, stored: Tensor, size: Tensor, dim: int) -> Tensor:
-        """Store the largest number of each block; return it as a divisor, above 0 even for a block of zeros."""
+        """Store the maximum of each block and return it as a divisor, which is positive even for a block of zeros."""
         stored.copy_(size.amax(dim, keepdim=True))
         return stored.clamp_min(_TINY)
 

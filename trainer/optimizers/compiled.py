@@ -1,4 +1,4 @@
-"""Compiles functions of many small operations on large tensors, each of which would read and write them as a whole."""
+"""Compiles functions of many small operations on large tensors, so that fewer passes over memory are needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from trainer.contract.errors import first_line
 from trainer.runtime.triton_kernels import is_withheld
 
-# A pass over fewer values takes less time than the start of its kernel.
+# A pass over fewer values takes less time than its kernel launch.
 _SMALL = 2**16
 
 
 class Compiled:
-    """A function that torch.compile makes a few kernels of where its first argument is large and on a GPU.
+    """A function that is compiled by torch.compile if its first argument is large and on a GPU.
 
-    It runs as it is on a CPU, where tiles that fit the cache do as well, and where compiling fails: without a C
-    compiler, say. Nothing is compiled before the first call.
+    On a CPU it runs uncompiled, since tiles that fit in the cache are as fast. It also runs uncompiled if compilation
+    fails, for example without a C compiler. Nothing is compiled before the first call.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -31,13 +31,13 @@ class Compiled:
             self._function(first, *others)
             return
         if self._compiled is None:
-            # Replicas that do not compile alike would round differently.
+            # If only some replicas compiled, they would round differently.
             self._compiled = self._function if is_withheld(__name__) else torch.compile(self._function, dynamic=True)
         try:
             self._compiled(first, *others)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever Triton, its compiler or the driver may raise
+        except Exception as error:  # Triton, its compiler and the driver raise many types
             warnings.warn(f"the optimizer runs uncompiled, and slower: {first_line(error)}", stacklevel=2)
             self._compiled = self._function
             self._function(first, *others)
@@ -46,7 +46,7 @@ class Compiled:
 def try_out(device: torch.device) -> None:
     """Compile a function and run it once.
 
-    Raise what torch.compile raises where it cannot, and `RuntimeError` where results are wrong.
+    Pass on the errors of torch.compile, and raise `RuntimeError` if the results are wrong.
     """
     values = torch.ones(_SMALL, device=device)
     torch.compile(_double, dynamic=True)(values)

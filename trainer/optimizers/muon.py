@@ -13,13 +13,13 @@ from trainer.optimizers.tiled import Betas, adam_step
 
 
 class Muon(Optimizer):
-    """Steps a matrix by the orthogonal matrix nearest to its momentum, and the biases by Adam.
+    """Updates a matrix by the orthogonal matrix nearest to its momentum, and the biases by Adam.
 
-    Its products cost 20·d_in / n_tokens times the encoder's: with d_in 384 and batches of 4,096 a step takes 1.7
-    times as long as with Adam on a CPU, with d_in 2,304 the optimizer would take longer than all else. What is
-    remembered is 4 bytes per parameter.
+    Its matmuls cost 20·d_in / n_tokens times the encoder's matmul. With d_in 384 and batches of 4,096 a step on a CPU
+    takes 1.7 times as long as with Adam; with d_in 2,304 the optimizer would take longer than the rest of the step.
+    The state takes 4 bytes per parameter.
 
-    Rows of unit length are no obstacle: the part of a step along a row is taken away when the row is normalised.
+    Muon works with unit-norm rows: normalizing a row removes the component of the update along it.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Muon(Optimizer):
             share = (1 - group["momentum"]) * ~now.skips
             state["momentum"].lerp_(grad, share)
             update = orthogonal(grad.lerp_(state["momentum"], group["momentum"]))
-            # As long as a step of Adam usually is (Liu et al. 2025, arXiv 2502.16982), so that one rate suits both.
+            # Matches the usual update size of Adam (Liu et al. 2025, arXiv 2502.16982), so one rate suits both.
             scale = 0.2 * math.sqrt(max(parameter.shape))
             parameter.sub_(update * (scale * now.lr * ~now.skips))
 
 
 def orthogonal(matrix: Tensor, n_iterations: int = 5) -> Tensor:
-    """Return roughly the nearest orthogonal matrix: singular values between 0.7 and 1.2 (Newton-Schulz iteration)."""
+    """Return an approximation of the nearest orthogonal matrix by Newton-Schulz; its singular values are 0.7 to 1.2."""
     narrow = matrix.bfloat16() if matrix.is_cuda else matrix
     x = narrow if matrix.shape[0] <= matrix.shape[1] else narrow.T
     x = x / x.norm().clamp_min(1e-30)

@@ -1,4 +1,4 @@
-"""Adam's step of an SAE's weights on a GPU, with what belongs before and after it, in one pass over each latent."""
+"""Adam on a GPU in one pass over each latent's weights, with gradient projection and row normalization."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.runtime.triton_kernels import working_kernels
 
 
 class RowAdam(RowStep):
-    """What is remembered is the optimizer's: nothing but the time of a step shows which of them took it."""
+    """Adam's step by Triton kernels; it uses the optimizer's state, so the results do not depend on which one steps."""
 
     def __init__(self, optimizer: Optimizer, codec: str, kernels: ModuleType) -> None:
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
@@ -26,7 +26,8 @@ class RowAdam(RowStep):
         self._matrices = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
         self._vectors = {one: group for one, group in groups.items() if self._takes(one)}
         self._measures: dict[nn.Parameter, RowMeasures] = {}
-        # Of vectors, and of all that is of latents, one after the other.
+        # Partial squared gradient norms of each vector, as views of the two buffers below. `_of_latents` also holds
+        # the norms of the matrix rows; `_of_all` has one value for each vector that all latents share.
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._of_latents = torch.empty(0)
         self._of_all = torch.empty(0)
@@ -34,7 +35,7 @@ class RowAdam(RowStep):
 
     @classmethod
     def of(cls, optimizer: Optimizer, codec: str) -> RowAdam | None:
-        """Return a step of the optimizer's matrices by kernels, where they are on a GPU on which kernels work."""
+        """Return the Triton step of the optimizer's parameters, or None if the kernels do not support its matrices."""
         kernels = next((kernels_for(one) for one in optimizer.latent_axes), None)
         step = cls(optimizer, codec, kernels) if kernels else None
         if step is None or not step._may_have_all():
@@ -44,13 +45,13 @@ class RowAdam(RowStep):
         return step
 
     def _may_have_all(self) -> bool:
-        """Tell whether each latent's weights lie side by side in memory, and a program can hold them."""
+        """Return whether all matrices are fp32 with contiguous latents that fit into one Triton program."""
         rows = [self._by_latent(one, one) for one in self._matrices]
         fits = (one.is_contiguous() and self._kernels.fits(one.shape[1]) for one in rows)
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
     def _takes(self, one: nn.Parameter) -> bool:
-        """Tell whether it takes a vector: one that is not of latents is measured by one program, as a row is."""
+        """Return whether this steps a vector; a vector without latents must fit into one program, which measures it."""
         is_vector = one.dim() == 1 and one.dtype == torch.float32 and one.is_contiguous()
         return is_vector and (one in self._optimizer.latent_axes or self._kernels.fits(len(one)))
 
@@ -88,15 +89,15 @@ class RowAdam(RowStep):
                 parts.zero_()
             else:
                 self._kernels.measure_vector(one.grad.contiguous(), parts)
-        # That of b_dec alone is a sum already.
+        # With b_dec alone there is nothing to add.
         of_all = self._of_all[0] if len(self._of_all) == 1 else self._of_all.sum()
         return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
 
     def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
-        """Measure the rows of a matrix's gradient that were not while they were summed."""
+        """Measure the rows of a matrix's gradient that were not measured while they were summed."""
         gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
         unsure = measures.take(gradient)
-        # Of the last entries of a few latents, and of those that have died, at once.
+        # Two lists of rows per launch: latents whose sums were split over programs, and dead latents.
         pairs = [()] if unsure is None else [unsure[at : at + 2] for at in range(0, len(unsure), 2)]
         for rows in pairs:
             self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, *rows)
@@ -144,7 +145,7 @@ class RowAdam(RowStep):
         state, grad = self._optimizer.state[parameter], parameter.grad
         assert grad is not None
         if not state:
-            # As torch's Adam has it, which goes on with it where there are no kernels.
+            # The same layout as torch's Adam, which uses this state if there are no kernels.
             state.update(step=parameter.new_zeros(()), **CODECS["fp32"].new(parameter, 0))
         rate = rate_of(self._vectors[parameter], parameter)
         return self._kernels.Vector(parameter.detach(), grad.contiguous(), state, state["step"], rate)
@@ -158,7 +159,7 @@ class RowAdam(RowStep):
         return self._by_latent(parameter, parameter.grad).contiguous()
 
     def _by_latent(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """Return a tensor of the parameter's shape with latents as rows."""
+        """Return a view, with latents as rows, of a tensor that has the parameter's shape."""
         return tensor.T if self._dim(parameter) else tensor
 
     def _dim(self, parameter: nn.Parameter) -> int:
@@ -166,7 +167,7 @@ class RowAdam(RowStep):
 
 
 def kernels_for(weights: Tensor) -> ModuleType | None:
-    """Return the kernels where they work, on a GPU; else None."""
+    """Return the kernels if the weights are on a GPU on which they work, else None."""
     return _working_kernels(weights.device) if weights.is_cuda else None
 
 

@@ -15,13 +15,13 @@ from trainer.optimizers.compiled import Compiled
 
 
 class Signum(Optimizer):
-    """The parameters are y = (1 − momentum)·z + momentum·x: z is what is stepped, x the average of all z so far.
+    """The parameters are y = (1 − momentum)·z + momentum·x: steps update z, and x is the average of all z so far.
 
-    Gradients are taken at y, x is what is measured and saved. Beside y only z is kept, 4 bytes per parameter.
+    Gradients are computed at y; x is evaluated and saved. The state is only z, 4 bytes per parameter.
 
-    Rows of unit length are y's: z's grow, since a sign has a part along the row even where the gradient has none
-    (2.9 after 150 steps with 3,072 latents), and its steps with them turn the row less and less. Keeping z's rows at
-    length 1 as well made no difference: FVU 0.104 both ways after 500 steps.
+    Unit-norm rows are rows of y. The rows of z grow (to length 2.9 after 150 steps with 3,072 latents), because the
+    sign of a gradient has a component along the row even if the gradient has none. The longer they are, the less a step
+    rotates them. Normalizing the rows of z as well made no difference: FVU was 0.104 both ways after 500 steps.
     """
 
     is_schedule_free = True
@@ -37,7 +37,7 @@ class Signum(Optimizer):
             state, now = self.state[y], self.now(group, y)
             if not state:
                 state.update(z=y.detach().clone(), weight_sum=y.new_zeros(()))
-            # Steps count by the square of their rate, so that those of the warm-up do not weigh down the average.
+            # Steps are weighted by their squared learning rate, so that warm-up steps have little effect on the average.
             weight = now.lr.square() * ~now.skips
             state["weight_sum"] += weight
             share = weight / state["weight_sum"].clamp_min(2.0**-126)
@@ -45,7 +45,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def use_trained_weights(self) -> None:
-        """Put x into the parameters, with rows of length 1 where y's are held at that."""
+        """Load x into the parameters, with normalized rows if the rows of y are normalized."""
         for group, y in self.with_group():
             if "z" not in self.state[y]:
                 continue  # before the first step x is y
@@ -61,7 +61,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Let the averages of some latents (bool [d_sae]), whose weights were replaced, begin at the new weights."""
+        """Restart z and x of the latents (mask, bool [d_sae]) whose weights were replaced at the new weights."""
         for y, (dim, _) in self.latent_axes.items():
             if "z" in self.state[y]:
                 z = self.state[y]["z"].movedim(dim, -1)
@@ -70,9 +70,9 @@ class Signum(Optimizer):
 
 @Compiled
 def _update(y: Tensor, z: Tensor, grad: Tensor, share: Tensor, now: Now, momentum: float) -> None:
-    """Step z, and move x a `share` of its way to the new z; in place, adding 0 where the step is skipped."""
+    """Step z and move x by `share` of its distance to the new z, in place; a skipped step adds 0."""
     rate = now.lr * ~now.skips
     sign = grad.sign().nan_to_num_(0)
-    # x is not stored: this is (1 − momentum)·z' + momentum·(x + share·(z' − x)) with x as it follows from y and z.
+    # x is not stored: this is (1 − momentum)·z' + momentum·(x + share·(z' − x)) with x computed from y and z.
     y.lerp_(z, share).addcmul_(sign, rate * (1 - momentum * (1 - share)), value=-1)
     z.addcmul_(sign, rate, value=-1)

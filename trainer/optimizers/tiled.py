@@ -1,4 +1,4 @@
-"""Adam's step tile by tile, so that moments stored in less than fp32 are never unpacked as a whole."""
+"""Adam's step tile by tile, so that only one tile of the compressed moments is unpacked at a time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainer.optimizers.base import LatentAxis, Now
 from trainer.optimizers.codecs import BLOCK, CODECS, Codec, State
 from trainer.optimizers.compiled import Compiled
 
-# Weights in a tile: on a CPU its twenty passes stay in the cache. A GPU steps by rows what Triton's kernels take: all
-# but a skip connection, and latents of more than 8,192 weights or of no multiple of four. Where Triton fails nothing is
-# compiled either, and a tile takes 200 MB while it is stepped.
+# Weights per tile. On a CPU the twenty passes over a tile stay in the cache. On a GPU the Triton row kernels step most
+# weights. Tiles remain for skip connections, for latents with more than 8,192 weights or a number that four does not
+# divide, and if Triton fails. In that case nothing is compiled either, and a step needs 200 MB of memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
-# Modulo 2^16 the multiples of these are spread evenly, so that the roundings of a weight are over its steps: 2^16
-# over the plastic number and over its square (Roberts' R2 sequence), and over the golden ratio.
+# Multiples of these numbers are spread evenly modulo 2^16, and so are the dithers of a weight over its steps. They are
+# 2^16 divided by the plastic number, by its square (Roberts' R2 sequence), and by the golden ratio.
 BY_STEP, BY_COLUMN, BY_ROW = 49471, 37345, 40503
 
 
@@ -45,10 +45,10 @@ def adam_step(
     now: Now,
     latents: LatentAxis | None = None,
 ) -> None:
-    """Step one parameter, whose moments `state` holds from the first step on.
+    """Step one parameter; the first step creates its moments in `state`.
 
-    A matrix's moments are stored as `codec` says, a vector's in fp32: all vectors together are a thousandth of an SAE.
-    Without `latents` the latents lie along the longer dimension.
+    The moments of matrices are stored in the format `codec`. Vectors are only a thousandth of an SAE, so their moments
+    stay in fp32. Without `latents`, the longer dimension is the latent dimension.
     """
     how = CODECS[codec if weight.dim() > 1 else "fp32"]
     axis = latents if latents and weight.dim() > 1 else _longer(_as_matrix(weight))
@@ -59,7 +59,7 @@ def adam_step(
     whole, gradient = _as_matrix(weight), _as_matrix(grad)
     moments = {name: _as_matrix(moment) for name, moment in state.items() if name != "step"}
     correction1, correction2 = 1 - betas.beta1 ** step.double(), 1 - betas.beta2 ** step.double()
-    # Computed once: compiled into a kernel, powers in float64 would be taken for every weight.
+    # Computed outside the compiled function, which would compute the float64 powers for every weight.
     rates = (~now.skips * now.lr / correction1).float(), correction2.sqrt().float()
     by_row, by_column = _dithers(whole, step, now.skips, axis)
     for rows, columns in _tiles(whole, dim):
@@ -74,9 +74,9 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and columns of each tile; a tile holds whole blocks along `dim`."""
+    """Yield the rows and columns of each tile; tiles never split a block along `dim`."""
     if not matrix.numel():
-        # A rank may have no part in a dictionary that is smaller than their number.
+        # A rank may hold no latents if there are more ranks than latents.
         return
     n_rows, n_columns = matrix.shape
     size = _TILE[matrix.device.type]
@@ -87,7 +87,7 @@ def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _part(stored: Tensor, shape: torch.Size, rows: slice, columns: slice) -> Tensor:
-    """Return a tile's part of a moment, or of its scales: one for every block of rows, or one for every row."""
+    """Return a tile's slice of a moment or of its scales, which are stored per block of rows or per row."""
     if stored.shape == shape:
         return stored[rows, columns]
     return stored[rows] if len(stored) == shape[0] else stored[rows.start // BLOCK, columns][None]
@@ -99,9 +99,10 @@ def _longer(matrix: Tensor) -> LatentAxis:
 
 
 def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -> tuple[Tensor, Tensor]:
-    """Return a column and a row of int32 whose sums modulo 2^16 are a step's dither; 2^15 throughout if it is skipped.
+    """Return int32 row offsets [n_rows, 1] and column offsets [n_columns]; their sums modulo 2^16 are the dither.
 
-    A latent's dither goes by its number in the whole SAE, so that it does not depend on which rank holds it.
+    If the step is skipped, the dither is 2^15 everywhere. It uses each latent's index in the full SAE, so it does not
+    depend on which rank holds the latent.
     """
     numbers = [torch.arange(size, device=matrix.device) for size in matrix.shape]
     numbers[latents.dim] = latents.ids
@@ -123,9 +124,9 @@ def _update(
     codec: Codec,
     dim: int,
 ) -> None:
-    """Apply Kingma & Ba's algorithm 1 in place; a step that is skipped adds 0 to everything.
+    """Apply Kingma & Ba's algorithm 1 in place; a skipped step adds 0 to everything.
 
-    `rates` are the learning rate by the first moment's correction, and the root of the second's.
+    `rates` are the learning rate divided by the first moment's bias correction, and the root of the second moment's.
     """
     beta1, beta2, eps = betas
     taken, grad = ~now.skips, now.gradient(grad)

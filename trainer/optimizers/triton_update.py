@@ -1,8 +1,8 @@
-"""What a GPU does between the backward pass and the next step, a latent at a time: its weights pass once.
+"""Triton kernels for Adam's step, which read and write each latent's weights once.
 
-A matrix is fp32 [n_latents, width], the weights of each latent side by side, and a program has one row. Where rows are
-held at length 1, the part of a gradient along its row is taken out before the step and the row scaled back after it.
-Of a vector, such as biases are, a program has a part; torch gives it 65,536 numbers, which take an H200 0.07 ms.
+A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows the
+kernels remove the gradient component along the row before the step, and normalize the row after it. Vectors, such as
+biases, are split into parts, one per program. torch's parts have 65,536 values, which take 0.07 ms on an H200.
 Sums are fp32 and have a fixed order: no two programs add to the same number.
 """
 
@@ -20,21 +20,21 @@ from torch import Tensor
 from trainer.optimizers.codecs import BLOCK
 from trainer.optimizers.tiled import BY_COLUMN, BY_ROW, BY_STEP, Betas
 
-# The widest row that the registers of a program hold, where they read it in vectors of four.
+# The widest row that fits into a program's registers, and the number of values per vectorized load.
 _WIDEST, _VECTOR = 2**13, tl.constexpr(4)
-# Numbers of a vector that a program has, eight for each thread.
+# Values of a vector per program, eight for each thread.
 _PART = 1024
-# Values of a row for each thread, and the most warps, of which AMD's have 64 threads.
+# Values of a row per thread, and the maximum number of warps (a warp on AMD has 64 threads).
 _PER_THREAD, _MOST_WARPS = 8, 16
 _BLOCK, _BY_STEP, _TINY = tl.constexpr(BLOCK), tl.constexpr(BY_STEP), tl.constexpr(2.0**-126)
 
 
 class Matrix(NamedTuple):
-    """A matrix to step: its weights and gradient [n_latents, width], and their moments as a codec stores them.
+    """A matrix to step: its weights and gradient [n_latents, width], and the moments in the codec's format.
 
-    Scales are as the codec has them, with latents along `latent_dim`, as the SAE's matrix has. `n_steps` (0-dim) counts
-    this step already, `lr` (0-dim) is its rate. `dots` are the products of rows and gradients where rows are held at
-    length 1. `narrow`, of the weights' shape, gets them in 16 bits.
+    The codec's scales are not transposed: they have latents along `latent_dim`, like the SAE's matrix. `n_steps`
+    (0-dim) includes this step; `lr` (0-dim) is the learning rate. `dots` are the dot products of rows and gradients if
+    the rows have unit norm, else None. The kernel writes a 16-bit copy of the weights to `narrow` (same shape).
     """
 
     weight: Tensor
@@ -48,7 +48,7 @@ class Matrix(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A vector to step: its weights and gradient, and their moments, all fp32 [n]; `n_steps` and `lr` as a matrix's."""
+    """A vector to step: weights, gradient and moments, all fp32 [n]; for `n_steps` and `lr` see `Matrix`."""
 
     weight: Tensor
     grad: Tensor
@@ -58,7 +58,7 @@ class Vector(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What all weights of a step have in common: `divisor` of gradients and `found_inf`, 0-dim fp32 on the device."""
+    """Adam's constants, the divisor of the gradients and `found_inf` (both 0-dim fp32 on the device)."""
 
     betas: Betas
     divisor: Tensor
@@ -66,7 +66,7 @@ class Constants(NamedTuple):
 
 
 def fits(width: int) -> bool:
-    """Tell whether a program can hold a row."""
+    """Return whether a program can hold a row."""
     return width <= _WIDEST and width % _VECTOR.value == 0
 
 
@@ -78,37 +78,36 @@ def measure(
     some_rows: Tensor | None = None,
     more_rows: Tensor | None = None,
 ) -> None:
-    """Write the squared length of each row of a gradient to `squares` [n], or of some and more, given by number [m].
+    """Write the squared norm of each row of a gradient to `squares` [n].
 
-    A number of −1 stands for no row.
-
-    With `unit_rows` write the product of each gradient with its row of these to `dots` [n], and to `squares` that of
-    the part across it.
+    With `some_rows` and `more_rows` (row indices [m]), measure only these rows; −1 stands for no row. With `unit_rows`,
+    also write the dot product of each gradient with its unit row to `dots` [n], and write the squared norm of only the
+    orthogonal component to `squares`.
     """
     n_some = 0 if some_rows is None else len(some_rows)
     n_rows = len(grad) if some_rows is None else n_some + (0 if more_rows is None else len(more_rows))
     if n_rows:
-        # Triton launches on the current device, which need not be the tensors'.
+        # Triton launches on the current device, which may differ from the tensors' device.
         with torch.cuda.device_of(grad):
             _measure_rows[n_rows,](grad, unit_rows, dots, squares, some_rows, more_rows, n_some, **_tile(grad.shape[1]))
 
 
 def n_parts(n: int) -> int:
-    """Return how many programs have a part of a vector."""
+    """Return the number of programs for a vector of `n` values."""
     return -(-n // _PART)
 
 
 def measure_vector(grad: Tensor, squares: Tensor) -> None:
-    """Write the squared length of each part of a vector's gradient [n] to `squares` [n_parts], or of all to one."""
+    """Write the squared norm of each part of a vector's gradient [n] to `squares` [n_parts], or the total to [1]."""
     if n := len(grad):
         with torch.cuda.device_of(grad):
             _measure_part[len(squares),](grad, squares, n, **_part(n if len(squares) == 1 else _PART))
 
 
 def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | None = None, share: float = 0.0) -> None:
-    """Take Adam's step of the latents of these numbers, int64 [n_latents]; change no bit where `found_inf` is 1.
+    """Take Adam's step of a matrix; change no bit if `found_inf` is 1. `ids` (int64 [n_latents]) determine the dither.
 
-    A `follower`, of the same shape, takes its own step and `share` of the way that the matrix went.
+    A `follower` of the same shape takes its own step, plus `share` times the change of the matrix.
     """
     n_rows, width = matrix.weight.shape
     followers = dict.fromkeys(_FOLLOWER) if follower is None else _arguments(follower, "follower_")
@@ -126,7 +125,7 @@ def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | N
 
 
 def step_vector(vector: Vector, constants: Constants) -> None:
-    """Take Adam's step of a vector; change no bit where `found_inf` is 1."""
+    """Take Adam's step of a vector; change no bit if `found_inf` is 1."""
     if n := len(vector.weight):
         moments = vector.moments
         with torch.cuda.device_of(vector.weight):
@@ -144,7 +143,7 @@ def step_vector(vector: Vector, constants: Constants) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run every kernel once; pass on Triton's errors, and raise `RuntimeError` if the results are wrong."""
     weight, grad = torch.eye(2, 16, device=device), torch.ones(2, 16, device=device)
     squares, dots, one = torch.empty(2, device=device), torch.empty(2, device=device), torch.ones((), device=device)
     parts = torch.empty(1, device=device, dtype=torch.float64)
@@ -166,7 +165,7 @@ def _log(beta: float) -> float:
 
 
 def _numbers(constants: Constants) -> dict[str, Any]:
-    """Return what every kernel that steps is told."""
+    """Return the arguments that all step kernels take."""
     betas = constants.betas
     return {
         "divisor": constants.divisor,
@@ -187,12 +186,12 @@ def _part(n: int) -> dict[str, Any]:
 def _tile(width: int) -> dict[str, Any]:
     columns = max(BLOCK, triton.next_power_of_2(width))
     warps = min(columns // (32 * _PER_THREAD) or 1, _MOST_WARPS)
-    # Set explicitly, since Triton 3.10 no longer does so by itself.
+    # `enable_fp_fusion` is set explicitly, since it is no longer the default in Triton 3.10.
     return {"vectors": width // _VECTOR.value, "BLOCKS": columns // BLOCK, "num_warps": warps, "enable_fp_fusion": True}
 
 
 def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
-    """Return what the kernel is told of a matrix; what it both reads and writes is called `inout_`."""
+    """Return the kernel's arguments for a matrix; tensors that it both reads and writes have the prefix `inout_`."""
     moments, across = matrix.moments, 1 - matrix.latent_dim
     m, v, scale = moments["exp_avg"], moments["exp_avg_sq"], moments.get("exp_avg_scale")
     return {
@@ -206,7 +205,7 @@ def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
         f"inout_{prefix}m_scale": scale,
         f"inout_{prefix}v_scale": moments.get("exp_avg_sq_scale"),
         f"{prefix}latent_stride": 0 if scale is None else scale.stride(matrix.latent_dim),
-        # A single scale is that of all blocks.
+        # Stride 0: all blocks share a single scale.
         f"{prefix}block_stride": 0 if scale is None or scale.shape[across] == 1 else scale.stride(across),
         f"{prefix}BY_LATENT": BY_COLUMN if matrix.latent_dim else BY_ROW,
         f"{prefix}BY_WEIGHT": BY_ROW if matrix.latent_dim else BY_COLUMN,
@@ -220,7 +219,7 @@ def _bits(moment: Tensor) -> Tensor:
 
 @triton.jit
 def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, n_some, vectors, BLOCKS: tl.constexpr):
-    """Measure one row of a gradient, but none where it has the number -1."""
+    """Measure one row of a gradient; do nothing for row -1."""
     row, width = tl.program_id(0), vectors * _VECTOR
     if more_rows is not None:
         is_more = row >= n_some
@@ -235,7 +234,7 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, 
         unit = tl.load(unit_rows + start + columns, mask=inside, other=0)
         dot = tl.sum(g * unit, axis=0)
         tl.store(out_dots + row, dot, mask=row >= 0)
-        # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
+        # Subtracted before squaring: a difference of two squares would cancel the digits of a small result.
         g -= dot * unit
     tl.store(out_squares + row, tl.sum(g * g, axis=0), mask=row >= 0)
 
@@ -261,13 +260,13 @@ def _step_rows(
     follower_BY_LATENT: tl.constexpr, follower_BY_WEIGHT: tl.constexpr, follower_ONE_SCALE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Step one row of a matrix, and that of its follower."""
+    """Step one row of a matrix and the same row of its follower."""
     if tl.load(found_inf) == 0:
         row, width = tl.program_id(0).to(tl.int64), vectors * _VECTOR
         scale = tl.load(divisor)
         latent = tl.load(ids + row) & 0xFFFF
         columns = (tl.arange(0, BLOCKS) * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :]
-        # Added to a pointer before the columns are, which fit 32 bits.
+        # The row's offset needs 64 bits, the columns only 32, so they are added to the pointers separately.
         start, inside = row * width, columns < width
 
         weight = tl.load(inout_weight + start + columns, mask=inside, other=0)
@@ -324,7 +323,7 @@ def _step_part(
 
 @triton.jit
 def _store_narrow(out_narrow, start, columns, weights, inside):
-    """Store weights in 16 bits, rounded to the nearest as torch does; of bf16 there are the bits."""
+    """Store weights in 16 bits, rounded to nearest as torch does; bf16 is stored through an int16 pointer."""
     if out_narrow is not None:
         if out_narrow.dtype.element_ty == tl.int16:
             weights = _upper_half(weights, _to_nearest(weights))
@@ -336,11 +335,11 @@ def _change(
     g, inout_m, inout_v, inout_m_scale, inout_v_scale, scales_at, start, columns, inside, dither, n_steps,
     lr, ln_beta1, ln_beta2, share1, share2, eps, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Return what Kingma & Ba's algorithm 1 takes off the weights, and store the moments as their codec has it."""
+    """Return the amount that Kingma & Ba's algorithm 1 subtracts from the weights; store the moments as their codec."""
     m = tl.load(inout_m + start + columns, mask=inside, other=0)
     v = tl.load(inout_v + start + columns, mask=inside, other=0)
     if inout_m_scale is not None:
-        # Blocks beyond the row have no scale.
+        # Blocks past the end of the row have no scale.
         has_scale = tl.max(inside.to(tl.int32), axis=1)[:, None] != 0
         root, fourth_root = m.to(tl.float32) / 127, v.to(tl.float32) / 255
         m = root * tl.abs(root) * tl.load(inout_m_scale + scales_at, mask=has_scale, other=0)
@@ -357,13 +356,13 @@ def _change(
         size = tl.abs(m)
         largest = _largest(size, ONE_SCALE)
         tl.store(inout_m_scale + scales_at, largest, mask=has_scale)
-        # What a conversion to integers cuts off is rounded towards 0; a quotient may be a little more than 1.
+        # The conversion to integers truncates towards 0. The minimum is needed, as a quotient can slightly exceed 1.
         code = tl.minimum(tl.sqrt(size / tl.maximum(largest, _TINY)) * 127 + up, 127)
         tl.store(inout_m + start + columns, tl.where(m < 0, -code, code).to(tl.int8), mask=inside)
         largest = _largest(v, ONE_SCALE)
         tl.store(inout_v_scale + scales_at, largest, mask=has_scale)
         code = tl.sqrt(tl.sqrt(v / tl.maximum(largest, _TINY))) * 255 + up
-        # Never 0 beside a mean that is not: the step divides one by the root of the other.
+        # At least 1: the step divides the first moment by the root of the second.
         tl.store(inout_v + start + columns, tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8), mask=inside)
     elif inout_v.dtype.element_ty == tl.int16:
         tl.store(inout_m + start + columns, _upper_half(m, _to_nearest(m)), mask=inside)
@@ -376,7 +375,7 @@ def _change(
 
 @triton.jit
 def _of_upper_half(bits):
-    """Return the fp32 numbers of which bf16 has kept the upper half; cards before sm_80 know no bf16."""
+    """Convert the bits of bf16 numbers to fp32; GPUs before sm_80 have no bf16."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
@@ -387,20 +386,20 @@ def _upper_half(numbers, rounding):
 
 @triton.jit
 def _to_nearest(numbers):
-    """Return what rounds to the nearest, and to even."""
+    """Return the increment that makes truncation round to nearest, ties to even."""
     return 0x7FFF + ((numbers.to(tl.int32, bitcast=True) >> 16) & 1)
 
 
 @triton.jit
 def _dither(latent, n_steps, columns, BY_LATENT: tl.constexpr, BY_WEIGHT: tl.constexpr):
-    """Return `tiled`'s dither of the weights of one latent."""
+    """Return the dither of one latent's weights, the same as in `tiled`."""
     of_latent = ((latent * BY_LATENT + n_steps.to(tl.int64) * _BY_STEP) & 0xFFFF).to(tl.int32)
     return (of_latent + columns * BY_WEIGHT) & 0xFFFF
 
 
 @triton.jit
 def _largest(sizes, ONE_SCALE: tl.constexpr):
-    """Return the largest of each block [BLOCKS, 1], or everywhere that of the row."""
+    """Return the maximum of each block [BLOCKS, 1], or with ONE_SCALE the maximum of the row for every block."""
     of_blocks = tl.max(sizes, axis=1)
     if ONE_SCALE:
         of_blocks = tl.zeros_like(of_blocks) + tl.max(of_blocks, axis=0)
@@ -409,11 +408,11 @@ def _largest(sizes, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def _rest_of_power(ln_beta, n):
-    """Return 1 - beta^n to fp32's last digits; 1 minus the power has few of them at first."""
+    """Return 1 - beta^n to full fp32 precision; subtracting the power from 1 would lose digits for small n."""
     x = ln_beta * n
     series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
     return tl.where(x > -0.5, -x * series, 1 - tl.exp(x))
 
 
-# What the kernel is told of a follower.
+# Names of the kernel arguments for a follower.
 _FOLLOWER = tuple(name for name in _step_rows.arg_names if "follower" in name)
