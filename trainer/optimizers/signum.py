@@ -37,7 +37,7 @@ class Signum(Optimizer):
             state, now = self.state[y], self.now(group, y)
             if not state:
                 state.update(z=y.detach().clone(), weight_sum=y.new_zeros(()))
-            # Steps are weighted by their squared learning rate, so that warm-up steps have little effect on the average.
+            # Steps are weighted by their squared learning rate, so that warm-up steps barely affect the average.
             weight = now.lr.square() * ~now.skips
             state["weight_sum"] += weight
             share = weight / state["weight_sum"].clamp_min(2.0**-126)

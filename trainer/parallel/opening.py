@@ -1,4 +1,4 @@
-"""The first exchanges of ranks on GPUs: they open all connections, and show whether GPUs reach each other at all."""
+"""The first exchanges between ranks on GPUs, which open all connections and detect GPUs that cannot communicate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from trainer.parallel.group import Group, PeerLost
 
-# Seconds from when all ranks are there. NCCL takes 3 to 10 on eight GPUs; between GPUs whose direct transfers are lost,
-# it waits without end.
+# Counted from the arrival of the last rank. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if direct transfers
+# between the GPUs get lost.
 LIMIT_S = 60.0
-# Seconds in which all ranks read the verdict.
+# Time limit for all ranks to read the verdict.
 READ_WITHIN_S = 10.0
 POLL_S = 0.05
 OPENED, HANGS = "opened", "hangs"
@@ -31,13 +31,15 @@ def open_connections(
     *,
     first_has_store: bool = False,
 ) -> None:
-    """Exchange a few values in each way that training does; call `on_hang` where that takes more than `LIMIT_S`.
+    """Run each collective that training uses once, on a few values; call `on_hang` if that takes more than `LIMIT_S`.
 
-    NCCL takes its memory for a kind of exchange at the first one, up to 4 GB on eight GPUs: here, and not at the first
-    checkpoint of a run that has filled its GPU. All ranks call `on_hang` or none does, also where the exchange hangs on
-    some ranks only. It has to end the process, in another thread where this one is stuck. Wrong values count as a hang,
-    since lost transfers may also go unnoticed; raise `PeerLost` if `on_hang` returns after them. `first_has_store` says
-    that the store closes with the process of rank 0.
+    NCCL allocates memory at the first use of each collective, up to 4 GB on eight GPUs. That has to happen here, since
+    it would fail at the first checkpoint of a run that has filled its GPU.
+
+    Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` has to end
+    the process; if the main thread is stuck, another thread calls it. Wrong values count as a hang, since transfers can
+    get lost without an error. Raise `PeerLost` if the values were wrong and `on_hang` returns. `first_has_store` means
+    that rank 0 hosts the store, which closes when the process of rank 0 ends.
     """
 
     def leave() -> None:
@@ -57,7 +59,7 @@ def open_connections(
             _verdict(store, HANGS)
     finally:
         timer.cancel()
-    # A rank that hangs is found by its own timer; the others wait here for its verdict.
+    # The timer of a hanging rank sets the verdict; the other ranks wait for it here.
     _meet(group, store, "through", 2 * LIMIT_S, ends_early=True)
     if _verdict(store, OPENED) == HANGS:
         leave()
@@ -65,14 +67,14 @@ def open_connections(
 
 
 def _verdict(store: dist.Store, found: str) -> str:
-    """Return what the first rank found that came here."""
+    """Return the verdict of the first rank that called this."""
     return bytes(store.compare_set("verdict", "", found)).decode()
 
 
 def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_early: bool = False) -> None:
-    """Wait until all ranks are here or, with `ends_early`, one has a verdict; raise `PeerLost` after `limit_s`.
+    """Wait until all ranks are here or, with `ends_early`, there is a verdict; raise `PeerLost` after `limit_s`.
 
-    It polls, since a TCP store that waits lets no other thread use it.
+    Poll instead of blocking: a blocking wait on a TCP store keeps other threads from using it.
     """
     store.set(f"{place} {group.index}", "")
     places = [f"{place} {rank}" for rank in range(group.size)]
@@ -81,9 +83,9 @@ def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_e
 
 
 def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) -> None:
-    """Wait, on rank 0, until all ranks have read the verdict; on others, until a store that rank 0 has is closed.
+    """On rank 0, wait until all ranks have read the verdict; on other ranks, until rank 0 has closed its store.
 
-    A rank that starts again before that would meet the others in the store that is about to close.
+    A rank that restarted earlier would try to meet the others in a store that is about to close.
     """
     with contextlib.suppress(RuntimeError):
         store.set(f"read {group.index}", "")
@@ -91,12 +93,12 @@ def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) ->
             readers = [f"read {rank}" for rank in range(group.size)]
             _poll(lambda: store.check(readers), READ_WITHIN_S)
         elif first_has_store:
-            # It raises once rank 0 is gone.
+            # Raises once rank 0 has ended.
             _poll(lambda: store.check(["closed"]), 2 * READ_WITHIN_S)
 
 
 def _poll(condition: Callable[[], object], limit_s: float) -> bool:
-    """Return whether the condition came true within `limit_s`."""
+    """Wait until the condition is true; return False if it is still false after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
@@ -106,7 +108,7 @@ def _poll(condition: Callable[[], object], limit_s: float) -> bool:
 
 
 def _exchange(group: Group, device: torch.device) -> bool:
-    """Return whether every kind of exchange brings the values that were sent."""
+    """Run each kind of exchange once and return whether all results are right."""
     n = group.size
     own = torch.full((n,), float(group.index), device=device)
     of_all = torch.arange(n, device=device, dtype=torch.float32)

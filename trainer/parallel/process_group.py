@@ -1,4 +1,4 @@
-"""All ranks of a run, connected before it is known how they share the work."""
+"""The connection of all ranks of a run, which is independent of how they divide the work."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainer.parallel.opening import open_connections
 from trainer.parallel.shared_memory import SharedRanks, among_neighbours
 from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
-# For ranks to meet; and for an exchange, unless its caller knows that a rank may be busy for longer.
+# Time limit for ranks to meet. It also applies to each exchange, unless the caller allows more time.
 TIMEOUT = timedelta(minutes=10)
-# For ranks to disconnect after a run.
+# Time limit for ranks to disconnect after a run.
 CLOSES_WITHIN_S = 10.0
 CPU = torch.device("cpu")
 UNMET = "the ranks could not find each other"
 
 
 class World:
-    """All ranks of a run. This class is a process alone."""
+    """All ranks of a run; this base class is for runs with a single process."""
 
     def __init__(self, device: torch.device, group: Group | None = None, time: Waiting | None = None) -> None:
         self.device, self.group, self.waiting = device, group or Group(), time
@@ -38,13 +38,13 @@ class World:
         return self.group.size
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Return that of these groups that this rank is in, or a group of it alone; all ranks call it together."""
+        """Return the group that contains this rank, or a group of only this rank; call this on all ranks together."""
         return Group()
 
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Return that of these groups that this rank is in, connected by memory that its ranks share.
+        """Return the group that contains this rank, connected by shared memory; call this on all ranks together.
 
-        A rank is alone where they are on several machines, or have no room for it. All ranks call this together.
+        Return a group of only this rank if the ranks are on several machines or there is too little shared memory.
         """
         return Group()
 
@@ -53,7 +53,7 @@ class World:
 
 
 class Connected(World):
-    """Several processes, which find each other through a store that nobody else writes to."""
+    """Several processes that find each other through a store, which no other code uses."""
 
     def __init__(
         self, device: torch.device, store: dist.Store, group: Group, time: Waiting, patience: timedelta
@@ -64,18 +64,18 @@ class Connected(World):
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         members = next(members for members in groups if self.group.index in members)
-        # Not in the time that a step waits for other ranks: a thread of its own waits here.
+        # A separate timer: another thread waits in this group, which must not count as waiting time of a step.
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
-        """Return the group of `members` that exchanges through shared memory, or None where that is impossible."""
+        """Return a group of `members` that exchanges through shared memory, or None if that is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
         index = members.index(self.group.index)
         return open_shared_memory(store, device, len(members), index, time, self._patience)
 
 
 class Neighbours(Connected):
-    """Ranks on the CPUs of one machine, which exchange through shared memory and so listen at no port."""
+    """Ranks on the CPUs of one machine, which exchange through shared memory and therefore open no port."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
@@ -96,7 +96,7 @@ class Joined(Connected):
         self._n_parts += 1
         own = Group()
         with peers_expected(UNMET):
-            # Every rank has to know of every group.
+            # Every rank has to create every group.
             for members in groups:
                 connected = dist.new_group(list(members), timeout=self._patience)
                 if self.group.index in members:
@@ -104,7 +104,7 @@ class Joined(Connected):
         return own
 
     def close(self) -> None:
-        # NCCL may wait here for ranks that have left already, or fail since they have; all work is done by now.
+        # NCCL may hang or fail here because other ranks have already left. All work is done by now.
         closing = threading.Thread(target=_disconnect, name="disconnect", daemon=True)
         closing.start()
         closing.join(CLOSES_WITHIN_S)
@@ -118,9 +118,9 @@ def _disconnect() -> None:
 def open_shared_memory(
     store: dist.Store, device: torch.device, size: int, index: int, time: Waiting, patience: timedelta
 ) -> SharedRanks | None:
-    """Return the group that exchanges CPU tensors through shared memory; None on GPUs or on several machines.
+    """Return a group that exchanges CPU tensors through shared memory; None on GPUs or on several machines.
 
-    All ranks have to call it.
+    All ranks have to call this.
     """
     if device.type == "cuda":
         return None
@@ -138,11 +138,12 @@ def join(
     on_hang: Callable[[], object] = lambda: None,
     attempt: str = "",
 ) -> World:
-    """Connect this rank to the others and return the world of all of them.
+    """Connect this rank to the others and return the world of all ranks.
 
-    Ranks meet through the file `rendezvous`, which all of them see; without one by torchrun's environment variables, on
-    any host. An exchange fails where a rank lets the others wait for longer than `patience`. On GPUs `on_hang` is
-    called where the first exchanges hang; ranks that start again then meet under another name, `attempt`.
+    Ranks meet through the file `rendezvous`, which all of them can access. Without it they meet through torchrun's
+    environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than `patience`.
+    On GPUs, `on_hang` is called if the first exchanges hang. Ranks that restart afterwards need a new name, `attempt`,
+    to meet.
     """
     if world_size == 1:
         return World(device)
@@ -156,11 +157,11 @@ def join(
         if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time, patience):
             return Neighbours(device, store, group, time, patience)
         if rendezvous and on_one_host:
-            # Other hosts need no access; and gloo would look up the host's name, which need not resolve.
+            # Other hosts need no access. By default gloo looks up the host's name, which may not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         on_gpu = device.type == "cuda"
-        # With its device known NCCL connects the ranks once, and smaller groups and pairs of ranks get their part of
-        # that; each would else connect anew at its first exchange, for half a second and some memory of the GPU.
+        # With `device_id`, NCCL connects the ranks once, and subgroups and pairs of ranks reuse these connections.
+        # Otherwise each of them would connect at its first exchange, which costs half a second and GPU memory.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,
@@ -171,7 +172,7 @@ def join(
         )
         ranks = Ranks(None, time)
         if _may_hang(device):
-            # By torchrun's environment the ranks meet in a store of its agent or, in older versions, of rank 0.
+            # With torchrun's variables, the store is hosted by torchrun's agent or, in older versions, by rank 0.
             first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             opening = dist.PrefixStore("open", store)
             open_connections(ranks, opening, device, on_hang, patience, first_has_store=first_has_store)
@@ -179,14 +180,14 @@ def join(
 
 
 def _may_hang(device: torch.device) -> bool:
-    """Return whether ranks on this device exchange by a library that may wait without end, and takes memory for it."""
+    """Return whether ranks on this device use a library that can hang at the first exchange and allocates memory."""
     return device.type == "cuda"
 
 
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
-    """Return the store by which ranks exchange messages before they are connected."""
+    """Return the store through which ranks exchange messages before they are connected."""
     if rendezvous:
-        # Not by a file:// URL, in which a # or ? would cut the path short.
+        # Created directly, since a # or ? in the path would truncate a file:// URL.
         store: dist.Store = dist.FileStore(str(rendezvous), world_size)
     else:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
@@ -195,7 +196,7 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raise `UserError` where the file system of `rendezvous` has no locks, by which processes take turns to write."""
+    """Raise `UserError` if the file system of `rendezvous` has no locks, which writing processes need."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Finds ranks that keep the others waiting, reports them with the likely cause, and gives them less to do."""
+"""Finds ranks that keep the others waiting, reports them with the likely cause, and gives them less work."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.wording import gibibytes
 from trainer.parallel.shares import Shares, by_speed
 
-# A rank has to be late for so many log intervals and seconds before it is reported; a new division of the work has to
-# promise its gain for as long.
+# A rank is reported after it has been late for this number of log intervals and seconds. The work is divided again only
+# if the expected gain is large enough over the same time.
 PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
-# The work is not divided anew when no rank's share grows by more than this factor.
+# The work is not divided again if no rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
-# Shares of a rank's time that point to a cause.
+# A rank is slow because of its data or its CPU core if it waits for data for more than this share of its time, or gets
+# less than this share of the core.
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
-# More than this factor times an even share of the work.
+# A rank is slow because of its work if it has more than this multiple of an even share.
 MUCH_WORK = 1.1
 
 
 class Event(NamedTuple):
-    """Something worth a line in the job's history."""
+    """An entry in the job's history."""
 
     kind: str
     message: str
@@ -35,34 +36,34 @@ class Event(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What to report after an interval, and the new shares where a change is worth it."""
+    """The events to report after an interval, and new shares if a change is worthwhile."""
 
     events: list[Event]
     shares: Shares | None
 
 
 class Balancer:
-    """Judges every log interval; all ranks see the same figures and decide alike.
+    """Evaluates every log interval; all ranks get the same measurements and reach the same decision.
 
-    `room` is the largest share of all latents that each rank has memory for.
+    `room` is the largest share of all latents that fits in each rank's memory.
     """
 
     def __init__(self, shares: Shares, *, rebalance: bool, room: Sequence[float] | None = None) -> None:
         self._shares, self._rebalance, self._room = shares, rebalance, room
-        # Of each rank: for how many intervals and seconds it has been late without a break.
+        # Per rank: the number of consecutive intervals in which it has been late, and their total seconds.
         self._late: dict[int, tuple[int, float]] = {}
         self._told: set[int] = set()
         self._seen: deque[tuple[float, list[float]]] = deque()
 
     def look(self, totals: dict[str, Tensor], seconds: float) -> Verdict:
-        """Judge an interval of so many seconds and return what to report and how to share the work from now on.
+        """Evaluate an interval that lasted `seconds`; return the events to report and the new shares, if any.
 
-        `totals` holds `busy_ms`, `data_ms`, `core_share` and `foreign_bytes`, each a vector with a value per rank.
+        `totals` holds `busy_ms`, `data_ms`, `core_share` and `foreign_bytes`, each a vector with one value per rank.
         """
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
         if len(self._work()) != len(times):
-            # Ranks with SAEs of their own have unlike work, and nothing to give away.
+            # Ranks that train different SAEs cannot be compared and have no work to share.
             return Verdict([], None)
         if not self._rebalance:
             return Verdict(self._stragglers(times, totals, seconds), None)
@@ -70,13 +71,13 @@ class Balancer:
         return Verdict(self._stragglers(times, totals, seconds), self._better())
 
     def adopt(self, shares: Shares) -> None:
-        """Take over the shares that are in use from now on, and forget what was measured with the old ones."""
+        """Switch to new shares and discard the measurements made with the old ones."""
         self._shares = shares
         self._seen.clear()
         self._late.clear()
 
     def _work(self, shares: Shares | None = None) -> list[float]:
-        """Return the share of all work that each rank has, row by row."""
+        """Return each rank's share of the total work, row by row."""
         tokens, latents = shares or self._shares
         whole = sum(tokens) * sum(latents)
         return [row * column / whole for row in tokens for column in latents]
@@ -92,7 +93,7 @@ class Balancer:
         return sum(seconds for seconds, _ in self._seen)
 
     def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[Event]:
-        """Return an event for each rank that has just been late for long enough, or that keeps up again."""
+        """Return an event for each rank that has now been late for long enough to report, or has caught up again."""
         typical, events = statistics.median_low(times), []
         for rank, time in enumerate(times):
             is_late = time > LATE * typical
@@ -109,9 +110,9 @@ class Balancer:
         return events
 
     def _better(self) -> Shares | None:
-        """Return better shares, where the mean rank is done so much sooner than the last that a change is worth it.
+        """Return better shares if the slowest rank takes at least `LEAST_GAIN` times as long as the mean, else None.
 
-        A part of a step does not shrink with a rank's share, so that it may take several changes to get there.
+        Some of a step's time does not depend on a rank's share, so several changes may be needed to balance the ranks.
         """
         if len(self._seen) < PATIENCE or self._seen_s < PATIENCE_S:
             return None
@@ -126,7 +127,7 @@ class Balancer:
 
 
 def _cause(rank: int, totals: dict[str, Tensor], work: float) -> str:
-    """Return the likeliest cause, judged by the rank's own figures and its share `work` of all work."""
+    """Return the most likely cause, based on the rank's measurements and its share `work` of the total work."""
     own = {name: float(totals[name][rank]) for name in ("busy_ms", "data_ms", "core_share", "foreign_bytes")}
     if own["data_ms"] > MUCH_DATA * (own["busy_ms"] + own["data_ms"]):
         return f"it waits {own['data_ms']:.0f} ms of each step for data"

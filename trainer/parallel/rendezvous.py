@@ -1,4 +1,4 @@
-"""Lets ranks of one machine meet, and gives them the memory that the first of them has made."""
+"""Connects the ranks of one machine; the first rank creates memory that all of them share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch.distributed import Store
 
 from trainer.parallel.group import PeerLost
 
-# The name of the first rank's socket, followed by a random number: an abstract one, outside the file system, so that
-# ranks that are killed leave nothing behind.
+# Prefix of the name of the first rank's socket; a random number follows. The socket is abstract (outside the file
+# system), so that killed ranks leave no file behind.
 DOOR, NUMBER_BYTES, INDEX_BYTES = "\0sae-ranks-", 16, 4
 ENDED = "the connection to another rank was lost (its process has ended)"
-# How long to poll before sleeping: other ranks are mostly as fast as this one.
+# How long to poll before sleeping. Polling usually suffices, as ranks tend to be equally fast.
 AWAKE_S = 500e-6
 
 
 class Line:
-    """A barrier of several processes: each sends a byte to the first, which answers when it has one of all."""
+    """A barrier for processes: each one sends a byte to the first rank, which answers when it has all bytes."""
 
     def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
         self._connections, self._timeout_s, self._is_first = connections, timeout_s, is_first
@@ -35,7 +35,7 @@ class Line:
             connection.setblocking(False)
 
     def meet(self) -> None:
-        """Wait until all ranks are here; raise `PeerLost` if one has ended or does not come in time."""
+        """Wait until all ranks are here; raise `PeerLost` if a rank has ended or does not arrive in time."""
         with losing_peers():
             if self._is_first:
                 self._hear()
@@ -45,12 +45,12 @@ class Line:
                 self._hear()
 
     def send_to_first(self, content: memoryview) -> None:
-        """Send bytes to the first rank, between two meetings; it takes them with `receive_from`."""
+        """Send bytes to the first rank, which calls `receive_from`; no rank may call `meet` meanwhile."""
         with self._patient(self._connections[0]) as connection:
             connection.sendall(content)
 
     def receive_from(self, rank: int, into: memoryview) -> None:
-        """Fill `into` with the next bytes that `rank` sends, which have the same length; only for the first rank."""
+        """Fill `into` with the next bytes from `rank`, which must send the same number; only for the first rank."""
         with self._patient(self._connections[rank - 1]) as connection:
             while into:
                 n_bytes = connection.recv_into(into)
@@ -70,7 +70,7 @@ class Line:
             try:
                 connection.send(b".")
             except BlockingIOError:
-                # What was sent to the first is still on its way.
+                # The send buffer is still full of data from `send_to_first`.
                 with self._patient(connection):
                     connection.sendall(b".")
 
@@ -80,13 +80,13 @@ class Line:
                 raise PeerLost(ENDED)
 
     def _byte_of(self, connection: socket.socket) -> bytes:
-        """Return a byte from the connection, polling at first, since a process that sleeps is woken 50 µs late."""
+        """Receive a byte; poll before sleeping, since waking up a sleeping process takes 50 µs."""
         until = time.perf_counter() + AWAKE_S
         while time.perf_counter() < until:
             with contextlib.suppress(BlockingIOError):
                 return connection.recv(1)
             os.sched_yield()
-        # Not by select, which takes no descriptor above 1,023: every shard has one open.
+        # `select.select` fails for descriptors above 1,023, which occur because every shard keeps a file open.
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(1000 * self._timeout_s):
@@ -95,10 +95,10 @@ class Line:
 
 
 def join(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """Return the line of `size` ranks and `n_bytes` of memory that all of them share.
+    """Return a barrier of `size` ranks and `n_bytes` of memory that they share.
 
-    Return None where one of them is on another machine or has no room. They find each other through a store that nobody
-    else writes to.
+    Return None if a rank is on another machine or the memory cannot be created. The ranks find each other through
+    `store`, which no other code may use.
     """
     if index == 0:
         return _open_line(store, size, n_bytes, timeout_s)
@@ -106,7 +106,7 @@ def join(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) ->
 
 
 def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """Create the line and the memory as the first rank. The memory has no name, so nothing is left of it."""
+    """Create the barrier and the memory on the first rank; the memory has no name, so it disappears with the ranks."""
     with contextlib.ExitStack() as stack:
         door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
         memory = _make_memory(door, DOOR + number, n_bytes, stack)
@@ -122,7 +122,7 @@ def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple
 
 
 def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
-    """Bind the socket and return the shared memory; None where this machine has no room for it."""
+    """Bind the socket and return the shared memory; None if the system refuses either."""
     try:
         door.bind(name)
         door.listen()
@@ -135,20 +135,20 @@ def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib
 
 @contextlib.contextmanager
 def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
-    """Accept the connections of so many ranks in the background and yield their future.
+    """Accept connections from `n_others` ranks in the background and yield their future.
 
-    They are accepted meanwhile, since strangers would fill the queue in front of them.
+    Accepting cannot wait until all ranks are ready, since connections of other users could fill the socket's queue.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="door") as porter:
         try:
             yield porter.submit(_accept_all, door, n_others)
         finally:
-            # Ends the wait for ranks that do not come.
+            # Stops waiting for missing ranks.
             door.shutdown(socket.SHUT_RDWR)
 
 
 def _accept_all(door: socket.socket, n_others: int) -> list[socket.socket]:
-    """Accept connections until all other ranks are connected; close those of other users, who may connect as well."""
+    """Accept connections until all other ranks are connected; close connections from other users."""
     connections: list[socket.socket] = []
     while len(connections) < n_others:
         connection, _ = door.accept()
@@ -160,12 +160,12 @@ def _accept_all(door: socket.socket, n_others: int) -> list[socket.socket]:
 
 
 def _index_of(connection: socket.socket) -> int:
-    """Return the index of the rank at the other end, which it sends first."""
+    """Receive the index of the rank at the other end, which is the first thing it sends."""
     return int.from_bytes(connection.recv(INDEX_BYTES))
 
 
 def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """Join the line that the first rank has opened."""
+    """Connect to the first rank; return the barrier and the shared memory, or None if a rank cannot join."""
     number, connection = store.get("number").decode(), socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
@@ -187,13 +187,13 @@ def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[L
 
 
 def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:
-    """Connect to the socket of this name; raise `OSError` if nobody listens there."""
+    """Connect to the socket with this name; raise `OSError` if there is none."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return connection.connect(name)
         except BlockingIOError:
-            # The queue is full of connections by strangers, which the first rank closes.
+            # Connections from other users fill the queue until the first rank closes them.
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.005)
@@ -206,7 +206,7 @@ def _is_of_this_user(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def losing_peers() -> Iterator[None]:
-    """Raise a failed connection as `PeerLost`."""
+    """Convert connection errors to `PeerLost`."""
     try:
         yield
     except OSError as error:
@@ -214,6 +214,6 @@ def losing_peers() -> Iterator[None]:
 
 
 def _all_are_here(store: Store, size: int, index: int, is_here: bool) -> bool:
-    """Tell whether every rank is able to join; all ranks get the same answer."""
+    """Return whether every rank can join; the result is the same on all ranks."""
     store.set(f"here {index}", str(is_here))
     return all([store.get(f"here {rank}") == b"True" for rank in range(size)])

@@ -1,4 +1,4 @@
-"""Kernels on several GPUs: one rank of each host compiles them first, and all ranks use them or none does."""
+"""Triton kernels on several GPUs: one rank per host compiles a kernel first, and all ranks use it or none does."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def agree(
     compiles: bool,
     report: Callable[[str], object],
 ) -> None:
-    """Try the kernels of a job on all ranks, first where `compiles` is true; withhold what does not work on every rank.
+    """Try the kernels of a job on all ranks, and disable kernels that fail on any rank.
 
-    Ranks that compiled at the same time would each take a minute of the host's cores and write the same files. A rank
-    without a kernel is several times slower, and all others wait for it; without ZeRO its replica would also round
-    differently. `report` gets a sentence for each cause, with what it concerns.
+    Ranks with `compiles` go first: ranks that compiled at the same time would each occupy the host's cores for a minute
+    and write the same files. A rank without a kernel is several times slower, and all others wait for it; without ZeRO
+    its replica would also round differently. `report` is called with one sentence per cause of failure.
     """
     dtype, names = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
         try_all(device, dtype, names)
-    # On the CPU: a gather on a GPU is only queued, and the others would begin to compile.
+    # `cpu()` waits for the gather, which is only queued on a GPU; without it the other ranks would start to compile.
     group.gather(torch.zeros(1, device=device)).cpu()
     failures = try_all(device, dtype, names)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]
@@ -49,8 +49,8 @@ def agree(
 def _needed(job: JobConfig) -> list[str]:
     """Return the modules whose kernels a job may use.
 
-    Adam's steps of latents have kernels of their own. A skip connection and other optimizers are stepped by what
-    torch.compile makes, which takes seconds to try.
+    Compiled updates take seconds to try, so they are included only for skip connections and optimizers other than Adam.
+    Adam's updates of latents have Triton kernels.
     """
     compiles_updates = any(one.sae.skip or one.train.optimizer != "adam" for one in members(job).values())
     return [name for name in MODULES if compiles_updates or name != COMPILED_UPDATES]

@@ -1,4 +1,4 @@
-"""Divides tokens and latents over ranks of unequal speed, in proportion to it."""
+"""Divides tokens and latents over ranks in proportion to the speeds of the ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from trainer.contract.planning.plan import words_of_shares
 
-# Ranks whose speeds differ by less than this factor count as equal: a measurement of milliseconds is no more exact.
+# Ranks whose speeds differ by less than this factor count as equal, since measuring over milliseconds is inexact.
 LEAST_UNEVEN = 1.15
-# No rank gets less than this share of an even one, however slow it was in the moment it was measured.
+# Every rank gets at least this fraction of an even share, since a measurement may catch a slow moment.
 LEAST_SHARE = 0.1
 
 
 class Shares(NamedTuple):
-    """The share of the tokens for each row of the grid, of the latents for each column; only the ratios count."""
+    """Shares of the tokens per row of the grid and of the latents per column; only the ratios matter."""
 
     tokens: tuple[float, ...]
     latents: tuple[float, ...]
@@ -26,15 +26,15 @@ class Shares(NamedTuple):
 
 
 def even(n_rows: int, n_columns: int) -> Shares:
-    """Return equal shares for so many rows and columns."""
+    """Return equal shares for a grid of `n_rows` by `n_columns`."""
     return Shares((1.0,) * n_rows, (1.0,) * n_columns)
 
 
 def by_speed(speeds: Sequence[float], n_columns: int, room: Sequence[float] | None = None) -> Shares:
     """Return shares in proportion to the speeds of the ranks, which are listed row by row of the grid.
 
-    All ranks of a column have the same latents, so the column counts by its mean; a row is done when its slowest rank
-    is. `room` is the largest share of all latents that each rank has memory for.
+    The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is that of its
+    slowest rank. `room` is the largest share of all latents that fits in each rank's memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):
@@ -53,7 +53,7 @@ def _column_room(room: Sequence[float] | None, n_columns: int) -> list[float] | 
 
 
 def _limit(shares: Sequence[float], room: Sequence[float] | None) -> tuple[float, ...]:
-    """Return shares that add up to 1, none above its room as long as there is room elsewhere."""
+    """Normalize shares to a sum of 1, and limit each of them to `room` unless `room` is less than 1 in total."""
     shares = [share / sum(shares) for share in shares]
     if room is None or sum(room) <= 1:
         return tuple(shares)
@@ -74,5 +74,5 @@ def _at_least(shares: Sequence[float]) -> tuple[float, ...]:
 
 
 def parse_shares(text: str, n_columns: int) -> Shares:
-    """Return the shares of `parallel.shares`, which has a number for each rank, like `3:2`."""
+    """Parse the setting `parallel.shares`, which has one number per rank, like `3:2`."""
     return by_speed([float(part) for part in text.split(":")], n_columns)

@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 class Wishes(Protocol):
-    """Reads summed flags; answers the same on all ranks, since it looks at nothing but the sums."""
+    """Reads summed flags; the result is the same on all ranks, since it depends only on the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
-        """Return for each wish whether any rank has it, from this step's sums [n]."""
+        """Return for each of the n requests whether any rank has made it; `total` [n] has the sums of this step."""
 
 
 class HostWishes:
-    """Reads sums on the host, which are there as soon as the exchange is done."""
+    """Reads sums in host memory, which are available as soon as the exchange is done."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return tuple(total.bool().tolist())
 
 
 class CudaWishes:
-    """Reads one step late: the copy of the step before has ended while this one was queued, so no step waits."""
+    """Reads the sums one step late: the previous copy ends while this step is queued, so no step waits for it."""
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
@@ -37,7 +37,7 @@ class CudaWishes:
         self._copies[now].copy_(total, non_blocking=True)
         self._copied[now].record()
         self._step += 1
-        # In the first step: an event that was never recorded counts as passed, and its copy is 0.
+        # In the first step, `before` was never recorded: its event counts as complete, and its copy is 0.
         self._copied[before].synchronize()
         return tuple(self._copies[before].bool().tolist())
 

@@ -1,4 +1,4 @@
-"""Divides the SAEs of a sweep over the ranks, each with all tokens: training them needs no exchange."""
+"""Divides the SAEs of a sweep over the ranks; each rank processes all tokens, so training needs no exchange."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _KINDS |= {str(kind): kind for kind in (torch.int64, torch.int32, torch.bool, to
 
 
 class Sweep(Parallel):
-    """A parallel mode in which every rank reads all tokens, after the first rank of a host from its page cache.
+    """A parallel mode in which every rank reads all tokens; only the first rank of a host has to read them from disk.
 
-    Rank 0 writes checkpoints and metrics of all SAEs, and so receives what the other ranks have measured.
+    Rank 0 writes the checkpoints and metrics of all SAEs, so the other ranks send it their tensors and measurements.
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:

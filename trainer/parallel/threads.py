@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which exchange through its memory: for machines where process groups do not work."""
+"""Ranks as threads of one process, which exchange through its memory, for machines without working process groups."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Lets `size` threads exchange objects; a thread that fails releases the others."""
+    """Lets `size` threads exchange objects; a thread that fails calls `abort` to release the others."""
 
     def __init__(self, size: int, timeout_s: float | None = None) -> None:
-        # Two tables take turns: who writes to the second has read the first.
+        # Double buffering: a thread that writes to one table has finished reading the other.
         self._tables: list[list[Any]] = [[None] * size for _ in range(2)]
         self._n_times = [0] * size
         self._barrier = threading.Barrier(size, timeout=timeout_s)
 
     def exchange(self, index: int, own: Any) -> list[Any]:
-        """Return the objects of all threads, not copies: nobody may change them before all have met again.
+        """Return the objects of all threads; they are not copies, so do not change them before the next exchange.
 
-        Raise `PeerLost` if a thread never comes.
+        Raise `PeerLost` if a thread fails or does not arrive in time.
         """
         table = self._tables[self._n_times[index] % 2]
         self._n_times[index] += 1
@@ -52,7 +52,7 @@ class Threads(Group):
         self.waiting = waiting or HostWaiting()
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Sum every tensor over the threads: each one adds up a part of the memory and gives it to all."""
+        """Sum every tensor over the threads: each thread sums one part and copies the result to all threads."""
         for tensor in tensors:
             flat = dense(tensor).view(-1)
             everybodys = self._tensors_of_all(flat)
@@ -107,28 +107,28 @@ class Threads(Group):
         return tensors
 
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all threads; what is queued from here on waits until their devices have them."""
+        """Return the tensors of all threads; GPU work that is queued later waits until the tensors are computed."""
         with self.waiting.measure():
             everybodys = self._meet(tensor)
             for theirs, computed in everybodys:
-                # A copy between two GPUs is in the queue of the one that it comes from.
+                # A copy between two GPUs runs in the queue of the source GPU.
                 computed.hold(theirs.device)
                 computed.hold(tensor.device)
         return [theirs for theirs, _ in everybodys]
 
     def _wait_for_all(self, tensor: Tensor) -> None:
-        """Let what is queued from here on wait until no thread needs the tensors of the others any more."""
+        """Make GPU work that is queued later wait until all threads have finished reading each other's tensors."""
         with self.waiting.measure():
             for _, read in self._meet(tensor):
                 read.hold(tensor.device)
 
     def _meet(self, tensor: Tensor) -> list[tuple[Tensor, Moment]]:
-        """Return the tensor of each thread, and the moment at which its device has done all that it had queued."""
+        """Return each thread's tensor, and a marker that is reached when its device has finished all queued work."""
         return self._meeting.exchange(self.index, (tensor, moment(tensor.device)))
 
 
 def on_all(size: int, work: Callable[[Threads], T], timeout_s: float | None = None) -> list[T]:
-    """Run `work` on `size` threads and return what each one returned; raise what stopped the first of them."""
+    """Run `work` on `size` threads and return the results; if a thread fails, raise the first exception."""
     meeting, stopped = Meeting(size, timeout_s), []
 
     def run(index: int) -> T:

@@ -1,4 +1,4 @@
-"""Vectors that are added over ranks for the host to read."""
+"""Sums vectors over ranks for the host to read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainer.runtime.device_queue import HostCopy, queued_copy
 
 
 class Totals:
-    """Vectors added over a group in a single exchange, float64, on their way to the host.
+    """Float64 vectors that are summed over a group in a single exchange and copied to the host.
 
-    They are all on one device; where that is not the one by which the group exchanges, this is `by`.
+    All vectors are on one device. If the group exchanges on another device, pass that device as `by`.
     """
 
     def __init__(self, parts: Mapping[str, Tensor], group: Group, by: torch.device | None = None) -> None:
@@ -26,5 +26,5 @@ class Totals:
         self._copy = HostCopy(packed)
 
     def read(self) -> dict[str, Tensor]:
-        """Return them on the CPU, by name; only here does the host wait."""
+        """Return the sums on the CPU, by name; only this call makes the host wait."""
         return dict(zip(self._sizes, self._copy.read().split([*self._sizes.values()]), strict=True))

@@ -1,4 +1,4 @@
-"""Measures how long a rank waits for others, without making it wait for the measurement."""
+"""Measures how long a rank waits for other ranks, without blocking the rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 class Waits(Protocol):
-    """The time that was spent in some transfers."""
+    """The time spent in a set of transfers."""
 
     def seconds(self) -> float:
-        """Return how long they took; wait until all of them are over."""
+        """Wait until all transfers have ended and return their total time."""
 
 
 class Waiting(Protocol):
@@ -24,11 +24,11 @@ class Waiting(Protocol):
     def measure(self) -> contextlib.AbstractContextManager[None]: ...
 
     def take(self) -> Waits:
-        """Return the waits since the last call, without waiting for those under way."""
+        """Return the waits since the last call; do not block, even if some transfers are still running."""
 
 
 class HostWaits(NamedTuple):
-    """Waits that were over when they were taken."""
+    """Waits for transfers that have ended."""
 
     total_s: float = 0.0
 
@@ -54,7 +54,7 @@ class HostWaiting:
 
 
 class CudaWaiting:
-    """Measures transfers that only the device waits for: by events around them, read once they have passed."""
+    """Measures transfers that only the device waits for, by CUDA events that are read after they have completed."""
 
     def __init__(self) -> None:
         self._since = CudaWaits()
@@ -65,7 +65,7 @@ class CudaWaiting:
         begin.record()
         yield
         end.record()
-        # At every step, so that a long log interval does not pile up events.
+        # Called at every step, so that events do not accumulate over a long log interval.
         self._since.add(begin, end)
 
     def take(self) -> Waits:
@@ -74,14 +74,14 @@ class CudaWaiting:
 
 
 class CudaWaits:
-    """Transfers of a GPU between pairs of events, of which the last may be under way."""
+    """Transfers of a GPU, each between a pair of events; the most recent ones may still be running."""
 
     def __init__(self) -> None:
         self._total_ms = 0.0
         self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def add(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Take in the next transfer, and add up those that are over."""
+        """Add a transfer, and add the times of completed transfers to the total."""
         self._under_way.append((begin, end))
         while self._under_way and self._under_way[0][1].query():
             self._add_up_first()
@@ -98,5 +98,5 @@ class CudaWaits:
 
 
 def waiting(device: torch.device) -> Waiting:
-    """Return the measurement for this device."""
+    """Return the `Waiting` implementation for this device."""
     return CudaWaiting() if device.type == "cuda" else HostWaiting()
