@@ -13,7 +13,7 @@ from trainer.optimizers.base import Optimizer, RowStep
 from trainer.optimizers.row_adam import RowAdam
 from trainer.optimizers.tiled import adam_step, betas_of
 
-# The wrapper that torch 2.6 to 2.13 put around it imports the compiler (see `Optimizer`).
+# Unwrapped, since the wrapper that torch 2.6 to 2.13 put around `step` imports the compiler (see `Optimizer`).
 _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 
@@ -43,7 +43,7 @@ class Adam(torch.optim.Adam, Optimizer):
         return has_complex
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert a matrix's moments: with `train.state` "auto", fp32 or bf16 depends on the device."""
+        """Convert a matrix's moments, since `train.state` "auto" means fp32 or bf16 depending on the device."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self._codec)
         if dtype is None or parameter.dim() < 2:
             return state

@@ -47,7 +47,7 @@ class Follower(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Σ‖g‖² of the weights that belong to latents, and of the weights that all latents share; fp64, 0-dim."""
+    """Σ‖g‖² over the weights of single latents, and over the weights that all latents share; fp64, 0-dim."""
 
     of_latents: Tensor
     of_all: Tensor

@@ -1,6 +1,6 @@
 """Adam's moments in less than fp32: bf16, or 8 bits with a scale for every block of a latent's weights.
 
-The second moment changes by up to 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128.
+The second moment decreases by at most 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128.
 Rounding to nearest would therefore never let it decrease. Dithered rounding, like stochastic rounding, rounds up in
 proportion to the remainder, so it keeps the mean. The dither is not random: it comes from a sequence that covers its
 range evenly over the steps, so that ranks and resumed runs agree. In runs of 500 steps, which are shorter than the
@@ -33,9 +33,10 @@ class Codec(ABC):
 
     @abstractmethod
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
-        """Store the moments; `m` and `v` may be overwritten. A larger `dither` (int32, 0 to 2^16 - 1) rounds up more.
+        """Store the moments; this may overwrite `m` and `v`.
 
-        If `dither` is 2^15, moments that `read` returned are stored bit for bit as they were.
+        The larger `dither` (int32, 0 to 2^16 - 1) is, the more values are rounded up. If it is 2^15, the moments
+        returned by `read` are stored bit for bit as they were.
         """
 
 

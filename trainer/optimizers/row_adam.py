@@ -18,7 +18,7 @@ from trainer.runtime.triton_kernels import working_kernels
 
 
 class RowAdam(RowStep):
-    """Adam's step by Triton kernels; it uses the optimizer's state, so the results do not depend on which one steps."""
+    """Adam's step by Triton kernels; it keeps its state in the optimizer, in the same format as without kernels."""
 
     def __init__(self, optimizer: Optimizer, codec: str, kernels: ModuleType) -> None:
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
@@ -89,7 +89,7 @@ class RowAdam(RowStep):
                 parts.zero_()
             else:
                 self._kernels.measure_vector(one.grad.contiguous(), parts)
-        # With b_dec alone there is nothing to add.
+        # If b_dec is the only shared vector, there is nothing to sum.
         of_all = self._of_all[0] if len(self._of_all) == 1 else self._of_all.sum()
         return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
 

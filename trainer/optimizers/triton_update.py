@@ -2,7 +2,8 @@
 
 A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows the
 kernels remove the gradient component along the row before the step, and normalize the row after it. Vectors, such as
-biases, are split into parts, one per program. torch's parts have 65,536 values, which take 0.07 ms on an H200.
+biases, are split into parts of 1,024 values, one per program. torch's fused Adam uses parts of 65,536 values, each of
+which takes 0.07 ms on an H200.
 Sums are fp32 and have a fixed order: no two programs add to the same number.
 """
 
@@ -335,7 +336,7 @@ def _change(
     g, inout_m, inout_v, inout_m_scale, inout_v_scale, scales_at, start, columns, inside, dither, n_steps,
     lr, ln_beta1, ln_beta2, share1, share2, eps, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Return the amount that Kingma & Ba's algorithm 1 subtracts from the weights; store the moments as their codec."""
+    """Return the amount that Kingma & Ba's algorithm 1 subtracts from the weights, and store the encoded moments."""
     m = tl.load(inout_m + start + columns, mask=inside, other=0)
     v = tl.load(inout_v + start + columns, mask=inside, other=0)
     if inout_m_scale is not None:

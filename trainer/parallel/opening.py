@@ -33,8 +33,8 @@ def open_connections(
 ) -> None:
     """Run each collective that training uses once, on a few values; call `on_hang` if that takes more than `LIMIT_S`.
 
-    NCCL allocates memory at the first use of each collective, up to 4 GB on eight GPUs. That has to happen here, since
-    it would fail at the first checkpoint of a run that has filled its GPU.
+    NCCL allocates memory at the first use of each collective, up to 4 GB on eight GPUs. Allocating it later could fail,
+    for example at the first checkpoint of a run that has filled its GPU.
 
     Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` has to end
     the process; if the main thread is stuck, another thread calls it. Wrong values count as a hang, since transfers can

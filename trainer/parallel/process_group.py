@@ -38,11 +38,14 @@ class World:
         return self.group.size
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Return the group that contains this rank, or a group of only this rank; call this on all ranks together."""
+        """Connect the ranks of each of `groups`, and return the group of this rank; call this on all ranks together.
+
+        Return a group of only this rank if none of `groups` contains it.
+        """
         return Group()
 
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Return the group that contains this rank, connected by shared memory; call this on all ranks together.
+        """Like `part`, but connect each group by shared memory.
 
         Return a group of only this rank if the ranks are on several machines or there is too little shared memory.
         """
@@ -64,7 +67,7 @@ class Connected(World):
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         members = next(members for members in groups if self.group.index in members)
-        # A separate timer: another thread waits in this group, which must not count as waiting time of a step.
+        # A separate timer: another thread uses this group, and its waiting must not count as waiting time of a step.
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
@@ -180,7 +183,7 @@ def join(
 
 
 def _may_hang(device: torch.device) -> bool:
-    """Return whether ranks on this device use a library that can hang at the first exchange and allocates memory."""
+    """Return whether ranks on this device use NCCL, whose first exchanges can hang and allocate memory."""
     return device.type == "cuda"
 
 

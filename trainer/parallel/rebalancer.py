@@ -19,11 +19,10 @@ PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
 # The work is not divided again if no rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
-# A rank is slow because of its data or its CPU core if it waits for data for more than this share of its time, or gets
-# less than this share of the core.
+# Thresholds for blaming slow data (share of the time spent waiting for it) and a busy CPU core (share of the core).
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
-# A rank is slow because of its work if it has more than this multiple of an even share.
+# Threshold for blaming the amount of work, as a multiple of an even share.
 MUCH_WORK = 1.1
 
 

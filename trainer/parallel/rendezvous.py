@@ -45,7 +45,7 @@ class Line:
                 self._hear()
 
     def send_to_first(self, content: memoryview) -> None:
-        """Send bytes to the first rank, which calls `receive_from`; no rank may call `meet` meanwhile."""
+        """Send bytes to the first rank, which has to call `receive_from` before its next `meet`."""
         with self._patient(self._connections[0]) as connection:
             connection.sendall(content)
 

@@ -53,7 +53,7 @@ def _column_room(room: Sequence[float] | None, n_columns: int) -> list[float] | 
 
 
 def _limit(shares: Sequence[float], room: Sequence[float] | None) -> tuple[float, ...]:
-    """Normalize shares to a sum of 1, and limit each of them to `room` unless `room` is less than 1 in total."""
+    """Normalize shares to a sum of 1, and limit each of them to `room`, unless the total room is at most 1."""
     shares = [share / sum(shares) for share in shares]
     if room is None or sum(room) <= 1:
         return tuple(shares)

@@ -27,7 +27,7 @@ class Meeting:
         self._barrier = threading.Barrier(size, timeout=timeout_s)
 
     def exchange(self, index: int, own: Any) -> list[Any]:
-        """Return the objects of all threads; they are not copies, so do not change them before the next exchange.
+        """Return the objects of all threads; they are not copies, so do not change them before the next exchange ends.
 
         Raise `PeerLost` if a thread fails or does not arrive in time.
         """

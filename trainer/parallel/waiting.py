@@ -24,11 +24,11 @@ class Waiting(Protocol):
     def measure(self) -> contextlib.AbstractContextManager[None]: ...
 
     def take(self) -> Waits:
-        """Return the waits since the last call; do not block, even if some transfers are still running."""
+        """Return the time measured since the last call; do not block, even if some transfers are still running."""
 
 
 class HostWaits(NamedTuple):
-    """Waits for transfers that have ended."""
+    """The time spent in transfers that have ended."""
 
     total_s: float = 0.0
 
