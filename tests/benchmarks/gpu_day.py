@@ -51,7 +51,13 @@ KINDS = (
 KINDS_OF_CPU = ("jumprelu",)
 # These cases need a fake driver, take a CPU for a GPU, or need more memory than there is; a CPU runs only a few, since
 # it is slow.
-NOT_FOR_GPUS = ("fake_cuda/kernel_cases.py", "training/recorded_cases.py", "trainer/long_offset_cases.py")
+NOT_FOR_GPUS = (
+    "fake_cuda/kernel_cases.py",
+    "training/recorded_cases.py",
+    "trainer/long_offset_cases.py",
+    "runtime/compiling_cases.py",
+    "runtime/kernel_count_cases.py",
+)
 CASES_OF_CPU = "metrics/interval_cases.py"
 # Compiling takes 0.3 to 1 s a kernel, and there are 600; each process takes half a GB of the GPU.
 MOST_PROCESSES = 8

@@ -145,7 +145,7 @@ def problems_of(gpus, mode: str = "auto", d_sae: int = 1_500_000) -> list[str]:
     raw = {
         "data": {"source": "synthetic", "d_in": 384},
         "sae": {"d_sae": d_sae, "k": 32},
-        "train": {"batch_size": 1024, "n_steps": 10},
+        "train": {"batch_size": 1024, "n_steps": 10, "state": "fp32"},
         "parallel": {"mode": mode},
         "launch": {"gpus": gpus},
     }
@@ -158,7 +158,7 @@ def test_a_job_for_which_a_card_is_too_small_names_the_setting_the_card_and_the_
     assert problems_of([0, 1, 2], d_sae=1_300_000) == []
     (problem,) = problems_of([0, 1, 2], "ddp")
     assert problem.startswith(
-        "error: sae.d_sae: needs 13.7 GiB on each of 3 GPUs, and GPU 2 has 10.0 GiB in all; it fits "
+        "error: sae.d_sae: needs 14.4 GiB on each of 3 GPUs, and GPU 2 has 10.0 GiB in all; it fits "
     )
     assert 'with parallel.mode = "tensor", or choose larger GPUs' in problem
 
@@ -173,8 +173,8 @@ def test_more_than_is_free_names_the_card_and_what_is_free_of_what_is_needed() -
     ("gpus", "mode", "d_sae", "said"),
     [
         ("auto:3", "auto", 1_300_000, ""),
-        ("auto:3", "ddp", 1_500_000, "warning: launch.gpus: 2 of 4 GPUs are free and have the 13.7 GiB "),
-        ("auto:4", "ddp", 1_500_000, "error: sae.d_sae: needs 12.9 GiB on each of 4 GPUs, and only 3 of 4 have"),
+        ("auto:3", "ddp", 1_500_000, "warning: launch.gpus: 2 of 4 GPUs are free and have the 14.4 GiB "),
+        ("auto:4", "ddp", 1_500_000, "error: sae.d_sae: needs 13.6 GiB on each of 4 GPUs, and only 3 of 4 have"),
         ("auto", "auto", 3_000_000, "error: sae.d_sae: needs 43.8 GiB, and the largest has 24.0 GiB"),
     ],
 )  # fmt: skip

@@ -492,7 +492,10 @@ def test_an_estimate_tells_what_a_gpu_of_the_model_alone_takes(
         assert main(arguments) == EXIT_FINISHED
         return dict(answer | {"lines": capsys.readouterr().out})
 
-    apart, together = estimate("--set", "data.model_gpus=2"), estimate("--set", "data.model_gpus=0")
+    # Without ZeRO-1, a rank's weights do not depend on the number of ranks.
+    whole = "--set", "parallel.zero=false"
+    apart = estimate(*whole, "--set", "data.model_gpus=2")
+    together = estimate(*whole, "--set", "data.model_gpus=0")
     assert (apart["model_gpus"], together["model_gpus"], together["per_model_gpu"]) == (2, 0, None)
     assert apart["per_gpu"]["weights"] < together["per_gpu"]["weights"]
     assert apart["per_gpu"]["weights"] + apart["per_model_gpu"]["weights"] == together["per_gpu"]["weights"]

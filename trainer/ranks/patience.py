@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.contract.errors import JobFileError
+from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import checkpoint_bytes
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
@@ -18,7 +19,8 @@ def patience_s(job: AnyJob, world_size: int) -> float:
     if not isinstance(job, JobConfig):
         return LEAST_S
     try:
-        work = Workload(job, world_size, job.data_shape())
+        # A CPU keeps moments in fp32 by default: the larger checkpoint.
+        work = Workload(job, world_size, job.data_shape(), CPU)
     except JobFileError:  # The ranks report this error themselves.
         return LEAST_S
     return max(LEAST_S, checkpoint_bytes(work) / _WRITTEN_PER_S)

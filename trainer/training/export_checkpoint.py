@@ -196,8 +196,15 @@ def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe 
             own = stored_job(run_dir, []).replace("train", global_batch_size=position.tokens // position.step)
             of = Layout(own, 1), members(own)[label], position, d_in
             facts: dict[str, Any] = {"is_transcoder": state.d_out is not None, "n_rows": state.n_train_rows}
-            return recipe_of(*of, **facts, device=last_spec(run_dir).device)
+            return recipe_of(*of, **facts, device=_device_of(run_dir))
     return None
+
+
+def _device_of(run_dir: Path) -> str:
+    """Return the kind of device of a run's ranks; if it was trained from Python, that of this process."""
+    with contextlib.suppress(UserError):
+        return last_spec(run_dir).device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:

@@ -291,9 +291,9 @@ def test_a_row_that_is_an_outlier_at_one_hook_stays_at_the_other(
     for learner in trainer.learners.values():
         accumulate = learner.accumulate
 
-        def note(x: torch.Tensor, *rest: Any, own: Any = (learner.hook, accumulate)) -> None:
+        def note(x: torch.Tensor, *rest: Any, own: Any = (learner.hook, accumulate), **named: Any) -> None:
             seen[own[0]].append(x)
-            own[1](x, *rest)
+            own[1](x, *rest, **named)
 
         learner.accumulate = note
     trainer.run()

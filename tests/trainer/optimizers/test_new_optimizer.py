@@ -41,7 +41,7 @@ def test_it_is_a_choice_with_checked_settings_of_its_own() -> None:
 
 
 def test_its_state_is_estimated(job: JobConfig) -> None:
-    adam = job_of({"data": {"path": "x"}, "sae": {"d_sae": 64, "k": 4}})
+    adam = job_of({"data": {"path": "x"}, "sae": {"d_sae": 64, "k": 4}, "train": {"state": "fp32"}})
     assert memory.estimate(workload(job, 16)).optimizer * 2 == memory.estimate(workload(adam, 16)).optimizer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -135,15 +136,14 @@ def test_weights_that_were_replaced_are_those_of_the_next_pass() -> None:
 
 @pytest.mark.parametrize("may", [True, False])
 def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    met = threading.Barrier(4)
+    # One thread replaces the attribute of all, and one puts it back: several would put back each other's value.
+    on_gpu = threading.Barrier(4, partial(monkeypatch.setattr, torch.Tensor, "is_cuda", True), TIMEOUT_S)
+    on_cpu = threading.Barrier(4, monkeypatch.undo, TIMEOUT_S)
 
     def summed(group: LateThreads) -> tuple[int, Tensor]:
-        with monkeypatch.context() as on_gpu:
-            on_gpu.setattr(torch.Tensor, "is_cuda", True)
-            met.wait(TIMEOUT_S)
-            sae, share = share_of(group, 24)
-            met.wait(TIMEOUT_S)
-        met.wait(TIMEOUT_S)
+        on_gpu.wait()
+        sae, share = share_of(group, 24)
+        on_cpu.wait()
         share.send_early(may=may)
         ((group.index + 1) * sae.W_dec.sum() + sae.W_enc.sum()).backward()
         left = share.part_sums()
