@@ -20,6 +20,8 @@ from trainer.training.recorded_step import CudaTape, recorded
 CASES = Path(__file__).with_name("recorded_cases.py")
 
 
+# 80 s alone on an idle core.
+@pytest.mark.timeout(900)
 def test_recorded_steps_are_the_plain_ones() -> None:
     run_cases(CASES, on_cpu=True)
 
