@@ -1,1 +1,1 @@
-"""The reports of a run: metrics, progress and its log."""
+"""Reports a run: its metrics, its progress and its log."""

@@ -1,4 +1,4 @@
-"""A bounded queue of what waits to be written: one thread adds, another takes."""
+"""A bounded queue between a thread that adds items and a thread that writes them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class Backlog(Generic[T]):
-    """The newest `most` items, oldest first; `dropped` counts those lost for lack of room."""
+    """Keeps the newest `most` items, oldest first; `dropped` counts the items that were discarded."""
 
     def __init__(self, most: int) -> None:
         self.dropped = 0
         self._most = most
         self._items: deque[T] = deque()
-        # Held for microseconds, so that the thread that adds never waits for a disk.
+        # Held only for microseconds, so the adding thread never waits for a disk.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Backlog(Generic[T]):
             return [self._items.popleft() for _ in range(min(most, len(self._items)))]
 
     def put_back(self, items: list[T]) -> None:
-        """Put back, in front, the items taken last, which could not be written."""
+        """Return the items of the last `take`, which could not be written, to the front of the queue."""
         with self._lock:
             self._items.extendleft(reversed(items))
             self._trim()

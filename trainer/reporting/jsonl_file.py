@@ -1,6 +1,6 @@
-"""Progress of a run whose store is on another host: lines appended to a file that the store's owner reads.
+"""Reports the progress of a run whose store is on another host, by appending lines to a file that the host reads.
 
-SQLite's WAL needs memory that hosts do not share, and its locks cannot be trusted on a network file system.
+SQLite cannot be used: its WAL needs shared memory, and its locks are unreliable on network file systems.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.reporting.progress import Wanted
 
 
 class FileRequests:
-    """Requests to a run, made by files in its attempt's folder."""
+    """Reads requests to a run from files in the folder of its attempt."""
 
     def __init__(self, stop_file: Path, finish_file: Path) -> None:
         self._stop_file, self._finish_file = stop_file, finish_file
@@ -28,7 +28,7 @@ class FileRequests:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Return what changes when a file is written again; () without a file."""
+    """Return a value that changes whenever the file is written; () without a file."""
     try:
         status = file.stat()
     except OSError:
@@ -37,7 +37,10 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 class LineFile:
-    """Appends a line for every flush; the first one carries `rewind`, where a resumed run cuts back its history."""
+    """Appends a line for every flush. The first line contains `rewind`, the point where a resumed run continues.
+
+    The reader deletes the history after this point.
+    """
 
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
         self._path, self._rewind, self._cut = path, rewind, False
@@ -47,24 +50,24 @@ class LineFile:
         self._rewind = None
 
     def mend(self) -> str:
-        """Return "": damage is dealt with by the reader of the file, which keeps what was in it."""
+        """Return "", since the reader of the file handles damage and keeps the lines that it has read."""
         return ""
 
     def give_up_corrupt(self) -> str:
         return ""
 
     def let_go(self) -> None:
-        """Do nothing, since the file is opened for every line."""
+        """Do nothing, since every write opens and closes the file."""
 
     def close(self) -> None:
-        """Write the `rewind` of a run that had nothing else to write."""
+        """Write `rewind` if the run has written no line yet."""
         if self._rewind:
             self.write((), None, ())
 
     def _append(self, line: bytes) -> None:
-        """Append a line in one write; raise `OSError` if only a part of it was written.
+        """Append a line in one write; raise `OSError` if it is incomplete, for example because the disk is full.
 
-        Such a part, which a full disk has cut, is ended by a newline before the next line.
+        The next call ends an incomplete line with a newline first.
         """
         descriptor = open_private(self._path, os.O_APPEND)
         try:

@@ -1,4 +1,4 @@
-"""Writes `metrics.db` during a run: opens it when possible, and makes a new file if it is gone or damaged."""
+"""Writes `metrics.db` during a run, and starts a new file if the current one is deleted, replaced or damaged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.rows import Event
 
 
 class SeriesFile:
-    """A store at `path`; `mended` says what happened to the file that was there before."""
+    """A metrics store at `path` that is opened at the first write and replaced if it is lost."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -21,7 +21,7 @@ class SeriesFile:
         self._touched: tuple[int, int] | None = None
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
-        """Write one flush, whole or not at all; raise `StoreError`."""
+        """Write one flush in a single transaction; raise `StoreError` if that fails."""
         if self._writer is None:
             self._writer = SeriesWriter(self.path)
             self._identity = file_identity(self.path)
@@ -29,10 +29,10 @@ class SeriesFile:
         self._touched = _stamp(self.path)
 
     def mend(self) -> str:
-        """Set a lost or damaged file aside, so that the next write makes a new one, and return why; "" if all is well.
+        """Set a lost or damaged file aside, so that the next write creates a new one; return the reason, else "".
 
-        SQLite itself would go on writing into a file that was deleted, and into a damaged one as long as it has all the
-        pages that it needs in memory.
+        SQLite itself would continue to write to a deleted file, and to a damaged one while it has the needed pages in
+        memory.
         """
         if self._identity is None:
             return ""
@@ -41,7 +41,7 @@ class SeriesFile:
             return self._give_up("was deleted", "deleted")
         if identity != self._identity:
             return self._give_up("was replaced", "replaced")
-        # Nobody else writes to it.
+        # No other process should write to the file, so check it if it has changed.
         if self._touched is not None and _stamp(self.path) != self._touched:
             try:
                 check_whole(self.path, "metrics")
@@ -51,24 +51,24 @@ class SeriesFile:
         return ""
 
     def give_up_corrupt(self) -> str:
-        """Set the file aside after `StoreCorrupt`, and return why; the next write makes a new one."""
+        """Set the file aside after `StoreCorrupt` and return the reason; the next write creates a new file."""
         return self._give_up("was damaged", "corrupt")
 
     def let_go(self) -> None:
-        """Close without waiting; the next write opens the file again."""
+        """Close without waiting for locks; the next write opens the file again."""
         if self._writer:
             self._writer.abandon()
         self._writer = None
 
     def close(self) -> None:
-        """Close, with everything in the one file and no write-ahead log."""
+        """Close after moving the write-ahead log into the file."""
         if self._writer:
             self._writer.close()
         self._writer = None
 
     def _give_up(self, what: str, word: str) -> str:
-        # Set aside before it is closed: under the old name, closing the last connection would put the log into a file
-        # that it does not belong to.
+        # Rename before closing: closing the last connection writes the log into the file that now has the old name,
+        # which may be a different one.
         aside = set_aside(self.path, word)
         self.let_go()
         self._identity = self._touched = None
@@ -76,7 +76,7 @@ class SeriesFile:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return size and modification time (ns) of a file, which change when somebody writes to it; None without one."""
+    """Return the size and modification time (ns) of a file, to detect writes; None without a file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Hands a run's metrics also to other tools, each by a thread of its own: what fails there is told once, and left."""
+"""Sends a run's metrics to other tools too, with a thread per tool. A tool that fails is reported once and dropped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer.reporting.mirrors.base import Mirror, MirroredRun, mirrored_run
 from trainer.reporting.progress import MOST_ROWS, Progress
 
 HAND_OVER_S = 2.0
-# What the end of a run may be delayed by a tool that still uploads.
+# How long a tool that is still uploading may delay the end of a run.
 CLOSE_S = 20.0
 # Takes a message and its level.
 Tell = Callable[[str, str], None]
 
 
 class MirroredProgress(Progress):
-    """Hands over all that is reported to `stored`, and the metrics to mirrors too."""
+    """Passes all reports to `stored`, and sends the metrics to the mirrors too."""
 
     def __init__(self, stored: Progress, mirrors: Sequence[MirrorThread]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class MirroredProgress(Progress):
         self._stored.settle()
 
     def close(self) -> None:
-        """Write what is left; take `CLOSE_S` longer at most than the store."""
+        """Write the remaining reports; take at most `CLOSE_S` longer than the store."""
         until = time.monotonic() + CLOSE_S
         for mirror in self._mirrors:
             mirror.end()
@@ -61,7 +61,7 @@ class MirroredProgress(Progress):
 
 
 def with_mirrors(progress: Progress, job: JobConfig, folder: Path, first_step: int) -> Progress:
-    """Return a progress that feeds the mirrors that the job asks for too; the same where it asks for none."""
+    """Return a progress that also sends metrics to the job's mirrors; `progress` itself if the job has none."""
 
     def tell(message: str, level: str) -> None:
         progress.event("mirror", message, level)
@@ -77,9 +77,9 @@ def with_mirrors(progress: Progress, job: JobConfig, folder: Path, first_step: i
 
 
 class MirrorThread:
-    """A thread that begins a mirror of a run with the first rows, and hands it all rows.
+    """A thread that opens a mirror of a run once the first rows arrive, and sends it all rows.
 
-    With the first rows, since before them the main thread imports what the mirror's library imports too.
+    Before the first rows, the main thread may still be importing modules that the mirror's library imports too.
     """
 
     def __init__(self, name: str, run: MirroredRun, tell: Tell) -> None:
@@ -98,7 +98,7 @@ class MirrorThread:
         self._is_over.set()
 
     def wait(self, until: float) -> None:
-        """Wait until everything is handed over and the mirror has ended, up to a time of the monotonic clock."""
+        """Wait until all rows are sent and the mirror is closed, at most until a time of the monotonic clock."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._tell(
@@ -131,14 +131,14 @@ class MirrorThread:
 
 
 class Dealer:
-    """Deals rows out to the SAEs of a run, whose `labels` are "" alone without a sweep."""
+    """Groups rows by SAE. A run without a sweep has one SAE with the label ""."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = labels
         self._of_saes: set[str] = set()
 
     def out(self, rows: Iterable[Row]) -> dict[tuple[str, int], dict[str, float]]:
-        """Return the values of each SAE at each step, by its label and the step; those of the whole run go to each."""
+        """Return the values by label and step; values of the whole run are added to every SAE."""
         values: dict[tuple[str, int], dict[str, float]] = {}
         for row in rows:
             name, _, label = row.name.partition("@")
@@ -150,5 +150,5 @@ class Dealer:
         if label:
             self._of_saes.add(name)
             return [label]
-        # The first SAE's values are there once more, without its label.
+        # In a sweep, the values of the first SAE come a second time without its label.
         return [] if name in self._of_saes else self._labels

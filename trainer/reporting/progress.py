@@ -1,7 +1,7 @@
-"""Reports a run to its store, and reads requests to stop: by one thread on rank 0.
+"""Reports a run to its store and reads requests to stop, in a thread of rank 0.
 
-Training hands over immutable rows and goes on. While the store is locked, full or gone they wait here; rows beyond the
-room are lost, but never a step.
+Training never waits for the store: it queues immutable rows and continues. While the store is locked, full or missing,
+the rows stay in memory; if the queue overflows, the oldest rows are lost.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from trainer.reporting.backlog import Backlog
 from trainer.reporting.metrics_file import SeriesFile
 
 FLUSH_S = 0.5
-# A store that could not be used is tried again so much later.
+# The time until a failed write to the store is retried.
 RETRY_S = 1.0
-# The longest that a save waits for its rows to be stored.
+# The longest time that a save waits until its rows are stored.
 SETTLE_S = 1.0
-# 15 MB: half an hour of a run that logs 50 rows a second.
+# 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
-# In one transaction, so that an attempt in vain costs little and others get their turn.
+# Rows per transaction: few enough that a failed attempt costs little and other writers get their turn.
 ROWS_AT_ONCE = 5000
 
 
 class Wanted(NamedTuple):
-    """What a run is asked for: to stop (or pause), and to cool down and finish early.
+    """The open requests to a run: to stop (or pause), and to cool down and finish early.
 
-    `stop` identifies the newest request to stop, so that another one is seen; it is empty where there is none.
+    `stop` identifies the newest stop request, so that a further request can be detected; it is empty without one.
     """
 
     stop: frozenset[str] | tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
 
 
 class Requests:
-    """Requests to a launched job, read from the control store without ever writing to it."""
+    """Reads the requests to a launched job from the control store, which is opened read-only."""
 
     def __init__(self, control_db: Path, job_id: int) -> None:
         self._job_id = job_id
@@ -57,7 +57,7 @@ class Requests:
         self._wanted = Wanted()
 
     def wanted(self) -> Wanted:
-        """Return what the job is asked for; as last known where the store cannot be read now."""
+        """Return the open requests; if the store cannot be read now, the last known ones."""
         with contextlib.suppress(UserError):
             self._follower.poll(self._read)
         return self._wanted
@@ -68,32 +68,32 @@ class Requests:
 
 
 class Progress:
-    """Progress of every rank but 0: it only remembers where the run is."""
+    """Remembers the phase and step of the run. Ranks other than 0 report nothing else."""
 
     def __init__(self) -> None:
         self.place = ("starting", 0)
 
     def rows(self, rows: Iterable[Row]) -> None:
-        """Hand over values of metrics."""
+        """Queue metric values for the store."""
 
     def beat(self, phase: str, step: int, tokens: int) -> None:
-        """Record where the run is; called at every step, so it costs next to nothing."""
+        """Record the phase, step and tokens of the run; cheap, since every step calls it."""
         self.place = (phase, step)
 
     def shorten(self, total_steps: int) -> None:
-        """Set the number of steps after which the run now ends."""
+        """Set a new total number of steps, for a run that ends early."""
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
-        """Hand over an event for the job's history."""
+        """Queue an event for the job's history."""
 
     def settle(self) -> None:
-        """Wait before a save until rows are stored.
+        """Wait until the queued rows are stored; call this before a save.
 
-        Those of steps that are never trained again would otherwise be lost with the process.
+        A resumed run does not repeat the steps before the save. Without the wait, a crash would lose their rows.
         """
 
     def close(self) -> None:
-        """Write what is left; take 5 s at most."""
+        """Write the remaining reports within 5 s."""
 
 
 class AnyRequests(Protocol):
@@ -101,12 +101,12 @@ class AnyRequests(Protocol):
 
 
 class Store(Protocol):
-    """A store of rows; any call may raise, and the same rows then come again."""
+    """A store of rows. Any call may raise; the same rows are then written again."""
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 
     def mend(self) -> str:
-        """Return what happened to the file that was there before, if it was lost; else ""."""
+        """Return what happened to the store's file if it was lost; else ""."""
         ...
 
     def give_up_corrupt(self) -> str: ...
@@ -117,7 +117,7 @@ class Store(Protocol):
 
 
 class StoredProgress(Progress):
-    """Writes every half second to `metrics.db`, or to another store, and looks for requests."""
+    """Writes to `metrics.db` or another store every half second, and polls for requests."""
 
     def __init__(
         self,
@@ -128,9 +128,9 @@ class StoredProgress(Progress):
         finish: threading.Event | None = None,
         sign: Path | None = None,
     ) -> None:
-        """Begin to report to a store; `sign` is a file to touch if steps are made but cannot be stored.
+        """Start the thread that writes to a store; it touches the file `sign` if steps are taken but cannot be stored.
 
-        Without a sign, the supervisor would take the run for one that hangs, and end it.
+        Otherwise the supervisor would believe that the run hangs, and end it.
         """
         super().__init__()
         self._total_steps = total_steps
@@ -164,7 +164,7 @@ class StoredProgress(Progress):
         self._events.add([Event(timestamp=time.time(), level=level, kind=kind, message=message)])
 
     def settle(self) -> None:
-        """Have what was handed over written now; wait `SETTLE_S` at most, and not at all while the store fails."""
+        """Write the queued rows now; wait at most `SETTLE_S`, and not at all while the store fails."""
         if self._outage:
             return
         written = threading.Event()
@@ -181,7 +181,7 @@ class StoredProgress(Progress):
         while not self._closed.is_set():
             self._wake.wait(FLUSH_S)
             self._wake.clear()
-            # Only those that wait now: one that comes during the write may have handed over more.
+            # Release only callers that were waiting before the write; later callers may have queued more rows.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._tick()
             for written in waiting:
@@ -191,11 +191,11 @@ class StoredProgress(Progress):
             self._store.close()
 
     def _tick(self, *, is_last: bool = False) -> None:
-        # No error here may reach the training.
+        # Errors here must not reach the training loop.
         with contextlib.suppress(Exception):
             wanted = self._requests.wanted() if self._requests else Wanted()
             if wanted.stop and wanted.stop != self._seen_stop:
-                # Once for each request: a run clears the event to see the next one.
+                # Set the event once per request: the final writes clear it to detect a further request.
                 self._seen_stop = wanted.stop
                 self._stop.set()
             if wanted.finish:
@@ -211,12 +211,12 @@ class StoredProgress(Progress):
             _say(f"{len(self._rows)} rows of metrics could not be stored")
 
     def _flush(self) -> None:
-        """Write everything that waits, and report an outage that has just ended."""
+        """Write all queued rows and events; report an outage that has just ended."""
         if lost := self._store.mend():
             self._tell_lost(lost)
         if not (self._rows or self._events or self._heartbeat is not self._written):
             return
-        # A fixed number of times, since training hands over ever more.
+        # The number of writes is fixed in advance, since training keeps adding rows.
         for _ in range(1 + len(self._rows) // ROWS_AT_ONCE):
             self._write_some()
         if self._outage:
@@ -228,7 +228,7 @@ class StoredProgress(Progress):
 
     def _write_some(self) -> None:
         rows, events = self._rows.take(ROWS_AT_ONCE), self._events.take(MOST_EVENTS)
-        # Read last, so that it is never behind the rows.
+        # Read after the rows, so that the heartbeat is never older than they are.
         heartbeat = self._heartbeat
         beat = msgspec.structs.replace(heartbeat, dropped=self._rows.dropped) if heartbeat else None
         try:
@@ -244,7 +244,7 @@ class StoredProgress(Progress):
             if isinstance(error, StoreCorrupt):
                 self._tell_lost(self._store.give_up_corrupt())
                 return
-        # A connection that has seen a failing disk is not trusted again.
+        # Do not reuse a connection after a disk error.
         self._store.let_go()
         if self._outage is None:
             self._outage = Outage(error, since)
@@ -264,20 +264,20 @@ class StoredProgress(Progress):
 
 
 class Outage:
-    """A time in which the store could not be written to."""
+    """A period in which the store could not be written."""
 
     def __init__(self, error: Exception, since: float) -> None:
         self.retry_at = 0.0
         self._error, self._since = error, since
 
     def sentence(self, lost: int) -> str:
-        """Return a report of the outage, once it is over; `lost` is the number of rows that were dropped."""
+        """Return a message about the outage, which is over; `lost` is the number of rows that were dropped."""
         what = f"{lost:,} rows were lost" if lost else "no rows were lost"
         return f"metrics could not be stored for {time.monotonic() - self._since:.0f} s; {what} ({self._error})"
 
 
 def _say(line: str) -> None:
-    # Imported here, since it imports torch, which is loaded after this thread has started.
+    # Imported late because it imports torch, which loads while this thread already runs.
     from trainer.reporting import rank_log
 
     rank_log.say(line)

@@ -1,4 +1,4 @@
-"""The log of a rank: one line at the start, one per log interval, one for each save."""
+"""Writes the log of a rank: one line at the start, one per log interval, one for each save."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainer.contract.settings.series import LOSS, LR, held_out_metrics, log_wor
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 
-# Per thread: `is_on` where another thread of its process writes the log.
+# `muted.is_on` is true in threads that must not log because another thread of the process does.
 muted = threading.local()
 
 
 def say(line: str) -> None:
-    """Write a line to stdout, which is the log of a rank; ignore a log that cannot be written.
+    """Write a line to stdout, the log of a rank; ignore write errors.
 
-    Under torchrun stdout is a terminal, and a line may hold names that others chose: control characters are replaced.
+    Control characters are replaced: under torchrun stdout is a terminal, and names in a line may come from other users.
     """
     if getattr(muted, "is_on", False):
         return
@@ -36,7 +36,7 @@ def say(line: str) -> None:
 def opening(
     parallel: Parallel, source: Source, sae: Sae, total_steps: int, tokens_per_step: int, label: str = ""
 ) -> str:
-    """Return the first line of a log: rank, device, versions, the sizes of the SAE and the data."""
+    """Return the first line of a log: rank, device, torch version, and the sizes of the SAE, the run and the data."""
     parameters = sum(parameter.numel() for parameter in sae.parameters())
     return ", ".join(
         (
@@ -55,7 +55,7 @@ def opening(
 
 
 def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float, label: str = "") -> str:
-    """Return the line of a log interval; only those of `values` that have a place in the line are shown."""
+    """Return the line of a log interval with the loss, the result metrics and the learning rate from `values`."""
     in_order = {"loss": LOSS, **result_metrics(), "lr": LR}
     shown = [
         f"{series.short or (title_of(name) if name in held_out_metrics() else name)} {log_words(values[name], series)}"

@@ -1,4 +1,4 @@
-"""Reports what a run has measured: rows for the store, lines for the log."""
+"""Reports the measurements of a run as rows for the store and lines for the log."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from trainer.reporting.progress import Progress
 
 
 class Report:
-    """The newest values of every SAE of a run, by its label, which is "" without a sweep.
+    """Keeps and reports the newest values of every SAE by label; without a sweep, the only label is "".
 
-    A sweep's rows are named like `fvu@k=16`; those of its first SAE are also stored without a label, as the run's own.
+    A sweep's rows have names like `fvu@k=16`. The rows of its first SAE are also stored without a label and stand for
+    the run.
     """
 
     def __init__(
@@ -33,19 +34,19 @@ class Report:
         self._expected_step_s = expected_step_s
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
         self._rate = 0.0
-        # The hooks of which it was told that they have outliers.
+        # Hooks whose outliers have been reported.
         self._told_outliers: set[str] = set()
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
-        """Record the speed of the run and, from `totals`, of every rank."""
+        """Record the speed of the run and, from `totals`, the speed of every rank."""
         self._rate = values["tokens_per_s"]
         self._rows(step, values)
         for name in PER_RANK:
             self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
 
     def compare(self, step: int, step_ms: float) -> None:
-        """Report, once, the step time that the cost model expected beside the measured one, in ms."""
+        """Report once the measured step time in ms and the step time that the cost model expected."""
         if self._expected_step_s is None:
             return
         expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
@@ -55,9 +56,9 @@ class Report:
         rank_log.say(message)
 
     def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
-        """Record which shares of the rows so far were left out; report outliers where the sample had none.
+        """Record the shares of rows left out so far; report outliers unless they were reported before.
 
-        Where there are several hooks, it is the share at one of them, whose SAEs have these labels.
+        With several hooks, the shares are those at `hook`, and `labels` are the SAEs of this hook.
         """
         n_seen = max(1, found.n_seen)
         for label in labels:
@@ -65,7 +66,7 @@ class Report:
         self._tell_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
 
     def sampled(self, found: LeftOut, n_zero: int, times: float, hook: str = "") -> None:
-        """Report what is wrong with the rows of a first sample at a hook."""
+        """Report outliers and zero rows in the first sample of a hook."""
         n_seen = max(1, found.n_seen)
         of_rows = f"a sample of {n_seen:,} rows{_at(hook)}"
         self._tell_outliers(found.outliers / n_seen, of_rows, times, hook)
@@ -75,29 +76,29 @@ class Report:
             self.log("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
 
     def held_out(self, n_rows: int, hold_out: str, n_texts: int, asked: str) -> None:
-        """Report how many rows are held out, and how they were chosen, since `asked` may be "auto"."""
+        """Report how many rows are held out and how they were chosen; the setting `asked` may be "auto"."""
         if not n_rows:
             return
         self.log("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
 
     def copies(self, sentence: str, hook: str = "") -> None:
-        """Report the sentence that held-out rows are also among the training rows; "" if they are not."""
+        """Warn that held-out rows are also training rows; `sentence` is "" if they are not."""
         if sentence:
             self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 
     def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
-        """Report which held-out rows of a hook all measurements leave out."""
+        """Report how many held-out rows of a hook are left out of all measurements, and why."""
         reasons = {"not finite": found.not_finite, "of enormous norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
             self.log("heldout_rows", f"all measurements on {of_rows} leave out {join_words(counted)}")
 
     def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
-        """Report which dimensions of a hook hold most of the variance."""
+        """Warn about the few dimensions of a hook that hold most of the variance."""
         self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}; {found.remedy}")
 
     def scaled(self, sentence: str, hook: str = "") -> None:
-        """Report the sentence on the dimensions of a hook that are left out or scaled down, if any."""
+        """Report which dimensions of a hook are left out or scaled down; `sentence` is "" if there are none."""
         if sentence:
             self.log("dimensions", f"{sentence}{_at(hook)}: this run's FVU is measured after that")
 
@@ -109,16 +110,16 @@ class Report:
         self.warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
 
     def warn(self, kind: str, message: str) -> None:
-        """Record a warning of the whole run, and log it."""
+        """Record and log a warning about the whole run."""
         self.log(kind, message, "warning")
 
     def log(self, kind: str, message: str, level: str = "info") -> None:
-        """Record an event of the whole run, and log it."""
+        """Record and log an event of the whole run."""
         self.event(kind, message, level=level)
         rank_log.say(message)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
-        """Take in the values of a log interval, by label."""
+        """Store the values of a log interval, by label."""
         for label, fresh in values.items():
             self.values[label] |= fresh
 
@@ -142,12 +143,12 @@ class Report:
                 rank_log.say("  ".join([f"step {step}", *([label] if label else []), shown]))
 
     def how_far(self, step: int, best: Best | None, passes: float | None) -> None:
-        """Record how often the training rows were read, and when the held-out FVU was lowest."""
+        """Record the number of passes over the training rows, and the step with the lowest held-out FVU."""
         of_best = {BEST_STEP: best.step, BEST_FVU: best.fvu} if best else {}
         self._rows(step, of_best | ({} if passes is None else {PASSES: passes}))
 
     def overfitting(self, message: str) -> None:
-        """Warn that an SAE is clearly better on its training rows than on others."""
+        """Warn that an SAE is clearly better on its training rows than on held-out rows."""
         self.warn(OVERFITTING, message)
 
     def event(self, kind: str, message: str, label: str = "", level: str = "") -> None:
@@ -156,16 +157,16 @@ class Report:
         if self._is_main:
             self._progress.event(kind, labelled, level)
         elif label:
-            # Events of the whole run, without a label, are recorded by rank 0 itself.
+            # Rank 0 records the events of the whole run, which have no label.
             self._untold.setdefault(label, []).append((kind, labelled, level))
 
     def take_events(self) -> dict[str, list[tuple[str, str, str]]]:
-        """Remove and return, by label, the events since the last call of SAEs that only this rank has."""
+        """Return the events of this rank's SAEs since the last call, by label; empty on rank 0."""
         taken, self._untold = self._untold, {}
         return taken
 
     def deliver(self, events: Mapping[str, Iterable[tuple[str, str, str]]]) -> None:
-        """Record the events of other ranks' SAEs, by label; on rank 0 only."""
+        """Record the events of other ranks' SAEs, by label; do nothing on ranks other than 0."""
         if not self._is_main:
             return
         for of_label in events.values():
@@ -173,7 +174,7 @@ class Report:
                 self._progress.event(kind, message, level)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the run's SAEs; None before it was measured."""
+        """Return the mean of a metric over the run's SAEs; None if it has not been measured yet."""
         measured = [values[name] for values in self.values.values() if name in values]
         return statistics.fmean(measured) if measured else None
 

@@ -1,1 +1,1 @@
-"""Other tools that a run's metrics are mirrored to: a file for each."""
+"""Mirrors of a run's metrics in other tools, one module per tool."""

@@ -1,4 +1,4 @@
-"""What a mirror is: a run in another tool, which shows this run's metrics."""
+"""The interface of a mirror, which shows a run's metrics in another tool."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainer.contract.files import open_plain, write_own
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, to_table
 
-# What the runs of this program are gathered under where a tool gathers runs.
+# The project name for tools that group runs by project.
 PROJECT = "sae-tui"
 _ID = re.compile("[0-9a-f]{8}")
 
 
 class MirroredRun(msgspec.Struct, frozen=True):
-    """What a mirror must know of a run: its folder and name, an id that stays when it is resumed, and where it begins.
+    """The run to mirror; `id` stays the same when it is resumed, and `first_step` is 0 unless it is resumed.
 
-    `settings` has the complete table of the job of every SAE, by its label, which is "" without a sweep.
+    `settings` has the complete job table of every SAE by label; without a sweep, the only label is "".
     """
 
     folder: Path
@@ -34,38 +34,38 @@ class MirroredRun(msgspec.Struct, frozen=True):
 
 
 class Mirror(ABC):
-    """A run in another tool; used by one thread, and any call may raise."""
+    """A run in another tool. A single thread uses it, and any call may raise."""
 
     @abstractmethod
     def __init__(self, run: MirroredRun) -> None:
-        """Begin the run in the other tool, or go on with it where it is there."""
+        """Create the run in the other tool, or continue it if it exists."""
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where the user finds it, in words."""
+        """The place where the user finds the metrics, for messages."""
 
     @abstractmethod
     def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        """Hand over the values of an SAE at a step."""
+        """Send the values of an SAE at a step."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Have what was handed over be seen by readers."""
+        """Make all values sent so far visible to readers."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the run in the other tool; it may be resumed."""
+        """End the run in the other tool; it may be continued later."""
 
 
 def mirrored_run(job: JobConfig, folder: Path, first_step: int) -> MirroredRun:
-    """Return what mirrors must know of the run in a folder, where its id is kept."""
+    """Return the run to mirror; its id is stored in `folder`."""
     settings = {label: to_table(member) for label, member in members(job).items()}
     return MirroredRun(folder, job.name, _id_of(folder / "mirror.id"), first_step, settings)
 
 
 def _id_of(file: Path) -> str:
-    """Read the id of a run, or choose one where there is none yet."""
+    """Return the run's id from a file; create the file with a random id if it has none."""
     try:
         with open_plain(file) as stream:
             known = stream.read(100).decode(errors="replace").strip()

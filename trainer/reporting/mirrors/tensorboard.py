@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, a folder for each SAE of a sweep."""
+"""Mirrors a run to TensorBoard: event files in the run's folder, with a subfolder for each SAE of a sweep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADLINE = "held out"
 
 
 class TensorBoard(Mirror):
-    """Writes event files, which `tensorboard --logdir` reads while they grow."""
+    """Writes event files, which `tensorboard --logdir` can read during the run."""
 
     def __init__(self, run: MirroredRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -23,7 +23,7 @@ class TensorBoard(Mirror):
         self._folder = run.folder / "tensorboard"
         refuse_link(self._folder)
         private_folder(self._folder)
-        # What an earlier attempt wrote of steps that are trained again is dropped.
+        # Drop the values that an earlier attempt wrote for steps that are now trained again.
         purge = run.first_step + 1 if run.first_step else None
         self._writers = {
             label: SummaryWriter(str(self._folder / _as_folder(label)), purge_step=purge) for label in run.settings
@@ -52,10 +52,10 @@ class TensorBoard(Mirror):
 
 
 def _pair(name: str) -> list[Any]:
-    """Return a chart with a metric on held-out rows and on batches."""
+    """Return a chart that shows a metric on held-out rows and on training batches."""
     return ["Multiline", [held_out(name), name]]
 
 
 def _as_folder(label: str) -> str:
-    """Return the name of an SAE's folder; "." without a sweep, whose run is that of the whole folder."""
+    """Return the name of an SAE's subfolder; "." without a sweep."""
     return re.sub(r"[^\w.,=+-]", "_", label) or "."

@@ -1,4 +1,4 @@
-"""Trackio: one run in the project of this program, the SAEs of a sweep by the groups of their metrics."""
+"""Mirrors a run to Trackio as one run; the metrics of a sweep are grouped by SAE."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from trainer.reporting.mirrors.base import PROJECT, Mirror, MirroredRun
 
 
 class Trackio(Mirror):
-    """Stores locally, in TRACKIO_DIR or Hugging Face's cache, and uploads only where TRACKIO_SPACE_ID says so.
+    """Stores metrics locally, in TRACKIO_DIR or the Hugging Face cache; uploads them only if TRACKIO_SPACE_ID is set.
 
-    A run is found again by its name, which ends with its id. Steps that a resumed run trains again are in it twice.
+    A resumed run is found by its name, which ends with its id. Steps that it trains again are stored twice.
     """
 
     def __init__(self, run: MirroredRun) -> None:
@@ -34,7 +34,7 @@ class Trackio(Mirror):
         self._run.log({f"{label}/{name}" if label else name: value for name, value in values.items()}, step=step)
 
     def flush(self) -> None:
-        """Do nothing: a thread of Trackio writes the values."""
+        """Do nothing, since a thread of Trackio writes the values."""
 
     def close(self) -> None:
         self._run.finish()

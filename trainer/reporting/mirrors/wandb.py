@@ -1,4 +1,4 @@
-"""Weights & Biases: a run for each SAE, in a group named like the job."""
+"""Mirrors a run to Weights & Biases: one W&B run for each SAE; the runs of a sweep form a group."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trainer.reporting.mirrors.base import PROJECT, Mirror, MirroredRun
 
 
 class WandB(Mirror):
-    """Uploads where the user is logged in, and else writes files that `wandb sync` uploads.
+    """Uploads metrics if the user is logged in; otherwise writes files for `wandb sync`.
 
-    WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY and the like hold. Of steps that a resumed run trains again W&B keeps the
-    values that it has.
+    WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY and similar variables apply. If a resumed run trains steps again, W&B keeps
+    their first values.
     """
 
     def __init__(self, run: MirroredRun) -> None:
         import wandb
 
-        # Where W&B writes below the folder that it is told.
+        # W&B writes to this subfolder of `dir`.
         self._folder = run.folder / "wandb"
         refuse_link(self._folder)
         private_folder(self._folder)
-        # The log of a rank stays as it is, and nothing is told of the machine or the code.
+        # Do not capture the rank's log, and do not upload anything about the machine or the code.
         settings = wandb.Settings(
             console="off",
             silent=True,
@@ -48,7 +48,7 @@ class WandB(Mirror):
                 dir=str(run.folder),
                 mode=mode,
                 resume="allow",
-                # Several at a time.
+                # Several runs are open at the same time.
                 reinit="create_new",
                 settings=settings,
             )
@@ -67,7 +67,7 @@ class WandB(Mirror):
         self._runs[label].log(dict(values), step=step)
 
     def flush(self) -> None:
-        """Do nothing: a process of W&B has the values."""
+        """Do nothing, since W&B's own process sends the values."""
 
     def close(self) -> None:
         for run in self._runs.values():
@@ -75,22 +75,22 @@ class WandB(Mirror):
 
 
 def _put_first(run: Any) -> None:
-    """Have W&B show held-out values in the summary of a run; values of batches are shown as curves only."""
+    """Show held-out values in the summary of a W&B run, and values of training batches only as curves."""
     for name in held_out_metrics():
         run.define_metric(held_out(name), summary="last")
         run.define_metric(name, summary="none")
 
 
 def _mode() -> Literal["offline"] | None:
-    """Return None, so that W&B's own settings hold, where the user has chosen a mode or is logged in; else "offline".
+    """Return None, which leaves the choice to W&B, if WANDB_MODE forbids uploads or a key is known; else "offline".
 
-    W&B would ask for a key on a terminal.
+    Otherwise W&B would ask for a key on the terminal.
     """
     import wandb
 
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return None
     with contextlib.suppress(TypeError):
-        # Before `prompt` was there it could ask.
+        # W&B versions without `prompt` might ask for a key here.
         return None if wandb.login(prompt=False, verify=False) else "offline"
     return None if os.environ.get("WANDB_API_KEY") else "offline"
