@@ -1,1 +1,1 @@
-"""Folders of weights on disk: checkpoints to resume from, SAEs for other tools."""
+"""Writes weights to disk: checkpoints to resume from, and folders of SAEs."""

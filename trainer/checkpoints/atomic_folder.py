@@ -1,4 +1,4 @@
-"""Folders of tensors and JSON that appear whole or not at all, even when the disk fills or the power fails."""
+"""Writes folders of tensors and JSON atomically, even if the disk is full or the power fails."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoRoomError(UserError):
-    """The disk is full, or a quota is used up: the same write may succeed later."""
+    """The disk is full or a quota is exhausted, so the same write may succeed later."""
 
 
 @contextlib.contextmanager
 def fill_folder(folder: Path, last: str) -> Iterator[Path]:
-    """Give the context a temporary folder beside `folder` that becomes it once it is complete and on the disk.
+    """Yield a temporary folder next to `folder`; after the context, sync it to disk and rename it to `folder`.
 
-    Where `folder` is there already, the new files take the place of those of the same name one by one, `last` as the
-    last of them, and whatever else is in it stays. Raise `UserError` where the disk does not take it, and for a link.
+    If `folder` exists, the new files replace files of the same name one by one, the file `last` at the end; other files
+    stay. Raise `UserError` if writing fails, or if `folder` is a symbolic link.
     """
     try:
         refuse_link(folder)
         private_folder(folder.parent)
         clear_cut_off_folders(folder.parent, re.escape(folder.name))
-        # While it is written nobody else may put anything into it.
+        # Other users must not be able to add files while the folder is written.
         temporary = temporary_name(folder)
         temporary.mkdir(mode=0o700)
     except OSError as error:
         raise _write_error(folder, error) from error
     except UserError as error:
-        # A missing parent that a full disk refuses: the cause is in the context.
+        # If a full disk prevented the creation of a parent folder, the original OSError is the context.
         if isinstance(cause := error.__context__, OSError) and cause.errno in _NO_ROOM:
             raise _write_error(folder, cause) from error
         raise
@@ -61,12 +61,12 @@ def fill_folder(folder: Path, last: str) -> Iterator[Path]:
 
 
 def temporary_name(folder: Path) -> Path:
-    """Return the path of a hidden folder beside `folder` that nobody can guess."""
+    """Return an unpredictable path for a hidden folder next to `folder`."""
     return folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.new")
 
 
 def clear_cut_off_folders(parent: Path, names: str) -> None:
-    """Remove temporary folders of killed processes; `names` is a regular expression of the names they were to get."""
+    """Remove temporary folders of killed processes; `names` is a regular expression that matches the final names."""
     temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
     for entry in parent.glob(".*.new"):
         if temporary.fullmatch(entry.name):
@@ -74,9 +74,9 @@ def clear_cut_off_folders(parent: Path, names: str) -> None:
 
 
 def _place(temporary: Path, folder: Path, last: str) -> None:
-    """Rename a temporary folder to `folder`, or replace the files of that one by one if it exists.
+    """Rename a temporary folder to `folder`; if that exists, replace its files one by one.
 
-    rename(2) cannot replace a folder that holds something.
+    rename(2) cannot replace a folder that is not empty.
     """
     mode = file_mode(folder.parent)
     files = sorted(temporary.iterdir(), key=lambda file: file.name == last)
@@ -97,13 +97,13 @@ def _place(temporary: Path, folder: Path, last: str) -> None:
 def _write_error(folder: Path, error: Exception) -> UserError:
     if isinstance(error, OSError):
         return not_written(folder, error.strerror or str(error), error.errno)
-    # safetensors gives the number in the message only.
+    # safetensors reports the errno only in its message.
     number = _IN_WORDS.search(str(error))
     return not_written(folder, str(error), int(number[1]) if number else None)
 
 
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
-    """Return an error that says what to do; `number` is the errno."""
+    """Return an error whose message includes a remedy; `number` is the errno."""
     cure, kind = "free some space on its disk", UserError
     if number in _NO_ROOM:
         kind = NoRoomError
@@ -115,7 +115,10 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that a user may still write there, as the file system says; `folder` need not exist yet."""
+    """Return the bytes that the user may still write to the file system of `folder`, which need not exist yet.
+
+    The result is `sys.maxsize` if the file system does not report it.
+    """
     try:
         _, free = free_disk(folder)
     except OSError:
@@ -124,18 +127,18 @@ def free_bytes(folder: Path) -> int:
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, which is on the disk on return."""
+    """Write a safetensors file and sync it to disk."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
     sync(file)
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write a JSON file, which is on the disk on return."""
+    """Write a JSON file and sync it to disk."""
     write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a folder, on the disk."""
+    """Sync a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

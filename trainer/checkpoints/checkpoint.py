@@ -1,4 +1,4 @@
-"""Checkpoints: a folder `step-00000500` of safetensors and JSON with a manifest of sizes and sums."""
+"""Writes and loads checkpoints: folders like `step-00000500` of safetensors and JSON, with a manifest of checksums."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.wording import distinct_sizes
 
-# Bytes on the disk for each byte of tensors: their names, JSON, and what a file system keeps for itself come on top.
+# Bytes on disk per byte of tensors, to include tensor names, JSON and the file system's own data.
 BESIDE_TENSORS = 1.05
 
 
 class Checkpoints:
-    """The checkpoints of one run: the newest `keep`, so that a damaged one does not lose the run, and the best.
+    """Manages the checkpoints of one run: keeps the newest `keep`, in case one is damaged, and the best.
 
-    `d_out` and `origin` are what an export from a checkpoint alone has to know of the data; where SAEs are of several
-    hooks, `origins` has one for each, by label. `data` returns the record of the shards, which hold `n_train_rows` rows
-    to train on.
+    `d_out` and `origin` describe the data for exports that have only the checkpoint; if the SAEs train on several
+    hooks, `origins` has one origin per SAE, by label. `data` returns the record of the shards, which contain
+    `n_train_rows` training rows.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Checkpoints:
         self._n_train_rows = n_train_rows
 
     def folder(self, position: Position) -> Path:
-        """Return where the checkpoint of this position is, or would be."""
+        """Return the folder of the checkpoint at this position; it need not exist."""
         return self._folder / f"step-{position.step:08d}"
 
     def best(self) -> State | None:
-        """Return the state of the checkpoint with the lowest held-out FVU; None without a checkpoint."""
+        """Return the state of the checkpoint with the lowest held-out FVU; None if no checkpoint has one."""
         best = best_first(newest_first(self._folder))
         return read_state(best[0]) if best else None
 
@@ -94,12 +94,12 @@ class Checkpoints:
         cool_down: CoolDown | msgspec.UnsetType = msgspec.UNSET,
         best: Best | msgspec.UnsetType = msgspec.UNSET,
     ) -> Path:
-        """Write a checkpoint whole or not at all; return its folder. Raise `UserError` where the disk refuses it."""
+        """Write a checkpoint atomically and return its folder; raise `UserError` if it cannot be written."""
         refuse_link(self._folder)
         target = self.folder(position)
-        # JSON has no NaN.
+        # JSON cannot represent NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
-        # What a killed save left behind would otherwise take its gibibytes for ever.
+        # Otherwise the temporary folders of killed saves would occupy gibibytes forever.
         clear_cut_off_folders(self._folder, r"step-\d+")
         self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
         with fill_folder(target, last=MANIFEST) as temporary:
@@ -124,9 +124,9 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """Remove, if the disk needs it, checkpoints that would go after this save.
+        """If the disk has too little space for the save, remove the checkpoints that the save makes obsolete.
 
-        Raise `UserError` where there is not enough room even without them.
+        Raise `UserError` if the space is too small even without them.
         """
         needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
         if free >= needed:
@@ -141,16 +141,19 @@ class Checkpoints:
                 return
 
     def _spare(self, target: Path) -> list[Path]:
-        """Return what `target` replaces, the oldest first; an undamaged one stays, since the save may still fail."""
+        """Return the checkpoints that `target` makes obsolete, oldest first.
+
+        The newest undamaged checkpoint is never among them, since the save may still fail.
+        """
         older = [folder for folder in newest_first(self._folder) if folder != target]
         staying = {*older[: self._keep - 1], *best_first(older)[:1]}
         staying |= set([folder for folder in older if damage(folder) is None][:1])
         return [folder for folder in reversed(older) if folder not in staying]
 
     def _forget_all_but(self, newest: Path) -> None:
-        """Remove checkpoints except the newest `keep` up to `newest` and the best of these.
+        """Remove all checkpoints except `newest`, the `keep` − 1 before it, and the best up to `newest`.
 
-        Those of later steps go too: they are of an attempt that could not be resumed from there.
+        Checkpoints of later steps come from an attempt that could not be resumed from them.
         """
         checkpoints = newest_first(self._folder)
         upto = checkpoints[checkpoints.index(newest) :]
@@ -165,7 +168,7 @@ def _size(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint in one step; where its folder holds more, remove only the checkpoint's own files."""
+    """Remove a checkpoint's folder by renaming it first; if it contains other files, remove only the checkpoint's."""
     with contextlib.suppress(OSError):
         if {entry.name for entry in folder.iterdir()} <= {*FILES}:
             shutil.rmtree(folder.rename(temporary_name(folder)))
@@ -175,9 +178,9 @@ def _remove(folder: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Position]:
-    """Load a checkpoint, or the newest whole one of a folder of them, and put torch's random state back.
+    """Load a checkpoint, or the newest undamaged one in a folder of checkpoints, and restore torch's random state.
 
-    Raise `UserError` where there is none that can be used.
+    Raise `UserError` if there is no usable checkpoint.
     """
     folder = newest_whole(path)
     with usable(folder, OSError, remedy="; resume from another one"):
@@ -187,9 +190,9 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Raise `UserError` in place of what Python, torch and safetensors raise for a checkpoint that is whole but wrong.
+    """Convert errors caused by a checkpoint with intact files but wrong content to `UserError`.
 
-    Exceptions of the types `also` are replaced too; `remedy` ends the sentence.
+    Exceptions of the types `also` are converted too; `remedy` ends the message.
     """
     of_reading: tuple[type[Exception], ...] = (
         SafetensorError,

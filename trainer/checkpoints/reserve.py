@@ -23,13 +23,13 @@ def reserved_bytes(tensor_bytes: int, n_folders: int) -> int:
 
 
 class Reserve:
-    """A file that takes up space until the last checkpoint and the SAEs need it; with 0 bytes it does nothing."""
+    """A file that reserves space for the last checkpoint and the SAEs; with 0 bytes it does nothing."""
 
     def __init__(self, file: Path, n_bytes: int) -> None:
         self._file, self._n_bytes = file, n_bytes
 
     def hold(self) -> None:
-        """Take the space if the file system has it and can reserve it; a run does not fail without it."""
+        """Reserve the space if the file system has enough and can reserve it; otherwise do nothing."""
         self.release()
         if not self._n_bytes:
             return
@@ -44,15 +44,15 @@ class Reserve:
                 os.close(descriptor)
 
     def release(self) -> None:
-        """Give the space back."""
+        """Free the space."""
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 
 
 def _allocate(descriptor: int, n_bytes: int) -> None:
-    """Reserve space for a file; raise `OSError` if the disk has too little, or the file system cannot reserve.
+    """Reserve space for a file; raise `OSError` if the disk has too little, or the file system cannot reserve space.
 
-    `os.posix_fallocate` would then write to every block instead, which takes minutes for some GiB over a network.
+    On such a file system, `os.posix_fallocate` would write to every block, which takes minutes per GiB over a network.
     """
     zero, length = ctypes.c_longlong(0), ctypes.c_longlong(n_bytes)
     if _libc.fallocate(descriptor, 0, zero, length):
