@@ -1,1 +1,1 @@
-"""Measures and estimates a job before it is trained."""
+"""Measures and estimates a job before it runs."""

@@ -1,4 +1,4 @@
-"""One rank of a benchmark: takes steps on random data and times each part. Run by `trainer.measuring.bench`."""
+"""One rank of a benchmark: takes steps on random data and times each phase. Run by `trainer.measuring.bench`."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from trainer.training.learner import Learner
 from trainer.training.recorded_step import PLAIN_STEPS, recorded
 from trainer.training.step import cut_of, take_step
 
-# Until a step is recorded, and as many again.
+# Twice the number of steps until one is recorded.
 WARM_UP_STEPS = 2 * (PLAIN_STEPS + 1)
 N_SAMPLE = 8192
-# Number of directions that random rows are made of, per dimension: such structure lets sparse codes exist.
+# Feature directions of the random rows, per dimension. With this structure, rows have sparse codes.
 DIRECTIONS = 2
 
 
 class RepeatedStep:
-    """The step of a job, for all its SAEs, on the same random batch over and over."""
+    """Repeats the step of a job, for all its SAEs, on one random batch."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._parallel, self._device = job, parallel, parallel.device
@@ -72,12 +72,12 @@ class RepeatedStep:
             learner.whole_steps = recorded(learner, job, parallel)
 
     def take_plainly(self) -> None:
-        """Take the steps that follow one operation after the other: a recorded one has no phases."""
+        """Stop replaying recorded steps, since a replayed step has no phases."""
         for learner in self.learners:
             learner.whole_steps = None
 
     def take(self, n_steps: int) -> None:
-        """Take steps as `Trainer` does, but without reading data or reporting progress."""
+        """Take steps like `Trainer`, but without reading data or reporting progress."""
         for _ in range(n_steps):
             take_step(self.learners, self._parallel, self._n_taken % self._total_steps, self._batches())
             self._n_taken += 1
@@ -89,13 +89,13 @@ class RepeatedStep:
 
 
 def random_pairs(n_tokens: int, d_in: int, d_out: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets: another tensor for a transcoder, the same one for an SAE."""
+    """Return inputs and targets: the same tensor for an SAE, different tensors for a transcoder."""
     x = random_rows(n_tokens, d_in, device)
     return x, x if d_out is None else random_rows(n_tokens, d_out, device)
 
 
 def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
-    """Return rows [n_tokens, width], each the sum of a few of some fixed directions."""
+    """Return random rows [n_tokens, width], each a sparse sum of fixed directions."""
     generator = torch.Generator(device).manual_seed(0)
     directions = torch.randn(DIRECTIONS * width, width, device=device, generator=generator)
     share = min(1.0, 16 / len(directions))
@@ -106,10 +106,10 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
 
 
 def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
-    """Return the milliseconds of each phase in a profile: those of its kernels where there are any, else the host's.
+    """Return the milliseconds of each phase in a profile: kernel time if it contains kernels, else host time.
 
-    A kernel belongs to the phase in which it was started, by whichever thread: autograd's own starts those of the
-    backward pass. It has the number of the call that started it, also where that was no operation of PyTorch's.
+    A kernel belongs to the phase during which any thread launched it; autograd's thread launches the kernels of the
+    backward pass. A kernel has the id of the CUDA or HIP call that launched it, even if PyTorch did not make the call.
     """
     events = list(profiled)
     of_host = [event for event in events if event.device_type == DeviceType.CPU]
@@ -138,9 +138,9 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
 
 
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
-    """Return the milliseconds of each phase of a step, on average over `n_steps` of them."""
+    """Return the mean milliseconds of each phase over `n_steps` steps."""
     steps.take_plainly()
-    # torch.profiler.profile would load torch's compiler first, which takes two seconds.
+    # torch.profiler.profile would first load torch's compiler, which takes two seconds.
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(n_steps)
         synchronise(device)
@@ -148,16 +148,16 @@ def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> d
 
 
 def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
-    """Return the seconds of each step; on a GPU only their mean, since it is synchronised once, at the end."""
+    """Return the seconds of each step; on a GPU only their mean, since it is synchronised only at the end."""
     if device.type == "cuda":
         return [seconds_of(lambda: steps.take(n_steps), device) / n_steps]
     return [seconds_of(lambda: steps.take(1), device) for _ in range(n_steps)]
 
 
 def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str, float]:
-    """Return the least time of a step here: that of the encoder's product, or of the memory traffic if that is longer.
+    """Return a lower bound of the step time in ms: the longer of the encoder's product and the memory traffic.
 
-    The traffic is divided by the bandwidth of a large copy; times are in ms.
+    The traffic's time is its size divided by the measured bandwidth of a large copy.
     """
     micro_batches, precision = len(steps.cut.stretches), resolve_precision(job.train.precision, device)
     product_s = traffic = 0.0
@@ -169,14 +169,14 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
             is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
                 factors, first_look.EXACT * first_look.n_seen(sae.k, sae.latents.group.size)
             )
-            # Cast and allocated beforehand, so that only the product is timed.
+            # Cast and allocate in advance, so that only the product is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, steps.x, sae.W_enc))
             product = functools.partial(torch.addmm, *operands, out=pre_acts.to(narrow))
             product_s += micro_batches * fastest(product, device)
-        # Pre-activations are written and read.
+        # Pre-activations are written once and read once.
         traffic += micro_batches * 2 * pre_acts.nbytes
-        # Weights and the optimizer's state are read and written, the gradient written and read.
+        # Weights, gradients and the optimizer's state are each read once and written once.
         for parameter in sae.parameters():
             state = [value for value in learner.optimizer.state[parameter].values() if value.numel() > 1]
             traffic += 2 * sum(value.nbytes for value in (parameter, parameter, *state))
@@ -191,7 +191,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
 
 
 def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
-    """Measure `n_steps` steps and return everything that `bench` shows; every rank takes the same steps."""
+    """Measure `n_steps` steps and return the figures that `bench` shows; every rank takes the same steps."""
     device, steps = parallel.device, RepeatedStep(job, d_in, d_out, parallel)
     time_steps(steps, device, WARM_UP_STEPS)
     sent_before = _sent_bytes(parallel)
@@ -226,19 +226,19 @@ def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, pa
 
 
 def _sent_bytes(parallel: Parallel) -> int | None:
-    """Return the bytes sent by this rank until now; None where one of its groups does not count them."""
+    """Return the bytes sent by this rank so far; None if one of its groups does not count them."""
     counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
     return None if None in counts else sum(filter(None, counts))
 
 
 def _agree(world: World, job: JobConfig) -> None:
-    """Let all ranks use the same kernels, as those of a run do; print why some are not used."""
+    """Make all ranks use the same kernels, as in a run; print why kernels are disabled."""
     compiles = world.group.index == 0
     agree(world.group, world.device, job, compiles=compiles, report=print)
 
 
 def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
-    """Measure, and write the result to `found.json` beside the job, as rank 0."""
+    """Measure a job; rank 0 writes the result to `found.json` next to the job file."""
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)

@@ -1,4 +1,4 @@
-"""Estimates what memory a training needs and how long it takes, before anything runs; the `estimate` command."""
+"""Estimates the memory and time of a training before it runs; part of the `estimate` command."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trainer.contract.wording import plural
 from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.devices import Device, gpus_here
 
-# Runnable processes per core from which a job takes clearly longer.
+# From this number of runnable processes per core on, a job takes clearly longer.
 _BUSY = 1.5
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The bytes of each part on every GPU that trains and on one that only runs a model, and how fast they are."""
+    """The estimated memory of each training GPU and of a GPU that only runs a model, and the estimated speed."""
 
     placed: ModelPlacement
     device_name: str
@@ -48,7 +48,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, job: JobConfig) -> Estimate:
-        """Estimate a job whose data can be read; `auto` is settled as it would be on this machine."""
+        """Estimate a job whose data can be read; `auto` settings are resolved for this machine."""
         shape, devices = job.data_shape(), wanted_devices(job)
         device = "cpu" if job.on_cpu else "cuda"
         gpus = [] if device == "cpu" else gpus_here()
@@ -56,7 +56,10 @@ class Estimate(msgspec.Struct, frozen=True):
         return cls(place_model(job, shape, devices, name, read_box(box_file()), _room(job, gpus)), name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return bytes under `per_gpu` and `per_model_gpu`, None where there is none, the time and the mode."""
+        """Return the answer for `--json`: memory in bytes, time, speed and resolved settings.
+
+        `per_model_gpu` is None if no GPU only runs the language model.
+        """
         reader = self.placed.reader
         return {
             "per_gpu": parts_of(self.memory),
@@ -71,7 +74,7 @@ class Estimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for people: the bytes of every part, a bar of all of them, and the time."""
+        """Yield the answer as text: a table and a bar of the memory, warnings, and the time."""
         work = self.placed.settled.work
         of = f", for {len(work.members)} SAEs" if self.job.sweep else ""
         yield f"per {'process' if self.device_name == CPU else 'GPU'}, on {work.ranks}{of}:"
@@ -103,7 +106,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def busy_sentence(load: float, n_cores: int) -> str | None:
-    """Estimate from the load of the last minute how much longer a job takes; return None if cores are mostly idle."""
+    """Return a sentence on how much longer a job takes with this load average; None if it is too low to matter."""
     times = load / n_cores
     if times < _BUSY:
         return None
@@ -111,7 +114,7 @@ def busy_sentence(load: float, n_cores: int) -> str | None:
 
 
 def _room(job: JobConfig, gpus: list[Device]) -> Room:
-    """Return the total memory of the smallest GPU that the job names, or of the largest ones if it names none."""
+    """Return the total memory of the smallest GPU of a job; if the job names no GPUs, it gets the largest ones."""
     named, devices = chosen_indices(job), wanted_devices(job)
     sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
     return Room(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else NO_ROOM

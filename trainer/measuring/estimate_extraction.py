@@ -1,4 +1,4 @@
-"""Estimates what an extraction takes of memory, disk and time; what `estimate` tells of one."""
+"""Estimates the memory, disk space and time of an extraction; part of the `estimate` command."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trainer.ranks.devices import gpus_here
 
 
 class ExtractionEstimate(msgspec.Struct, frozen=True):
-    """The bytes of each part on every device, and what the rows take of disk and time."""
+    """The estimated memory of each device, and the disk space and time that the rows need."""
 
     job: ExtractJob
     outlook: ExtractionOutlook
 
     @classmethod
     def of(cls, job: ExtractJob) -> ExtractionEstimate:
-        """Estimate an extraction on this machine; raise `JobFileError` where its model is not on this disk."""
+        """Estimate an extraction on this machine; raise `JobFileError` if its model is not on this disk."""
         gpus = [] if job.on_cpu else gpus_here()
         cards = tuple(gpu.as_machine_gpu for gpu in gpus)
         if not cards and not job.on_cpu:
-            # The job may be for another machine.
+            # The job may be meant for another machine.
             cards = tuple(MachineGpu(index, "GPU", None) for index in range(wanted_ranks(job)))
         box = box_file()
         folder = box.parent if box else working_folder()
@@ -40,7 +40,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         return cls(job, look)
 
     def as_json(self) -> dict[str, Any]:
-        """Return bytes under `per_gpu`, disk, time and mode."""
+        """Return the answer for `--json`: memory and disk space in bytes, time, speed and mode."""
         look = self.outlook
         assert look.memory
         return {
@@ -55,7 +55,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for people: the bytes of every part, a bar of all of them, the disk, and the time."""
+        """Yield the answer as text: a table and a bar of the memory, the disk space, and the time."""
         look = self.outlook
         assert look.memory
         yield f"per {'GPU' if look.on_gpus else 'process'}, on {look.ranks}:"

@@ -1,4 +1,4 @@
-"""Looks at stored activations before a GPU hour is spent on them: what they are, and what is wrong with them."""
+"""Inspects stored activations before they are trained on: reports their size, statistics and problems."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from trainer.parallel.group import Group
 from trainer.saes.initial_weights import LARGEST_SPREAD, SMALLEST_VALUE
 from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 
-# Rows that are looked at where a set has more: at d_in 4096 a gibibyte in fp32.
+# The most rows that are inspected; at d_in 4096 they take 1 GiB in fp32.
 SAMPLE_ROWS = 65_536
-# From here on the mean takes digits from what is learnt, if it is not taken off.
+# Above this gamma, a mean that is not subtracted costs digits of the learnt features.
 LARGE_GAMMA = 3.0
-# A share of equal rows above this is no accident of short texts.
+# A larger share of repeated rows cannot be explained by short texts.
 MANY_DUPLICATES = 0.01
-# Values of which more than this share are too small for their type are no accident of zeros.
+# A larger share of subnormal values means that the data is scaled too small for its dtype.
 MANY_SUBNORMAL = 0.5
-# Below, a value in fp16 is subnormal: it has fewer than 11 bits.
+# Smaller fp16 values are subnormal: they have fewer than 11 significant bits.
 _SMALLEST_FP16 = 2.0**-14
 _ROWS_AT_ONCE = 4096
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that is worth knowing of the data, and what to do about it; "" where nothing is to be done."""
+    """A fact or problem of the data, with a remedy; the remedy is "" if nothing needs to be done."""
 
     severity: Literal["ok", "note", "warning", "error"]
     sentence: str
@@ -49,13 +49,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """What stored activations are like, by `n_looked_at` rows of them.
+    """Statistics of stored activations, measured on a sample of `n_looked_at` rows.
 
-    `gamma` is ‖mean‖/‖std‖ and `scale` ‖std‖, over finite rows that are no outliers; `outliers` are rows of more than
-    data.max_norm times the median norm. `duplicates` does not count rows of zeros. `heavy_dimensions` are few that
-    hold most of the variance, `heavy_share` of it; `subnormal` is the share of fp16 values that are too small to keep
-    all their digits. By default a training run holds out `n_held_out` rows by `hold_out`, from `n_texts` texts if these
-    are known; `copies` is the share of the held-out rows checked that are also training rows.
+    `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are no outliers; `outliers` counts rows
+    with more than data.max_norm times the median norm. `duplicates` does not count zero rows. `heavy_dimensions` are a
+    few dimensions that hold the share `heavy_share` of the variance, more than half. `subnormal` is the share of fp16
+    values that are too small to keep all their digits. By default a training run holds out `n_held_out` rows by the
+    method `hold_out`, from `n_texts` texts if they are known; `copies` is the share of the checked held-out rows that
+    are also training rows.
     """
 
     n_tokens: int
@@ -83,12 +84,12 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspection:
-    """Look at a folder or file of shards; raise `JobFileError` naming data.path where they cannot be read."""
+    """Inspect a folder or file of shards; raise a `JobFileError` for data.path if they cannot be read."""
     shard_set, source = inspect_shards(path), Shards(path=str(path))
     stage("reading rows")
     rows = _sample(source, seed)
     usable = are_finite(rows, rows)
-    # If all rows are too large for fp32, the findings report that.
+    # Even if all rows are too large for fp32, measure them, since the findings report that.
     ordinary = finite = rows[usable] if usable.any() else rows[rows.isfinite().all(dim=1)]
     norms = _norms(finite)
     lengths = norms[norms > 0]
@@ -128,7 +129,7 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
 
 
 def table(facts: Inspection) -> str:
-    """Write an inspection for people: what the data is, then a line for each finding."""
+    """Return an inspection as text: the size and statistics of the data, then one line per finding."""
     looked = "all" if facts.n_looked_at == facts.n_tokens else f"{facts.n_looked_at:,} of them looked at"
     lines = [
         f"{facts.n_tokens:,} rows ({looked}), d_in {facts.d_in}, {facts.dtype}, {gibibytes(facts.n_bytes)}",
@@ -144,7 +145,7 @@ def table(facts: Inspection) -> str:
 
 
 def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
-    """Yield what is worth knowing, the worst first."""
+    """Yield the findings."""
     of_rows = f"of {plural(facts.n_looked_at, 'row')}"
     are_all_the_same = facts.constant_dimensions == facts.d_in
     if facts.not_finite:
@@ -183,7 +184,10 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
 
 
 def _of_size(facts: Inspection) -> Iterator[Finding]:
-    """Yield what is wrong with the size of values: a training scales them, but in fp32, and not what is lost before."""
+    """Yield problems with the magnitude of the values.
+
+    Training rescales the values, but in fp32. It cannot handle rows beyond the range of fp32, nor restore lost digits.
+    """
     remedy = "multiply them by a constant before they are stored"
     if facts.scale > LARGEST_SPREAD:
         yield Finding("error", f"rows are {facts.scale:.2g} away from their mean: too large for fp32", remedy)
@@ -195,20 +199,20 @@ def _of_size(facts: Inspection) -> Iterator[Finding]:
 
 
 def _duplicates(rows: Tensor) -> int:
-    """Count the rows that repeat an earlier row, rows of zeros excepted."""
+    """Return the number of rows that repeat an earlier row, without zero rows."""
     n_zero = sum(int((part == 0).all(dim=1).sum()) for part in rows.split(_ROWS_AT_ONCE))
     n_all = len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()})
     return max(0, n_all - max(0, n_zero - 1))
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the norm of each row, in float64: squares of large values would overflow in fp32."""
+    """Return the norm of each row in float64, since squares of large values would overflow in fp32."""
     parts = [torch.linalg.vector_norm(part.double(), dim=1) for part in rows.split(_ROWS_AT_ONCE)]
     return torch.cat(parts)
 
 
 def _subnormal(rows: Tensor) -> float:
-    """Return which share of the values that are not 0 are subnormal in fp16; 0 for rows of another type."""
+    """Return the share of nonzero fp16 values that are subnormal; 0 for rows of another dtype."""
     if rows.dtype != torch.float16:
         return 0.0
     n_set = n_small = 0
@@ -220,7 +224,7 @@ def _subnormal(rows: Tensor) -> float:
 
 
 def _sample(source: Shards, seed: int) -> Tensor:
-    """Return random rows [n, d_in] as they are stored, in the order of the files."""
+    """Return random rows [n, d_in] in their stored dtype and order."""
     n = source.n_tokens
     indices = np.arange(n) if n <= SAMPLE_ROWS else np.random.default_rng(seed).choice(n, SAMPLE_ROWS, replace=False)
     return source.rows(indices)

@@ -1,4 +1,4 @@
-"""One rank of a probe: how fast it is alone, and how fast all of them exchange. Run by `trainer.measuring.bench`."""
+"""One rank of a probe: measures its own speed and the speed of exchanges. Run by `trainer.measuring.bench`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 def main(spec_file: Path, asked: str) -> None:
-    """Measure, and write the figures of all ranks to `found.json`, as rank 0; `asked` is a precision as a job has it.
+    """Measure; rank 0 writes the figures of all ranks to `found.json`. `asked` is the job's precision, maybe "auto".
 
-    Raise `UserError` where a rank has too little memory.
+    Raise `UserError` if a rank has too little memory.
     """
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
