@@ -1,1 +1,1 @@
-"""Whether a device trains right: what only running on it can tell, checked against float64 and the CPU."""
+"""Tests whether a device trains correctly, by comparison with float64 and with training on the CPU."""

@@ -1,4 +1,4 @@
-"""What surrounds a step: batches that come to the device beside it, and sums that the host reads without waiting."""
+"""Checks batches copied to the device while it computes, and sums that the host reads without waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N_BATCHES, BATCH = 40, 2048
 
 
 class Stored(IndexedSource):
-    """Rows in memory, read into what is given for them as those of shards are."""
+    """Rows in memory that are read into a given buffer, like the rows of shards."""
 
     place = "the self-test"
 
@@ -42,7 +42,7 @@ class Stored(IndexedSource):
 
 
 def check_feeding(device: torch.device) -> Iterator[Check]:
-    """Compare batches on a busy device with those on the CPU, and what a log interval reads later with what it was."""
+    """Compare batches on a busy device with batches on the CPU; check that late reads of a log interval are exact."""
     source = Stored(rows(8 * BATCH, 256).half())
     differing = [
         number
@@ -54,7 +54,7 @@ def check_feeding(device: torch.device) -> Iterator[Check]:
 
 
 def _batches(source: Stored, device: torch.device) -> list[Tensor]:
-    """Return copies of batches that are made only after the device has done something else with each."""
+    """Return copies of the batches, each made only after the device has finished other work."""
     batches = Batches(IndexedData(source, 0, 0, Group()), Cut(BATCH), start=0, device=device)
     try:
         return [_used(batches.next().hooks[0][0]) for _ in range(N_BATCHES)]
@@ -65,7 +65,7 @@ def _batches(source: Stored, device: torch.device) -> list[Tensor]:
 def _used(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.clone()
-    # A few milliseconds of a GPU, which the next copies overtake.
+    # Keep the GPU busy for a few milliseconds, so that the copies of the next batches overtake this work.
     product = x.float().T @ x.float()
     for _ in range(20):
         product = torch.nn.functional.normalize(product @ product)
@@ -73,7 +73,7 @@ def _used(x: Tensor) -> Tensor:
 
 
 def _read_later(device: torch.device) -> Check:
-    """End a log interval without a wait, take the next step, and read what the interval had."""
+    """End a log interval without waiting, take the next step, then check the values read for the interval."""
     x, watch, ended = rows(TINY.batch_size, TINY.d_in).to(device), stopwatch(device), list[tuple[Totals, Tensor]]()
     learner = learner_of(job_of(TINY, {}, {"precision": "fp32"}), TINY.d_in, device)
     learner.initialise(x, x)

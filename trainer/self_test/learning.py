@@ -1,4 +1,4 @@
-"""Short trainings on the device: against the CPU's, resumed to the last bit, and without the host's waiting."""
+"""Checks short trainings on the device: FVU as on the CPU, exact resuming and recording, and no waits of the host."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from trainer.self_test.base import (
 from trainer.training.learner import Learner
 from trainer.training.recorded_step import CudaTape, RecordedSteps, Tape
 
-# How far the FVU after the first steps, and after all, may be from the CPU's in fp32, as a share of it. What is chosen
-# among nearly equal activations differs, and so the paths part.
+# The largest relative difference from the CPU's FVU in fp32, after the first steps and after all steps. Devices select
+# differently among nearly equal activations, so the trainings diverge.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
-# How far the loss of a recorded step, and the change that it makes to the weights, may be from a plain one's.
+# The largest relative difference of a recorded step from a plain one, in the loss and in the change of the weights.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
-# What PyTorch says where the host waits; that it may not notice every wait is said once, too.
+# Part of PyTorch's warning when the host waits. PyTorch also warns once that it may miss waits, which does not count.
 WAITED = "called a synchronizing CUDA operation"
-# What else than each architecture's defaults is checked.
+# Training settings that are checked besides the defaults of each architecture.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"optimizer": "signum"},
     {"optimizer": "muon"},
@@ -55,7 +55,7 @@ def _size(device: torch.device) -> Size:
 
 
 def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
-    """Train each architecture on the CPU and on the device, in every precision of `among`, and compare FVU."""
+    """Compare the FVU of each architecture on the device, in each precision of `among`, with the CPU's in fp32."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
     precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]
@@ -72,7 +72,7 @@ def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tu
 def _curve(
     size: Size, architecture: str, precision: str, device: torch.device, data: Tensor, n_steps: int
 ) -> tuple[float, float]:
-    """Return the FVU of the first rows after a few steps and after all."""
+    """Return the FVU of the first rows after a few steps and after all steps."""
     train = {"precision": precision, "n_steps": n_steps, "state": "fp32"}
     learner = learner_of(job_of(size, {"architecture": architecture}, train), size.d_in, device)
     sample = data[: 8 * size.batch_size].to(device)
@@ -95,7 +95,7 @@ def _fvu(learner: Learner, x: Tensor) -> float:
 
 
 def check_resuming(device: torch.device, half: int) -> Iterator[Check]:
-    """Train, save to the host's memory, load and go on: not a bit may differ from a run without a break."""
+    """Check that training, saving to host memory, loading and continuing gives exactly the state of an unbroken run."""
     was = torch.are_deterministic_algorithms_enabled()
     set_deterministic(True)
     try:
@@ -134,7 +134,7 @@ def _resumed_alike(
 
 
 def check_waits(device: torch.device) -> Iterator[Check]:
-    """Ask the driver whether the host waits for the device in a step that does not log."""
+    """Check that the host does not wait for the device in a step without logging."""
     if device.type != "cuda":
         return
     x = rows(SMALL.batch_size, SMALL.d_in).to(device)
@@ -149,10 +149,10 @@ def check_waits(device: torch.device) -> Iterator[Check]:
 
 
 def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
-    """Train with recorded steps and with plain ones: not a bit may differ, whatever the host decides meanwhile.
+    """Check that recorded steps equal plain steps exactly, even if the host's decisions change between them.
 
-    In deterministic mode the steps of a penalty have dense products and are not recorded. They are compared without it,
-    each from the same weights, where only the order of sums differs.
+    In deterministic mode, architectures with a sparsity penalty use dense products, and their steps are not recorded.
+    Their steps are compared outside this mode, each from the same weights, since the order of sums differs.
     """
     if device.type != "cuda":
         return
@@ -170,7 +170,7 @@ def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
 
 
 def _recorded_learner(device: torch.device, sae: dict[str, Any], train: dict[str, Any]) -> Learner:
-    # So many latents that a penalty leaves few enough for sparse products.
+    # With this number of latents, a penalty leaves a small enough share active for sparse products.
     size = SMALL if "topk" in sae["architecture"] else SMALL._replace(d_sae=8192)
     learner = learner_of(job_of(size, sae, {"precision": "bf16"} | train), size.d_in, device)
     sample = rows(size.batch_size, size.d_in).to(device)
@@ -196,7 +196,7 @@ def _recorded_alike(
 def recorded_nearly_alike(
     plain: Learner, recorded: Learner, device: torch.device, n_steps: int, tape: Callable[[], Tape] = CudaTape
 ) -> tuple[bool, dict[str, Any]]:
-    """Take each step from the same weights, plainly and as recorded, and compare losses and changes of the weights."""
+    """Compare plain and recorded steps from the same weights: the losses, and the changes of the weights."""
     recorded.whole_steps = steps = RecordedSteps(recorded, tape)
     batches = [one.to(device) for one in rows(8 * SMALL.batch_size, SMALL.d_in).split(SMALL.batch_size)]
     losses_off, changes_off = 0.0, 0.0
@@ -214,7 +214,7 @@ def recorded_nearly_alike(
 
 @torch.no_grad()
 def _changes_off(plain: Learner, recorded: Learner, before: dict[str, Tensor]) -> float:
-    """Return how far two steps that began at `before` have parted, as a share of the way that the first one went."""
+    """Return the distance between the weights of two steps from `before`, relative to the length of the plain step."""
     parted = went = 0.0
     others = dict(recorded.sae.named_parameters())
     for name, weights in plain.sae.named_parameters():
@@ -224,7 +224,7 @@ def _changes_off(plain: Learner, recorded: Learner, before: dict[str, Tensor]) -
 
 
 def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
-    """Return where the host waits for a GPU while it does this work, and how often."""
+    """Return the source lines where the host waits for a GPU during `work`, with the number of waits."""
     if device.type != "cuda":
         work()
         return Counter()
@@ -240,7 +240,7 @@ def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
 
 
 def _settings() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield settings of the SAE and of training: all architectures, and of topk every kind of optimizer."""
+    """Yield settings of the SAE and of training: the defaults of all architectures, and topk with each of `OTHERS`."""
     for architecture in ARCHITECTURES:
         yield {"architecture": architecture}, {}
     for train in OTHERS:

@@ -1,4 +1,4 @@
-"""Products and selections of a GPU in matrices of more than 2^31 numbers, whose offsets need 64 bits."""
+"""Checks products and selections in matrices of more than 2^31 elements, whose offsets need 64 bits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trainer.self_test.base import Check
 from trainer.self_test.products import TOLERANCE, share_off
 
 PART = "long offsets"
-# Rows of weights, and of pre-activations: the last of each begin beyond 2^31 numbers. Only those are not 0.
+# The shapes of weights and pre-activations. The last `N_LAST` rows begin beyond 2^31 elements; only they are nonzero.
 WEIGHTS, PRE_ACTS = (2**20 + 64, 2304), (2**15 + 8, 65536)
 N_LAST = 8
-# Weights in 16 bits, sums of their size in 32, and a third for what is between.
+# Weights in 16 bits, sums of the same shape in 32 bits, and a third of both for intermediate results.
 NEEDED_BYTES = 20 * 10**9
 
 
 def check_long_offsets(device: torch.device) -> Iterator[Check]:
-    """Compare what is read, summed and chosen at the end of such matrices with float64, where as much is free."""
+    """Compare products and selections at the end of such matrices with float64, if the GPU has enough free memory."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -36,7 +36,7 @@ def check_long_offsets(device: torch.device) -> Iterator[Check]:
 
 
 def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, float]:
-    """Return how far each product with the last rows of all is from float64's, as a share of its norm."""
+    """Return the relative error of each product with the last rows, compared with float64."""
     generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if device.type == "cuda" else torch.float32
     last, dense = (torch.randn(n, width, generator=generator).to(dtype) for n in (N_LAST, 2))
     values, entries = torch.randn(N_LAST, generator=generator), torch.arange(N_LAST)
@@ -46,7 +46,7 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
     rows = _ending_with(last, n_rows, device)
     with torch.no_grad():
         sums, products = sparse.both_products(acts, dense.to(device), rows)
-        # In parts, since a mask of all would take as much memory again.
+        # In slices, since a mask of all elements would take gigabytes.
         are_others_0 = not any(bool(part.any()) for part in sums[:-N_LAST].split(2**16))
         of_weights = share_off(sums[-N_LAST:], exact.T @ dense.double())
         return {
@@ -57,7 +57,10 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
 
 
 def right_choices(n_rows: int, n_columns: int, device: torch.device, k: int = 32) -> dict[str, bool]:
-    """Tell whether the largest of the last rows are chosen, each row's and those of all, which are among them."""
+    """Return whether the k largest of each of the last rows, and the k largest of the whole matrix, are selected.
+
+    The latter are all in the last rows.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     last = torch.randn(N_LAST, n_columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     matrix = _ending_with(last, n_rows, device)

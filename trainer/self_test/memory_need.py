@@ -1,4 +1,4 @@
-"""Whether a GPU reserves as much memory for real steps as is estimated before a launch."""
+"""Checks the estimate of memory before a launch against the memory that real steps reserve on a GPU."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CASES: tuple[tuple[Size, dict[str, Any], dict[str, Any]], ...] = (
 
 
 def check_memory(device: torch.device) -> Iterator[Check]:
-    """Compare the memory reserved by a few steps with the estimate, where as much is free.
+    """Compare the memory reserved by a few steps with the estimate, if the GPU has enough free memory.
 
-    Whether an update is compiled, and then needs less, hangs on what is installed: both are right. The memory is that
-    of a run only where PyTorch was given the variables of one (`cuda_variables`) before it was loaded: with segments of
-    fixed sizes a batch of 32,768 tokens takes 1.1 GB more.
+    Compiled updates need less memory, but are available only on some installations, so the result may lie between both
+    estimates. The memory equals that of a run only if the environment variables of a run (`cuda_variables`) were set
+    before PyTorch was loaded: with segments of fixed sizes, a batch of 32,768 tokens takes 1.1 GB more.
     """
     if device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""Sparse products and selections of the device against float64."""
+"""Checks sparse products against float64, and selections against a full sort."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.saes.sparse_acts import Places, SparseActs
 from trainer.self_test.base import CPU, Check
 
 PART = "products"
-# Sums of fp32 numbers: of a thousand terms the last few bits are rounded off.
+# The allowed relative error: fp32 sums of a thousand terms lose the last few bits to rounding.
 TOLERANCE = 1e-5
-# Active latents of each token, latents, width: few, empty tokens and odd widths, a single number, bags that are split,
-# and the widths of real models.
+# For each case: the number of active latents of each token, the number of latents, and the width. A latent that is
+# active everywhere has a bag that is split; the last two cases have the widths of real models.
 CASES: dict[str, tuple[list[int], int, int]] = {
     "few entries": ([3, 5, 1, 0, 2], 7, 16),
     "odd widths and empty tokens": ([0, 33, 40, 0, 0], 9, 37),
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 
 
 def check_products(device: torch.device) -> Iterator[Check]:
-    """Compare the sparse products in every type the device computes with, repeatable or not."""
+    """Compare the sparse products with float64, in every dtype of the device, with and without deterministic mode."""
     types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     if device.type == "cuda":
         yield Check(PART, "Triton compiles here", sparse.triton_for(torch.zeros(2, 2, device=device)) is not None, {})
@@ -44,7 +44,7 @@ def check_products(device: torch.device) -> Iterator[Check]:
 
 
 def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Return how far each product is from float64's, as a share of its norm."""
+    """Return the relative error of each product, compared with float64."""
     generator = torch.Generator().manual_seed(0)
     per_token = torch.tensor(counts)
     n = int(per_token.sum())
@@ -69,13 +69,13 @@ def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: t
 
 
 def share_off(found: Tensor, exact: Tensor) -> float:
-    """Return how far a result is from the exact one, as a share of its norm."""
+    """Return the norm of the error relative to the norm of the exact result; infinity if a value is not finite."""
     found = found.to(CPU, torch.float64)
     return float((found - exact).norm() / exact.norm()) if bool(found.isfinite().all()) else float("inf")
 
 
 def check_selections(device: torch.device) -> Iterator[Check]:
-    """Compare what is chosen with a full sort, NaN first."""
+    """Compare selections with a full sort, in which NaN counts as the largest value."""
     types = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     matrix = torch.randn(257, 6144, generator=torch.Generator().manual_seed(0))
     matrix[3, 5] = float("nan")

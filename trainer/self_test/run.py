@@ -1,4 +1,4 @@
-"""Runs the parts of the self-test on one device: each check as soon as it is done, then how many were right."""
+"""Runs the parts of the self-test on one device: reports each check when it is done, then the totals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.self_test.products import check_products, check_selections
 
 Part = Callable[[torch.device], Iterator[Check]]
 _QUICK: tuple[Part, ...] = (check_products, check_selections, check_waits, check_feeding)
-# Meant to take two minutes of a GPU; the full one not five, after which the benchmark of a GPU's day ends it.
+# SHORT is meant to take two minutes on a GPU, FULL less than five.
 SHORT: tuple[Part, ...] = (
     *_QUICK,
     partial(check_recording, n_steps=24),
@@ -39,7 +39,7 @@ FULL: tuple[Part, ...] = (
 
 
 def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
-    """Yield the checks of a device, each as soon as it is done; a part that fails yields one that says so."""
+    """Yield each check of a device when it is done; a part that raises yields a failed check with the error."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for part in FULL if full else SHORT:
         name = getattr(part, "func", part).__name__.removeprefix("check_")
@@ -50,11 +50,12 @@ def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
 
 
 def run(gpu: dict[str, str], *, full: bool, tell: Callable[[Check], None]) -> dict[str, Any]:
-    """Check the GPU that the variables `gpu` make the only visible one, or the CPU without any; `tell` each result.
+    """Check one GPU, or the CPU if `gpu` is empty; call `tell` with each check.
 
-    Return `{"device", "ok", "checks", "failed", "seconds"}`, with the checks that failed.
+    `gpu` contains environment variables that make this GPU the only visible one. Return `{"device", "ok", "checks",
+    "failed", "seconds"}`; "failed" lists the failed checks.
     """
-    # Before anything asks the driver.
+    # Set the variables before any code queries the driver.
     os.environ.update(gpu)
     began = time.monotonic()
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
