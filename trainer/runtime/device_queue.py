@@ -1,4 +1,4 @@
-"""What the host learns of the work it has queued on a GPU, without making the queue run dry."""
+"""Reads results and times of work queued on a GPU, and orders such work, without emptying the queue."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor's values for the host; a GPU copies them once it has done all that was queued before."""
+    """A copy of a tensor's current values for the host; a GPU makes it after all work queued before."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
-            # What is written to the tensor later is not meant.
+            # Clone, since the tensor may be overwritten later.
             self._values = tensor.clone()
         else:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
-            # The copy is in the queue of the tensor's GPU, which need not be the current one of this thread.
+            # The copy runs on the tensor's GPU, which may differ from the current device of this thread.
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> Tensor:
-        """Return the values on the CPU; wait until they are there."""
+        """Wait until the values are copied, and return them on the CPU."""
         if self._copied:
             self._copied.synchronize()
         return self._values.cpu()
 
 
 class Moment(Protocol):
-    """A moment in a device's work, by which the work of others is ordered while no host waits."""
+    """A point in a device's queue of work, to order the work of other devices without making the host wait."""
 
     def hold(self, device: torch.device) -> None:
-        """Let whatever this thread queues on `device` from here on wait until the moment has passed."""
+        """Make all work that this thread queues on `device` from now on wait for this point."""
 
 
 class Past:
-    """A moment in work that is done when it returns."""
+    """A point in the work of a CPU, which is done as soon as the call returns."""
 
     def hold(self, device: torch.device) -> None:
         pass
 
 
 class CudaMoment:
-    """The end of what this thread has queued on a GPU."""
+    """The end of the work that this thread has queued on a GPU so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
@@ -57,30 +57,30 @@ class CudaMoment:
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the moment at which this device has done all that this thread has queued."""
+    """Return the point when this device has finished all work that this thread has queued so far."""
     return CudaMoment(device) if device.type == "cuda" else Past()
 
 
 def queued_copy(values: Tensor, device: torch.device) -> Tensor:
-    """Return values of the host on a device; a GPU gets them once it is there, and nobody waits for that."""
+    """Return a copy of host values on a device; on a GPU the copy is queued, and the host does not wait for it."""
     if device.type == "cuda" and values.device.type == "cpu":
-        # From other memory a copy begins only when all that was queued before is done, and the host waits for it.
+        # A copy from pageable memory would make the host wait until all work queued before is done.
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
 class Stopwatch(Protocol):
-    """Measures a stretch of a device's work from where it was made on."""
+    """Measures the time of a device's work from the creation of the stopwatch to `stop`."""
 
     def stop(self) -> None:
-        """End the stretch here."""
+        """End the measurement after all work queued so far."""
 
     def seconds(self) -> float:
-        """Return how long it took; wait until it is over."""
+        """Return the measured time; wait until the work is done."""
 
 
 class HostStopwatch:
-    """Measures work that is done when it returns."""
+    """Measures the work of a CPU, which is done as soon as the call returns."""
 
     def __init__(self) -> None:
         self._began = self._ended = time.perf_counter()
@@ -93,7 +93,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """Measures by a GPU's own clock, between what is queued before and after."""
+    """Measures the work of a GPU between two CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -109,5 +109,5 @@ class CudaStopwatch:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """Start to measure what this device does."""
+    """Start a stopwatch for the work of this device."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()

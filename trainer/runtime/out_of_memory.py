@@ -1,4 +1,4 @@
-"""Recognises that memory has run out, which every library reports in its own words."""
+"""Recognises out-of-memory errors, which every library reports differently."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import gc
 
 import torch
 
-# Of errors without a type of their own: the CPU's allocator, CUDA outside of torch's, the workspace of its products.
+# In messages of RuntimeError: from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# All that oneDNN says where there is no memory for the code that it compiles; of what it cannot do it says more.
+# The complete message of oneDNN if it has no memory for compiled code; for unsupported operations it is longer.
 _NO_CODE = "could not create a primitive"
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Tell whether an error means that memory was missing; MemoryError is numpy's and that of C++."""
+    """Return whether an error means that memory ran out; numpy and C++ raise MemoryError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = str(error)
@@ -21,7 +21,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def hand_back(device: torch.device) -> None:
-    """Give memory that nothing refers to any more back to the system."""
+    """Free unreachable objects, and return unused cached GPU memory to the driver."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

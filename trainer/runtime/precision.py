@@ -1,4 +1,4 @@
-"""The arithmetic of the matrix products; weights and their updates stay fp32."""
+"""Sets the precision of matrix products; weights and their updates stay fp32."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 
 from trainer.contract.planning.hardware import BF16_FROM, FP16_FROM, auto_precision
 
-# Names of AMD's architectures, which may go on with features, as in `gfx90a:sramecc+`: GCN to Vega 20, RDNA 1 and 2.
+# AMD architectures from GCN to Vega 20, and RDNA 1 and 2. Features may follow the name, as in `gfx90a:sramecc+`.
 _OLD_AMD = re.compile(r"gfx(?:[678]|90[0-69]|90c|10)")
-# The type to which products narrow their operands.
+# The dtype of the operands of matrix products, by precision.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Replace "auto" by what suits this device, whose compute capability is known here."""
+    """Replace "auto" by the precision that suits this device."""
     if precision != "auto":
         return precision
     return auto_precision(device.type, _capability(device) if device.type == "cuda" else (0, 0))
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability, for AMD's cards that of NVIDIA's which are fast at the same.
+    """Return the compute capability; for an AMD GPU, that of NVIDIA GPUs which are fast with the same types.
 
-    What PyTorch calls the capability of those are the numbers of other things, (10, 3) for RDNA 2, say.
+    For AMD GPUs, PyTorch reports the architecture number instead, such as (10, 3) for RDNA 2.
     """
     if not torch.version.hip:
         return torch.cuda.get_device_capability(device)
@@ -37,15 +37,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context that narrows matrix products where the resolved `precision` asks for it."""
+    """Return an autocast context for the resolved `precision`, which does nothing unless that is a 16-bit type."""
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Allow TF32 for "tf32" and for what narrow products leave in fp32; demand exact products for "fp32".
+    """Require exact products for "fp32"; otherwise allow TF32, also for the fp32 products of a 16-bit run.
 
-    Products of 16 bits add their parts in fp32: sums over many tokens would lose digits, or overflow fp16.
+    16-bit products always accumulate in fp32, since sums over many tokens would lose digits or overflow fp16.
     """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -53,16 +53,16 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Allow only kernels that give the same result every time; torch then refuses to run where there is none."""
-    # torch.use_deterministic_algorithms does the same, but takes two seconds, in which it loads torch's compiler.
+    """Allow all kernels, or only deterministic ones; torch then raises for an operation without such a kernel."""
+    # torch.use_deterministic_algorithms does the same, but takes two seconds because it loads torch's compiler.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # Read by the compiler once it is loaded.
+    # The compiler reads the variable when it is loaded.
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
     compiler: Any = sys.modules.get("torch._inductor.config")
-    # Older ones have no such option, and refuse names that they do not know.
+    # Older compilers lack this option and raise for unknown names.
     if hasattr(compiler, "deterministic"):
         compiler.deterministic = deterministic
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, False
     if deterministic:
-        # cuBLAS asks for this before it makes its first workspace.
+        # cuBLAS reads this variable when it creates its first workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

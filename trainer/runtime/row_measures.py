@@ -1,6 +1,6 @@
-"""Lengths of a gradient's rows, measured by whoever sums it up, so that the update need not read it once more.
+"""Norms of a gradient's rows, measured while the gradient is summed, which saves the update another read.
 
-Of a gradient [65,536, 2,304] a pass takes 0.16 ms of an H200 at 4.3 TB/s, and 0.31 with the weights.
+Reading a gradient [65,536, 2,304] takes an H200 0.16 ms at 4.3 TB/s; reading its weights too, 0.31 ms.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class RowMeasures:
-    """Measures of the gradient of a matrix of n latents, whose weights are its rows.
+    """Measurements of the gradient of a matrix with n rows, the weights of n latents.
 
-    `squares` are squared lengths, fp32 [n]. Where weights are held at length 1, `dots` are the products of gradients
-    with them, fp32 [n], and the squares those of what lies across.
+    `squares`, fp32 [n], are the squared norms of the rows. If the weights have unit norm, `dots`, fp32 [n], are the dot
+    products of gradient and weights, and `squares` only measure the component orthogonal to the weights.
 
-    They are of the very tensor that was measured. Whatever else is added to a gradient, by a second micro-batch, say,
-    is counted by torch, and the measures are void. What other ranks send is not: such gradients are not to be measured.
+    The measurements are valid only for the tensor that was measured. An addition to the gradient, for example by a
+    second micro-batch, increments torch's version counter and makes them invalid. Data received from other ranks does
+    not increment it, so gradients that ranks exchange must not be measured.
     """
 
     def __init__(self, squares: Tensor, dots: Tensor | None) -> None:
@@ -26,19 +27,19 @@ class RowMeasures:
         self._unsure: list[Tensor] = []
 
     def note(self, gradient: Tensor, unsure: Tensor | None) -> None:
-        """Note that a gradient was measured but for the rows `unsure` [m], of which some may be named twice."""
-        # A strong reference would have torch copy the gradient, where it takes over one that nobody else has.
+        """Record that a gradient was measured except for the rows `unsure` [m], which may repeat."""
+        # With a strong reference, torch would copy the gradient instead of taking it over.
         self._storage, self._version = StorageWeakRef(gradient.untyped_storage()), gradient._version
         self._unsure = [] if unsure is None else [unsure]
 
     def note_rows(self, gradient: Tensor, rows: Tensor) -> None:
-        """Note that something was just added, once, to some rows [m] of a gradient; −1 stands for none."""
+        """Record that one operation has just added to some rows [m] of a gradient; −1 stands for no row."""
         self._version += 1
         if self._are_of(gradient):
             self._unsure.append(rows)
 
     def take(self, gradient: Tensor) -> list[Tensor] | None:
-        """Return the rows of a gradient that are still to be measured; None: all."""
+        """Return lists of the rows of a gradient that are not measured yet; None if all rows must be measured."""
         unsure = self._unsure if self._are_of(gradient) else None
         self._storage = None
         return unsure
@@ -49,10 +50,10 @@ class RowMeasures:
 
 
 def keep(weights: Tensor, measures: RowMeasures) -> None:
-    """Let whoever sums up the gradient of a matrix measure its rows."""
+    """Request that the rows of a matrix's gradient are measured while it is summed."""
     weights.row_measures = measures  # type: ignore[attr-defined]
 
 
 def of(weights: Tensor) -> RowMeasures | None:
-    """Return where the measures of a matrix's gradient go, if anywhere."""
+    """Return the object for the measurements of a matrix's gradient, if they were requested."""
     return getattr(weights, "row_measures", None)

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 
 class TookTooLong(BaseException):
-    """The code did not end in time. Not an `Exception`, since the code might catch that."""
+    """The code did not end in time. This is no `Exception`, since the code might catch that."""
 
 
 @contextlib.contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in the body after this time, at the next Python instruction.
+    """Raise `TookTooLong` in the body of the context after this time, at the next Python instruction.
 
-    A signal could do this only in the main thread. A single call of C is not interrupted.
+    A call of C code is not interrupted. A signal would work only in the main thread.
     """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
@@ -32,6 +32,6 @@ def ended_after(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        # While this lock is held, no exception can come any more.
+        # Once `is_over` is set under the lock, the timer cannot raise the exception any more.
         with lock:
             is_over = True

@@ -1,4 +1,4 @@
-"""Finds out whether kernels in Triton work on a device, before anything relies on them."""
+"""Checks whether Triton kernels work on a device before they are used."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trainer.contract.errors import first_line
 from trainer.runtime.out_of_memory import is_shortage
 
 RETRY_S = 2.0
-# How many kernels the trials of all modules but COMPILED_UPDATES compile, each variant counted.
+# The number of kernels, including variants, that `try_out` compiles in all modules except COMPILED_UPDATES.
 N_KERNELS = 43
 # The module that calls torch.compile.
 COMPILED_UPDATES = "trainer.optimizers.compiled"
 
 
 class Kernels(NamedTuple):
-    """What a module's kernels compute, and whether they are compiled for a type of values, and for fp32 as well."""
+    """The purpose of a module's kernels, and whether they are compiled for the dtype of products and also for fp32."""
 
     purpose: str
     by_dtype: bool = False
     also_fp32: bool = False
 
     def dtypes(self, dtype: torch.dtype) -> list[list[torch.dtype]]:
-        """Return the types for each trial where products are in `dtype`."""
+        """Return the dtype arguments of each call of `try_out` for products in `dtype`."""
         others = [[torch.float32]] if self.also_fp32 and dtype != torch.float32 else []
         return [[dtype], *others] if self.by_dtype else [[]]
 
@@ -50,17 +50,17 @@ MODULES = {
     "trainer.saes.kernels.triton_top_k": Kernels("choices of latents"),
     "trainer.training.triton_scale": Kernels("scales of gradients"),
 }
-# Modules that another rank cannot use, so that this one does not either.
+# Modules disabled by `withhold`, since another rank cannot use them.
 _withheld: set[str] = set()
-# By device: why a module could not be used there.
+# Why modules failed, by device and module.
 _failures: dict[torch.device, dict[str, str]] = {}
 
 
 def working_kernels(name: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
-    """Import a module of `MODULES` and run its `try_out(device, *dtypes)`; warn and return None where either fails.
+    """Import a module of `MODULES` and run its `try_out(device, *dtypes)`; warn and return None if either fails.
 
-    Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing; and its
-    older versions know no bf16 on GPUs that have none.
+    Triton needs a C compiler and the Python headers, and a machine may lack either. Older versions of Triton do not
+    support bf16 on GPUs without bf16 hardware.
     """
     return None if name in _withheld else _tried(name, device, *dtypes)
 
@@ -72,7 +72,7 @@ def _tried(name: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType 
         _try_out(module, device, *dtypes)
     except Exception as error:
         if is_shortage(error):
-            # It says nothing of Triton, and is over once a batch is cut.
+            # A lack of memory is no fault of Triton's, and smaller micro-batches may solve it.
             raise
         _failures.setdefault(device, {})[name] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
@@ -83,7 +83,7 @@ def _tried(name: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType 
 
 
 def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Try the kernels, twice if need be: another process that compiles them may just have replaced a file."""
+    """Try the kernels; retry once after an OSError, since another process may have replaced a file while compiling."""
     try:
         module.try_out(device, *dtypes)
     except OSError:
@@ -92,7 +92,7 @@ def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> 
 
 
 def try_all(device: torch.device, dtype: torch.dtype, names: Collection[str]) -> dict[str, str]:
-    """Compile and try the kernels of these modules; return, by module, why some do not work."""
+    """Compile and try the kernels of these modules; return the reasons of all failures on this device, by module."""
     for name in names:
         for dtypes in MODULES[name].dtypes(dtype):
             working_kernels(name, device, *dtypes)
@@ -100,9 +100,9 @@ def try_all(device: torch.device, dtype: torch.dtype, names: Collection[str]) ->
 
 
 def report_compiling(begin: Callable[[int], object]) -> None:
-    """From now on call `begin` before Triton compiles a kernel or reads a compiled one, with its number from 1.
+    """Call `begin` with 1, 2, … whenever Triton is about to compile a kernel or to load a compiled one.
 
-    Nothing is reported where Triton is missing.
+    Do nothing without Triton.
     """
     with contextlib.suppress(ImportError, AttributeError):
         settings, name = _hook_of_triton()
@@ -110,14 +110,14 @@ def report_compiling(begin: Callable[[int], object]) -> None:
 
         def hook(*arguments: Any, **named: Any) -> Any:
             begin(next(numbers))
-            # What it returns decides whether the kernel is compiled at all.
+            # The result of the hook decides whether Triton compiles the kernel.
             return before(*arguments, **named) if before else None
 
         setattr(settings, name, hook)
 
 
 def _hook_of_triton() -> tuple[Any, str]:
-    """Return the object and the name of its attribute that Triton calls before it compiles a kernel."""
+    """Return the object and attribute name of the hook that Triton calls before it compiles a kernel."""
     try:
         from triton import knobs
     except ImportError:  # before Triton 3.4, which PyTorch 2.8 brings
@@ -128,17 +128,17 @@ def _hook_of_triton() -> tuple[Any, str]:
 
 
 def withhold(names: Iterable[str]) -> None:
-    """Use these modules no more, although they may work here."""
+    """Disable these modules, although they may work on this rank."""
     _withheld.update(names)
 
 
 def is_withheld(name: str) -> bool:
-    """Tell whether a module is used no more."""
+    """Return whether a module is disabled by `withhold`."""
     return name in _withheld
 
 
 def forget() -> None:
-    """Forget every trial, and what is withheld."""
+    """Forget the results of all trials, and enable all modules."""
     _tried.cache_clear()
     _withheld.clear()
     _failures.clear()
