@@ -38,7 +38,7 @@ class HeldOut:
         self.keeps = device.type == "cuda"
         self._kept: dict[tuple[int, int | None], list[Pair]] = {}
         self._n_bytes = 0
-        # Counts of the rows left out of each hook and half in the last pass.
+        # Counts of the rows left out in the last pass, by hook and half.
         self._left_out: dict[tuple[int, int | None], Tensor] = {}
 
     def left_out(self, hook: int) -> LeftOut:

@@ -41,7 +41,7 @@ class Sampler:
         self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, job: JobConfig) -> Outliers:
-        """Return the detector of rows to leave out that the job configures; from now on `sample` omits such rows."""
+        """Return the job's detector of rows to leave out; from now on `sample` omits such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
         self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)

@@ -19,7 +19,7 @@ _READ_LATE = ("W_dec",)
 
 
 class _Sum(NamedTuple):
-    """A gradient [n_latents, n] that is being summed over the replicas, and its copy that is sent."""
+    """A gradient [n_latents, n] that is being summed over the replicas, and the tensor that is sent."""
 
     gradient: Tensor
     sent: Tensor
