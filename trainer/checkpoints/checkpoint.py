@@ -124,7 +124,7 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """If the disk has too little space for the save, remove the checkpoints that the save makes obsolete.
+        """Until the disk has enough space for the save, remove checkpoints that the save makes obsolete.
 
         Raise `UserError` if the space is too small even without them.
         """
@@ -168,7 +168,7 @@ def _size(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint's folder by renaming it first; if it contains other files, remove only the checkpoint's."""
+    """Remove a checkpoint atomically; if its folder contains other files, remove the files of the checkpoint singly."""
     with contextlib.suppress(OSError):
         if {entry.name for entry in folder.iterdir()} <= {*FILES}:
             shutil.rmtree(folder.rename(temporary_name(folder)))

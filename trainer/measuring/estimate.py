@@ -58,7 +58,7 @@ class Estimate(msgspec.Struct, frozen=True):
     def as_json(self) -> dict[str, Any]:
         """Return the answer for `--json`: memory in bytes, time, speed and resolved settings.
 
-        `per_model_gpu` is None if no GPU only runs the language model.
+        `per_model_gpu` is None unless some GPUs only run the language model.
         """
         reader = self.placed.reader
         return {

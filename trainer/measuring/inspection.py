@@ -89,7 +89,7 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     stage("reading rows")
     rows = _sample(source, seed)
     usable = are_finite(rows, rows)
-    # Even if all rows are too large for fp32, measure them, since the findings report that.
+    # If all rows are too large for fp32, measure the finite ones, so that the findings can report their magnitude.
     ordinary = finite = rows[usable] if usable.any() else rows[rows.isfinite().all(dim=1)]
     norms = _norms(finite)
     lengths = norms[norms > 0]

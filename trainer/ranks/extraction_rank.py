@@ -22,7 +22,7 @@ from trainer.reporting.progress import Progress
 ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
 # The file with the result of an extraction by several ranks.
 RESULT = "result.json"
-# The folder, within the attempt's, in which its ranks find each other.
+# The rendezvous folder of the ranks, a subfolder of the attempt's folder.
 PEERS = "peers"
 
 

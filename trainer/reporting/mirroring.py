@@ -98,7 +98,7 @@ class MirrorThread:
         self._is_over.set()
 
     def wait(self, until: float) -> None:
-        """Wait until all rows are sent and the mirror is closed, at most until a time of the monotonic clock."""
+        """Wait until all rows are sent and the mirror is closed, but not beyond `until`, a `time.monotonic` value."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._tell(

@@ -1,4 +1,4 @@
-"""Reads results and times of work queued on a GPU, and orders such work, without emptying the queue."""
+"""Reads results and times of work queued on a GPU, and orders such work, without letting the queue run empty."""
 
 from __future__ import annotations
 

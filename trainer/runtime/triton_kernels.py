@@ -72,7 +72,7 @@ def _tried(name: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType 
         _try_out(module, device, *dtypes)
     except Exception as error:
         if is_shortage(error):
-            # A lack of memory is no fault of Triton's, and smaller micro-batches may solve it.
+            # The shortage says nothing about Triton, and smaller micro-batches may solve it.
             raise
         _failures.setdefault(device, {})[name] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)

@@ -49,7 +49,7 @@ def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
 
 
 def learner_of(job: JobConfig, d_in: int, device: torch.device) -> Learner:
-    """Return a learner on the device; set the precision of the process's matrix products to the job's."""
+    """Return a learner on the device; set the precision of all matrix products in this process for the job."""
     set_matmul_precision(resolve_precision(job.train.precision, device))
     return Learner(job, d_in, None, Parallel(device))
 

@@ -54,7 +54,7 @@ def check_feeding(device: torch.device) -> Iterator[Check]:
 
 
 def _batches(source: Stored, device: torch.device) -> list[Tensor]:
-    """Return copies of the batches, each made only after the device has finished other work."""
+    """Return copies of the batches, each queued behind other work of the device on the same batch."""
     batches = Batches(IndexedData(source, 0, 0, Group()), Cut(BATCH), start=0, device=device)
     try:
         return [_used(batches.next().hooks[0][0]) for _ in range(N_BATCHES)]

@@ -31,7 +31,7 @@ from trainer.self_test.base import (
 from trainer.training.learner import Learner
 from trainer.training.recorded_step import CudaTape, RecordedSteps, Tape
 
-# The largest relative difference from the CPU's FVU in fp32, after the first steps and after all steps. Devices select
+# The largest relative difference from the FVU on the CPU in fp32, after the first steps and after all. Devices select
 # differently among nearly equal activations, so the trainings diverge.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
@@ -55,7 +55,7 @@ def _size(device: torch.device) -> Size:
 
 
 def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
-    """Compare the FVU of each architecture on the device, in each precision of `among`, with the CPU's in fp32."""
+    """Compare each architecture's FVU on the device, in each precision of `among`, with its FVU on the CPU in fp32."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
     precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]

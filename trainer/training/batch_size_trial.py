@@ -31,8 +31,8 @@ def fits_everywhere(
 ) -> bool:
     """Return whether all ranks can run a pass on their `stretch` of rows through every SAE; discard the gradients.
 
-    Every SAE gets rows of the `sample`, whichever of the `n_hooks` hooks it trains on. `kept_bytes` for the rows that
-    evaluations keep must fit as well. Ranks synchronise only afterwards, so a rank that fails leaves no other rank
+    Every SAE gets rows of the `sample`, whichever of the `n_hooks` hooks it trains on. `kept_bytes`, for the rows that
+    evaluations keep, must fit as well. Ranks synchronise only afterwards, so a rank that fails leaves no other rank
     waiting in the middle of a pass.
     """
     failed = torch.zeros((), device=parallel.device)

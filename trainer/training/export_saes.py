@@ -70,7 +70,7 @@ class Exporter:
             rank_log.say(how_far.unfinished)
 
     def _report_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
-        """Report an L0 that differs from the requested one, which makes the FVU incomparable with other SAEs'."""
+        """Report an L0 that differs from the requested one, since then the FVU cannot be compared between SAEs."""
         values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:

@@ -139,8 +139,8 @@ class Learner:
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: Follower(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
-        # With a single pass and a single replica, the pass's gradient sums are the gradient of the step, so their norms
-        # can be measured in the kernel. With several micro-batches they cannot.
+        # If a step has one micro-batch and one replica, the gradient that the kernel sums is final, so the kernel can
+        # also measure its norms.
         if by_rows and n_passes == 1 and self.sae.data.size == 1:
             by_rows.let_sums_be_measured()
         return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
