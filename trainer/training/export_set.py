@@ -40,7 +40,7 @@ def is_set(paths: Sequence[Path], form: str) -> bool:
 def export_set(
     paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool, only: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Write the transcoders of runs or checkpoints, all or only those in `only`, to one folder; return their steps.
+    """Write the transcoders of runs or checkpoints to one folder, limited to `only` if given; return their steps.
 
     Transcoders that the format cannot represent are left out, with a note. Raise `UserError`, and write nothing, if the
     others do not form a set.

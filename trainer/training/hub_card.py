@@ -78,7 +78,7 @@ def _sections(checkpoint: Path, job: JobConfig, state: State, labels: Collection
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
         text = _card_text(card) if is_judged else ""
-        # The figures of the card are separate files, which are not uploaded.
+        # The figures of the model card are separate files, which are not uploaded.
         yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
 
 
@@ -89,7 +89,7 @@ def _card_text(card: Path) -> str:
     """
     with contextlib.suppress(OSError), open_plain(card) as stream:
         content = stream.read(_LARGEST_CARD + 1)
-        # Cards written by `eval` contain no HTML, so each < is escaped.
+        # Model cards written by `eval` contain no HTML, so each < is escaped.
         return (
             _HTML.sub(r"\\<", printable_lines(content.decode(errors="replace")))
             if len(content) <= _LARGEST_CARD
