@@ -114,7 +114,7 @@ class JobActions:
         self._one_edit = threading.Lock()
 
     def job(self, job_id: int) -> JobView | None:
-        """Return the job as last read. If there is none, notify the user and return None."""
+        """Return the job as last read. If it is gone, notify the user and return None."""
         view = next((one for one in self._known.jobs if one.id == job_id), None)
         if view is None:
             self._front.notify(f"There is no job {job_id}.", severity="warning")

@@ -159,7 +159,7 @@ examples:
   sae-train eval runs/sae-20250101-120000            its newest checkpoint
   sae-train eval runs/sae-20250101-120000 --best --json
   sae-train eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
-  sae-train eval my-sae --data data/sample                      an SAE of whatever tool, on any activations
+  sae-train eval my-sae --data data/sample                      an SAE of any tool, on any activations
   sae-train eval my-transcoder --data rows/mlp_in.6 --targets rows/mlp_out.6
 
 FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare (on 100,000
@@ -201,7 +201,7 @@ longer: no step that computes every pre-activation can be faster.
 """
 
 PROBE = """\
-Takes a second or two besides starting the ranks. `auto` chooses a parallel mode by such figures, which every run
+Takes a second or two after the ranks have started. `auto` chooses a parallel mode by such figures, which every run
 with several ranks measures as it starts.
 
 examples:

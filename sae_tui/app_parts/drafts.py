@@ -52,7 +52,7 @@ class Drafts:
             self._replace_by("the form of an extraction", LaunchScreen(self._session, preset=extraction_preset()))
 
     def _open_left(self, kind: str) -> bool:
-        """Open the draft of this kind of job that was saved when the app ended; return False if there is none."""
+        """Open the draft of this kind of job that was saved when the app ended; return False if none was saved."""
         left = kept_draft.kept(self._session.data, kind)
         if left is not None:
             self._open(screen := LaunchScreen(self._session, preset=left))

@@ -135,7 +135,7 @@ def _marked(script: str, shell: str) -> str:
 
 
 def _text_of_ours(file: Path) -> str | None:
-    """Return the content of the file, None if there is none; raise `UserError` if it is a link or not ours."""
+    """Return the content of the file, or None; raise `UserError` if it is a link or not ours."""
     try:
         if file.is_symlink():
             raise UserError(f"{file} is a link; remove it first")

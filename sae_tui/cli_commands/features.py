@@ -56,7 +56,7 @@ def features(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _file(context: Context, flags: argparse.Namespace) -> Path:
-    """Return the feature file of the requested SAE; raise `UserError` if there is none or the choice is ambiguous."""
+    """Return the feature file of the requested SAE; raise `UserError` if it is missing or the choice is ambiguous."""
     job_id = job_id_in(flags.run)
     if job_id is not None:
         with existing(context.data, job_id) as control:

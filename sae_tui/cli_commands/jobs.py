@@ -344,7 +344,7 @@ def _fields(job: JobView) -> dict[str, Any]:
 
 
 def _evaluation(job: JobView) -> dict[str, Any] | None:
-    """Return the running evaluation of a job; None if there is none."""
+    """Return the running evaluation of a job, or None."""
     if (now := job.evaluation) is None:
         return None
     return {

@@ -80,7 +80,7 @@ class Box:
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
-        """Columns and lines of the terminal; None if there is none."""
+        """Columns and lines of the terminal, or None."""
         for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
             try:
                 terminal_size = os.get_terminal_size(stream.fileno() if stream else -1)
@@ -90,7 +90,7 @@ class Box:
         return None
 
     def program(self, name: str) -> str | None:
-        """Return the path of a program, searched in the user's PATH; None if there is none."""
+        """Return the path of a program, searched in the user's PATH, or None."""
         return shutil.which(name, path=self.environ.get("PATH"))
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:

@@ -40,12 +40,12 @@ class Asking:
         return None
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Return the answer; None if there is none."""
+        """Return the answer, or None."""
         return self.get(function, function, *arguments)
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first entry of `keys` that is a number of at least `least`; None if there is none."""
+    """Return the first entry of `keys` that is a number of at least `least`, or None."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

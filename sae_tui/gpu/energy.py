@@ -49,7 +49,7 @@ class CardMeter:
 
     @property
     def newest(self) -> float:
-        """The time of the last reading, or of the beginning if there is none yet."""
+        """The time of the last reading, or of the start before the first reading."""
         return self._begin if self._newest is None else self._newest
 
     def add(self, reading: EnergyReading) -> None:

@@ -322,7 +322,7 @@ class _Card:
         return self._static[field]
 
     def _get(self, field: str, variants: Variants) -> Any:
-        """Return the answer of the first variant that this driver supports; None if there is none, or if it fails."""
+        """Return the answer of the first variant that this driver supports; None if none does, or if the call fails."""
         for position in range(self._variant.get(variants, 0), len(variants)):
             self._variant[variants] = position
             function, *arguments = variants[position]

@@ -122,7 +122,7 @@ class _Host:
 
     @classmethod
     def of(cls, pid: int) -> _Host | None:
-        """Return the process that has this pid now; None if there is none."""
+        """Return the process that has this pid now, or None."""
         # Read the identity first, so that later reads cannot silently belong to another process with the same pid.
         identity = ProcessRef.of(pid)
         with _unless_gone():
@@ -178,13 +178,13 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job of a process; "" if there is none, or if the app runs in the same one."""
+    """Return the container or cluster job of a process; "" without one, or if the app runs in the same one."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
 
 def _group(path: str) -> str:
-    """Return the container in a cgroup file, like `docker 3f2a91bc04de`; "" if there is none."""
+    """Return the container in a cgroup file, like `docker 3f2a91bc04de`, or ""."""
     try:
         text = Path(path).read_text(errors="replace")[:65_536]
     except OSError:

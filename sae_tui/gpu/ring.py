@@ -91,7 +91,7 @@ class Ring:
             self._readings.extend([*older, *live])
 
     def latest(self) -> GpuSample | None:
-        """Return the newest live sample; None if there is none yet."""
+        """Return the newest live sample, or None before the first one."""
         return self._latest
 
     def newest_first(self, n: int = CAPACITY) -> list[Reading]:

@@ -14,7 +14,7 @@ from sae_tui.gpu.ring import reading_of
 from sae_tui.gpu.stored import MINUTE_S, stored_samples
 
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
-# Time spans that can be shown besides the newest intervals, in seconds.
+# Time spans that can be shown in addition to the newest intervals, in seconds.
 SPANS_S = (300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400)
 # For longer spans, minute means are read, which are sixty times fewer than samples.
 _MINUTES_FROM_S = 3600

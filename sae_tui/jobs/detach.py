@@ -55,7 +55,7 @@ def _scope_prefix() -> tuple[str, ...]:
     """Return a command prefix for programs that must outlive the login session; () if impossible or not needed.
 
     The prefix starts the program in a scope of the user's service manager. Lingering keeps that manager running,
-    whatever logind does to the session.
+    regardless of what logind does to the session.
     """
     try:
         group = Path("/proc/self/cgroup").read_text()

@@ -19,7 +19,7 @@ NO_SHARD = "it had finished no shard"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return the folder of a job's output so far; None if there is none yet."""
+    """Return the folder of a job's output so far, or None before the first one."""
     if not extracts(job.config):
         return data.exported_folder(job.id)
     extraction, _ = parse_extraction(table_of(job.config))

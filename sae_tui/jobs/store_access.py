@@ -12,7 +12,7 @@ from trainer.contract.store.job_store import Control
 
 @contextlib.contextmanager
 def open_control(data: DataDir) -> Iterator[Control]:
-    """Open the control store of a data folder for writing; create it if there is none."""
+    """Open the control store of a data folder for writing; create it if it is missing."""
     control = Control(data.control_db)
     try:
         yield control
@@ -22,7 +22,7 @@ def open_control(data: DataDir) -> Iterator[Control]:
 
 @contextlib.contextmanager
 def existing(data: DataDir, job_id: int) -> Iterator[Control]:
-    """Open the control store of a job; raise `UserError` if there is none, instead of creating an empty one."""
+    """Open the control store of a job; raise `UserError` if it is missing, instead of creating an empty one."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
     # Changes to a job also write to its folders.

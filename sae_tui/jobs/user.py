@@ -22,7 +22,7 @@ def user_name() -> str:
 
 
 def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return this user's home folder; raise `UserError` if there is none, as for a uid in a container."""
+    """Return this user's home folder; raise `UserError` if it is missing, as for a uid in a container."""
     try:
         home = Path(environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
     except KeyError:

@@ -87,7 +87,7 @@ def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:
 
 
 def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None, bool]:
-    """Return a metric's last held-out value and False; if there is none, the last batch value and True.
+    """Return a metric's last held-out value and False; without one, the last batch value and True.
 
     `member` is an SAE of a sweep.
     """

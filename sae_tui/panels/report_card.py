@@ -12,7 +12,7 @@ _LATENT_CELLS = 18
 
 
 class CardPanel(LineView, can_focus=True):
-    """Shows a report card, or a text if there is none; the cursor keys scroll it."""
+    """Shows a report card, or a text without one; the cursor keys scroll it."""
 
     DEFAULT_CSS = "CardPanel { height: 1fr; }"
 

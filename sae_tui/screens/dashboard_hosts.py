@@ -135,7 +135,7 @@ class DashboardHosts:
         return {verb: word for verb, word in offered.items() if verb in _VERBS}
 
     def open_log(self) -> bool:
-        """Open the log of the job under the cursor; return False if it is a local job or there is none."""
+        """Open the log of the job under the cursor; return False for a local job or an empty list."""
         if (at := self.selected) is None:
             return False
         from sae_tui.screens.far_log import FarLogScreen
@@ -144,7 +144,7 @@ class DashboardHosts:
         return True
 
     def act(self, verb: str) -> bool:
-        """Stop, pause or resume the job under the cursor; return False if it is a local job or there is none."""
+        """Stop, pause or resume the job under the cursor; return False for a local job or an empty list."""
         if (at := self.selected) is None:
             return False
         view, job = at

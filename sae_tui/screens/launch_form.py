@@ -206,7 +206,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.put_in(table)
 
     def _show_preset(self) -> None:
-        """Reset the menu to the preset that filled the form, whatever the user picked."""
+        """Reset the menu to the preset that filled the form, even if the user picked another."""
         menu = self.query_one("#preset", Menu)
         menu.value = Menu.NULL if self._preset is None else self._preset
 

@@ -57,7 +57,7 @@ class Field:
 
     @property
     def typing(self) -> str:
-        """A hint on what can be typed besides a plain value."""
+        """A hint on what can be typed instead of a plain value."""
         if self.options or not self.knob.is_number:
             return self.knob.wanted if self.knob.is_list and self.knob.default == [] else ""
         lists = "1e-4,3e-4" if self.knob.name == "lr" else "16,32,64"

@@ -106,7 +106,7 @@ class LogView(LineView, can_focus=True):
         self._arrange()
 
     def jump(self, direction: int) -> bool:
-        """Go to the next matching line (1) or the previous one (-1); return False if there is none."""
+        """Go to the next matching line (1) or the previous one (-1); return False if no line matches."""
         start = self._at if self._at is not None else round(self.scroll_y) - (direction > 0)
         rows = range(start + 1, len(self._shown)) if direction > 0 else range(start - 1, -1, -1)
         target = next((row for row in rows if self._matches(self._shown[row])), None)

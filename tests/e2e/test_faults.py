@@ -1,4 +1,4 @@
-"""The app can be started and quit whatever fails outside it."""
+"""The app starts and quits with any failure outside it."""
 
 from __future__ import annotations
 

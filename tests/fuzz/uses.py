@@ -197,7 +197,7 @@ def checkpoint(home: Home) -> int | None:
 
 
 def tensors(home: Home) -> dict[str, Any]:
-    """Export tensors whose manifest is complete, whatever they contain."""
+    """Export tensors whose manifest is complete, with any content."""
     from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent

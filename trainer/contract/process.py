@@ -27,7 +27,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRef | None:
-        """Return the process that has this pid now; None if there is none or it is a zombie."""
+        """Return the process that has this pid now; None if it is gone or a zombie."""
         start = _start_ticks(pid)
         return None if start is None else cls(pid, start, boot_id())
 

@@ -128,7 +128,7 @@ class Progress:
         part, left_in_stage, elapsed = stage.part, stage.left_s, time.monotonic() - stage.began
         once = self._once_s(stage.name)
         if part and once and left_in_stage is not None:
-            # Whatever slows this stage down is assumed to slow the others down too.
+            # Anything that slows this stage down is assumed to slow the others down too.
             self._pace = elapsed / part / once
         # A stage without units may take any time; it counts as at most 90 % done.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
@@ -211,7 +211,7 @@ def read_reached(line: bytes) -> Reached | None:
 
 
 def _descriptor() -> int | None:
-    """Return the descriptor given in the environment, and hide it from child processes; None if there is none."""
+    """Return the descriptor given in the environment, and hide it from child processes; None if it is not set."""
     with contextlib.suppress(ValueError, OSError):
         number = int(os.environ.pop(ENV_DESCRIPTOR, ""))
         os.set_inheritable(number, False)

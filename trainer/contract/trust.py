@@ -18,7 +18,7 @@ _MOST_LINKS = 40
 
 
 def user_of(uid: int) -> str:
-    """Return the login name of a user, or `uid 1234` if there is none."""
+    """Return the login name of a user, or `uid 1234`."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -107,7 +107,7 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
 def open_own(file: Path) -> io.BufferedReader:
     """Open a file that takes effect with the reader's rights: only this user or root may own it and write to it.
 
-    Raise `UserError` for any other file, and `OSError` if there is none.
+    Raise `UserError` for any other file, and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     # Checked on the open file, since the name may refer to another file by now.

@@ -87,5 +87,5 @@ def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:
 
 
 def read_exported(folder: Path, device: torch.device, given: Given = NOTHING_GIVEN) -> ExportedSae:
-    """Read the SAE in a folder; raise `UserError` if there is none or no architecture here can compute it."""
+    """Read the SAE in a folder; raise `UserError` if it is missing or no architecture here can compute it."""
     return ExportedSae(in_folder(folder).read(given), device)

@@ -107,7 +107,7 @@ class LanguageModel:
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """The modules of an `AutoModelForCausalLM` whose outputs are the rows; None where there is none."""
+        """The modules of an `AutoModelForCausalLM` whose outputs are the rows, or None."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]

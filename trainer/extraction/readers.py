@@ -59,7 +59,7 @@ class Readers:
         self._end()
 
     def _begin_next(self) -> bool:
-        """Have the next batch read; return False where there is none.
+        """Start to read the next batch; return False after the last.
 
         An error of the text comes when all batches before it have been given.
         """

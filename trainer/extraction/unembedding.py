@@ -17,7 +17,7 @@ _SIZE, _ROUNDING = 64.0, 1e-2
 
 
 class Ending(NamedTuple):
-    """The final norm, None where there is none, and the weight [n_ids, d_model] of the unembedding."""
+    """The final norm or None, and the weight [n_ids, d_model] of the unembedding."""
 
     norm: nn.Module | None
     weight: Tensor

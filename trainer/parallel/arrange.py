@@ -81,7 +81,7 @@ def arrange(
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
     parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
-    parallel.reads_parts = _all_say(step_time.reads_parts(settled.work, to_read_by, _ranks_on_this_host(world)), world)
+    parallel.reads_parts = _all_true(step_time.reads_parts(settled.work, to_read_by, _ranks_on_this_host(world)), world)
     return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares, model_why))
 
 
@@ -171,7 +171,7 @@ def _ranks_on_this_host(world: World) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
 
 
-def _all_say(own: bool, world: World) -> bool:
+def _all_true(own: bool, world: World) -> bool:
     """Return whether `own` is true on all ranks, which may be on hosts of different sizes."""
     return bool(world.group.gather(torch.tensor([int(own)], device=world.device)).min())
 

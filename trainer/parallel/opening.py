@@ -63,7 +63,7 @@ def open_connections(
     _meet(group, store, "through", 2 * LIMIT_S, ends_early=True)
     if _verdict(store, OPENED) == HANGS:
         leave()
-        raise PeerLost("the first exchange of the GPUs brought wrong values; see `sae-tui doctor --probe`")
+        raise PeerLost("the first exchange of the GPUs gave wrong values; see `sae-tui doctor --probe`")
 
 
 def _verdict(store: dist.Store, found: str) -> str:
@@ -79,7 +79,7 @@ def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_e
     store.set(f"{place} {group.index}", "")
     places = [f"{place} {rank}" for rank in range(group.size)]
     if not _poll(lambda: store.check(places) or (ends_early and store.check(["verdict"])), limit_s):
-        raise PeerLost(f"another rank did not come to the first exchange within {limit_s:g} s")
+        raise PeerLost(f"another rank did not reach the first exchange within {limit_s:g} s")
 
 
 def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) -> None:

@@ -187,7 +187,7 @@ def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[L
 
 
 def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:
-    """Connect to the socket with this name; raise `OSError` if there is none."""
+    """Connect to the socket with this name; raise `OSError` if it is missing."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

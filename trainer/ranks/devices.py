@@ -38,7 +38,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def torch_vendor() -> str:
-    """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`; "" if there is none."""
+    """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`, or ""."""
     return vendor_of_build(vendors_here())
 
 

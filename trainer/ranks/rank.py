@@ -392,7 +392,7 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 def refuse_slice(spec: RankSpec, local_rank: int) -> None:
     """Raise `UserError` if this rank would exchange tensors with other ranks from a MIG slice.
 
-    GPUs assigned by torchrun and SLURM were not checked earlier. CUDA shows a process only one slice, whatever its
+    GPUs assigned by torchrun and SLURM were not checked earlier. CUDA shows a process only one slice, regardless of its
     local rank, so the device index is limited to the visible ones.
     """
     import torch

@@ -45,7 +45,7 @@ class NarrowCopy:
         self.settle()
         return self._matrix if self._version == weights._version else None
 
-    def be_part(self, matrix: Tensor, weights: Tensor) -> None:
+    def use_view(self, matrix: Tensor, weights: Tensor) -> None:
         """Use `matrix`, a view of another copy that holds the current weights, as the copy."""
         self._matrix, self._version = matrix, weights._version
 

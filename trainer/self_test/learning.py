@@ -39,7 +39,7 @@ FIRST_STEPS, N_BATCHES = 5, 40
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
 # Part of PyTorch's warning when the host waits. PyTorch also warns once that it may miss waits, which does not count.
 WAITED = "called a synchronizing CUDA operation"
-# Training settings that are checked besides the defaults of each architecture.
+# Training settings that are checked in addition to the defaults of each architecture.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"optimizer": "signum"},
     {"optimizer": "muon"},

@@ -201,7 +201,7 @@ def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe 
 
 
 def _device_of(run_dir: Path) -> str:
-    """Return the kind of device of a run's ranks; if it was trained from Python, that of this process."""
+    """Return the kind of device of a run's ranks; this process's kind if it was trained from Python."""
     with contextlib.suppress(UserError):
         return last_spec(run_dir).device
     return "cuda" if torch.cuda.is_available() else "cpu"

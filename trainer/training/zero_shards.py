@@ -138,7 +138,7 @@ class SteppedShare(Stepped):
             own.copy_(self.own(whole, dim))
             # Weights received from other ranks do not increment torch's version counter.
             copy.forget()
-            own_copy.be_part(self.own(copy.read(whole, self._dtype), dim), own)
+            own_copy.use_view(self.own(copy.read(whole, self._dtype), dim), own)
         for name in self._narrow:
             self._whole[name].untyped_storage().resize_(0)
         self._is_divided = True

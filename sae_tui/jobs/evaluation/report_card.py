@@ -103,7 +103,7 @@ class ReportCard(msgspec.Struct, frozen=True):
 
 
 def read_card(folder: Path) -> ReportCard | None:
-    """Return the report card of the SAE in a folder; None if there is none that can be read."""
+    """Return the report card of the SAE in a folder; None if it is missing or unreadable."""
     return read_json(folder / CARD, ReportCard)
 
 
@@ -129,7 +129,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 def version_of(folder: Path, number: int) -> dict[str, Version]:
     """Return the report card with this number, by SAE.
 
-    Raise `UserError` if there is none.
+    Raise `UserError` if it is missing.
     """
     cards = versions_of(folder)
     if shown := {label: one for label, versions in cards.items() for one in versions if one.number == number}:

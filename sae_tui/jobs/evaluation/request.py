@@ -188,7 +188,7 @@ def is_going(data: DataDir, job_id: int) -> bool:
 
 
 def idle_card(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> Card | None:
-    """Return the idle GPU with the most free memory; None if there is none, or if the job ran on the CPU."""
+    """Return the idle GPU with the most free memory; None if all are busy, or if the job ran on the CPU."""
     idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
     if job.device != "cuda" or not idle:
         return None

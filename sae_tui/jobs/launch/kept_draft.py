@@ -55,7 +55,7 @@ def drop(data: DataDir, kind: str) -> None:
 
 
 def kept(data: DataDir, kind: str) -> Path | None:
-    """Return the draft file for a kind of job; None if there is none or if it cannot be read."""
+    """Return the draft file for a kind of job; None if it is missing or cannot be read."""
     file = file_of(data, kind)
     with contextlib.suppress(OSError, UserError):
         status = file.lstat()

@@ -43,7 +43,7 @@ class Attempt(Protocol):
 
     @property
     def is_halted(self) -> bool:
-        """True if a rank cannot continue on its own, whatever it was doing."""
+        """True if a rank cannot continue on its own, in any phase."""
         ...
 
     @property

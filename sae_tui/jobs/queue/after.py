@@ -37,7 +37,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """Describe the first unfinished job that this one comes after; return "" if there is none.
+    """Describe the first unfinished job that this one comes after, or "".
 
     Deleting a finished job removes it from `after`; a deleted job that is still listed there had not finished.
     """

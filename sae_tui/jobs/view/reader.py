@@ -70,7 +70,7 @@ def is_loading(job: JobView) -> bool:
 
 
 def newest_value(job: Job, name: str) -> float | None:
-    """Return the newest value of a metric of a job, or of its loss; None if there is none."""
+    """Return a job's newest value of a metric or of its loss, or None."""
     if name in VALUE_COLUMNS:
         value: float | None = getattr(job, name)
         return value

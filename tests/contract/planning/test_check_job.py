@@ -303,7 +303,7 @@ def test_a_run_too_short_to_steer_its_l0_gets_a_warning(
     [
         ({"parallel": {"mode": "ddp"}}, 2, ""),
         ({"parallel": {"mode": "ddp"}}, 3, "64 latents do not divide evenly over 3 GPUs"),
-        # Their sums are whole whatever the number of latents.
+        # Their sums are whole for any number of latents.
         ({"parallel": {"mode": "ddp", "zero": False}}, 3, ""),
         ({"parallel": {"mode": "ddp"}, "launch": {"gpus": "cpu:3"}}, 3, ""),
         # Ranks with latents of their own exchange no gradients of weights.
@@ -321,7 +321,7 @@ def test_latents_that_do_not_divide_evenly_over_replicas_get_a_warning(
     assert [(problem.path, problem.severity) for problem in problems] == [("sae.d_sae", "warning")] * bool(warned)
     if warned:
         assert problems[0].message.startswith(warned)
-        assert problems[0].message.endswith(f"{64 - 64 % n_gpus} or 66 do")
+        assert problems[0].message.endswith(f"choose {64 - 64 % n_gpus} or 66")
 
 
 def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:

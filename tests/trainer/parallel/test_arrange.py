@@ -55,7 +55,7 @@ def test_ranks_on_unlike_cards_agree_on_a_precision_that_all_are_fast_at(
 def test_ranks_read_parts_of_the_rows_only_if_all_of_them_say_so() -> None:
     def agreed(*own: bool) -> list[bool]:
         cpu = torch.device("cpu")
-        return on_all(len(own), lambda group: arrange._all_say(own[group.index], World(cpu, group)), timeout_s=60)
+        return on_all(len(own), lambda group: arrange._all_true(own[group.index], World(cpu, group)), timeout_s=60)
 
     assert agreed(True, True, True) == [True] * 3
     assert agreed(True, False, True) == [False] * 3

@@ -26,7 +26,7 @@ _BYTES_OF_TOPK = 20
 
 
 def of_start(work: Workload, sae: Sae) -> int:
-    """Return the bytes that an SAE needs besides its weights to find a threshold before its first step."""
+    """Return the bytes that an SAE needs in addition to its weights to find a threshold before its first step."""
     if not hasattr(sae.knobs, "sparsity_coefficient"):
         return 0
     n_own = sae.width(work.d_in) / work.latent_ranks

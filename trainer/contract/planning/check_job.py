@@ -296,8 +296,8 @@ def check_division(work: Workload) -> list[Problem]:
         if work.uses_zero(member.train) and width > n_ways and width % n_ways:
             more = -(-width // n_ways) * n_ways
             message = (
-                f"{width:,} latents do not divide evenly over {n_ways} GPUs, so that gradients take twice the bytes of "
-                f"the exchange; {more - n_ways:,} or {more:,} do"
+                f"{width:,} latents do not divide evenly over {n_ways} GPUs, which doubles the bytes of the gradient "
+                f"exchange; choose {more - n_ways:,} or {more:,}"
             )
             problems.append(Problem("sae.d_sae" if member.sae.d_sae else "sae.expansion_factor", message, "warning"))
     return list(dict.fromkeys(problems))

@@ -43,7 +43,7 @@ class Vendor(msgspec.Struct, frozen=True):
     # PyTorch's name of the builds for these GPUs, as in `torch.version.cuda`, and the usual name.
     torch_runtime: str = "cuda"
     runtime_words: str = "CUDA"
-    # The links between its GPUs besides PCI Express, and the command that shows how GPUs are connected.
+    # The links between its GPUs other than PCI Express, and the command that shows how GPUs are connected.
     link: str = "NVLink"
     topology: str = "nvidia-smi topo -m"
     # Variables that choose by number among the GPUs that `variable` leaves visible; only the first one set applies.
@@ -210,6 +210,6 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
 
 
 def _by_number(entry: str, cards: Cards) -> int | None:
-    """Return the GPU whose number begins the entry, so `1st` means 1; None if there is none."""
+    """Return the GPU whose number begins the entry, so `1st` means 1; None if it begins with no number."""
     digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
     return next((index for index, _ in cards if digits and index == int(digits[1])), None)

@@ -1,6 +1,6 @@
 """Estimates a job's bytes per GPU and on disk from its settings alone (no torch).
 
-The memory of a pass besides weights and optimizer was derived from torch's memory statistics of real steps; tests
+The memory of a pass, without weights and optimizer, was derived from torch's memory statistics of real steps; tests
 compare the two.
 """
 

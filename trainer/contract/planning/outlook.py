@@ -51,7 +51,7 @@ class Took(msgspec.Struct, frozen=True):
 class Outlook(msgspec.Struct, frozen=True):
     """The job with its mode settled, and the memory available to each of its ranks.
 
-    `lack` reports memory that is missing now, `excess` a need beyond the devices' total memory; "" if there is none.
+    `lack` reports memory that is missing now, `excess` a need beyond the devices' total memory; each may be "".
     `placed` is the placement of the language model, if the job has one.
     """
 

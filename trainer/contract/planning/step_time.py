@@ -33,10 +33,10 @@ _DENSE_PRODUCTS = 5
 # Passes over AuxK candidates' activations and over reconstructions, and bytes per candidate weight: read, copied, and
 # gradients added to the gradients of all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# Seconds of Python per pass and per update of an SAE, whatever its size, and per captured step, measured on an H200's
+# Seconds of Python per pass and per update of an SAE of any size, and per captured step, measured on an H200's
 # slow host; a GPU works at the same time.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
-# Bytes read and written per weight in a step besides the optimizer state. Each rank that holds the weight moves its
+# Bytes read and written per weight in a step, without the optimizer state. Each rank that holds the weight moves its
 # gradient twice in the backward pass; the rank that steps it moves the weight twice and its gradient twice more.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 

@@ -20,7 +20,7 @@ class Build(NamedTuple):
 
 
 def installed_build() -> Build | None:
-    """Return the installed build; None if there is none, or its files do not identify it.
+    """Return the installed build; None if torch is missing or its files do not identify the build.
 
     If jobs are checked for another Python, return the build that this Python reported.
     """

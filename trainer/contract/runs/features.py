@@ -297,7 +297,7 @@ class Features:
             yield map(table.__getitem__, ids[first : first + width])
 
     def feature(self, latent: int) -> Feature:
-        """Return all that is known of a latent; raise `UserError` where there is none of that number."""
+        """Return all that is known of a latent; raise `UserError` if there is no such latent."""
         if not 0 <= latent < self.n_latents:
             raise UserError(f"there is no latent {latent}; the SAE has latents 0 to {self.n_latents - 1:,}")
         nearest = zip(self._ints("nearest", latent), self._floats("cosines", latent), strict=True)

@@ -31,5 +31,5 @@ def write_mark(file: Path, mark: RankMark) -> None:
 
 
 def read_mark(file: Path) -> RankMark | None:
-    """Read a mark; return None where there is none yet, or none that can be read."""
+    """Read a mark; return None if it is missing or unreadable."""
     return read_json(file, RankMark)

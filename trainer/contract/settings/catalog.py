@@ -47,7 +47,7 @@ class ArchitectureEntry(KnobsEntry, frozen=True):
     # Whether a latent's encoder can move with its decoder (tied updates) if the optimizer has rates for that.
     encoder_follows: bool = False
     # For an architecture that keeps all pre-activations on a GPU: the number of fp32 matrices [n_tokens, d_sae] at the
-    # peak of a step, and the number of matrices the size of W_dec besides its gradient. 0 if it selects latents.
+    # peak of a step, and the number of matrices the size of W_dec in addition to its gradient. 0 if it selects latents.
     dense_matrices: float = 0
     dense_weights: float = 0
     # Curves without information: a loss that equals the FVU, or a fixed L0.
@@ -72,7 +72,7 @@ class OptimizerEntry(KnobsEntry, frozen=True):
     knobs: type[optimizers.OptimizerKnobs]
     # The number of state values per weight.
     state_values: int = 2
-    # Memory of a step besides its state, as a multiple of the larger weight matrix.
+    # Memory of a step in addition to its state, as a multiple of the larger weight matrix.
     scratch: float = 0
     # Whether it saves averaged weights instead of the weights that it steps.
     averages: bool = False
@@ -147,7 +147,7 @@ class MetricEntry(Entry, frozen=True):
 
 
 class NoKnobs(msgspec.Struct, frozen=True):
-    """No settings besides those that all entries of a section have."""
+    """Only the settings that all entries of a section have."""
 
 
 class BackendEntry(KnobsEntry, frozen=True):

@@ -46,7 +46,7 @@ def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tu
 
 
 def find_knob(path: str) -> Knob | None:
-    """Return the setting at a path such as `train.lr`, in any registry entry; None if there is none."""
+    """Return the setting at a path such as `train.lr`, in any registry entry, or None."""
     section, _, name = path.rpartition(".")
     if section not in SECTIONS:
         return next((knob for knob in knobs_of(JobConfig) if knob.name == path), None)

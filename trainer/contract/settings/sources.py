@@ -277,7 +277,7 @@ def _sets_once_written(paths: Paths, field: str, promises: Promises) -> list[Sha
 
 
 def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
-    """Inspect each path; raise `JobFileError` if there is none, or if the dimensions of their rows differ."""
+    """Inspect each path; raise `JobFileError` without any path, or if the dimensions of their rows differ."""
     if not paths:
         raise JobFileError([Problem(field, "is an empty list; name a folder of shards")])
     sets = [inspect(path) for path in each(paths)]

@@ -219,7 +219,7 @@ def _says_corrupt(text: str) -> bool:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of the file at a path; None if there is none."""
+    """Return the device and inode of the file at a path, or None."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -148,7 +148,7 @@ class Control:
             return True
 
     def job(self, job_id: int) -> Job:
-        """Return the job with this id; raise `UserError` if there is none, `Unreadable` if its row is damaged."""
+        """Return the job with this id; raise `UserError` if it is missing, `Unreadable` if its row is damaged."""
         rows = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
         if not rows:
             raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
@@ -291,7 +291,7 @@ class Control:
         return list(readable(rows, Event))
 
     def last_event(self) -> int:
-        """Return the number of the newest event of any job; 0 if there is none."""
+        """Return the number of the newest event of any job, or 0."""
         return int(self._select("SELECT coalesce(max(id), 0) AS last FROM events")[0]["last"])
 
     def news(self, kinds: Iterable[str], after: int) -> list[tuple[int, Event]]:

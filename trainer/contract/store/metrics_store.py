@@ -219,7 +219,7 @@ class SeriesReader:
         return self._db.execute(_MISSING, {"key": key, "rank": series["rank"]}).fetchone() is None
 
     def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
-        """Return when the first row at or after each step was written, as a Unix time; None if there is none."""
+        """Return when the first row at or after each step was written, as a Unix time, or None."""
         with explain_errors(self.path):
             key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
             rows = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
@@ -247,7 +247,7 @@ class SeriesReader:
         return list(readable([dict(row) for row in rows], Event))
 
     def newest_event(self, kinds: Sequence[str]) -> Event | None:
-        """Return the newest event of these kinds; None if there is none or it is unreadable."""
+        """Return the newest event of these kinds; None if it is missing or unreadable."""
         chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
         with explain_errors(self.path):
             rows = self._db.execute(chosen, kinds).fetchall()
