@@ -12,10 +12,10 @@ import torch
 from support.box import ROOT
 
 
-def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False) -> None:
+def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, among: str = "") -> None:
     """Assert that all cases of a file pass: on a GPU if there is one and not `on_cpu`, else in the interpreter.
 
-    With `compiles` the cases only compile, which needs neither.
+    With `compiles` the cases only compile, which needs neither. `among` selects cases as pytest's -k does.
     """
     pytest.importorskip("triton")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
@@ -24,7 +24,7 @@ def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False) -> N
     if not compiles and (on_cpu or not torch.cuda.is_available()):
         environment["TRITON_INTERPRET"] = "1"
     plugins = [word for name in ("no:xdist", "no:cacheprovider", "support.programs") for word in ("-p", name)]
-    command = [sys.executable, "-m", "pytest", *plugins, str(cases)]
+    command = [sys.executable, "-m", "pytest", *plugins, "-k", among, str(cases)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout or "100%" in done.stdout

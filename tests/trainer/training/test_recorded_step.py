@@ -20,10 +20,9 @@ from trainer.training.recorded_step import CudaTape, recorded
 CASES = Path(__file__).with_name("recorded_cases.py")
 
 
-# 80 s alone on an idle core.
-@pytest.mark.timeout(900)
-def test_recorded_steps_are_the_plain_ones() -> None:
-    run_cases(CASES, on_cpu=True)
+@pytest.mark.parametrize("among", ["penalty or penalised", "not (penalty or penalised)"])
+def test_recorded_steps_are_the_plain_ones(among: str) -> None:
+    run_cases(CASES, on_cpu=True, among=among)
 
 
 class Card:
