@@ -41,8 +41,8 @@ from trainer.training.step import take_step
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor")
 N_RANKS, N_STEPS, N_MEASURED, LIMIT_S = 2, 20, 5, 90.0
-# Largest relative difference of the FVU. In 16 bits, rounding decides between nearly equal activations, so other latents
-# are chosen; the self-test allows as much (`trainer.self_test.learning.NEAR`).
+# Largest relative difference of the FVU. In 16 bits, rounding decides which of nearly equal activations are chosen; the
+# self-test allows as much (`trainer.self_test.learning.NEAR`).
 NEAR = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
 
 
