@@ -1,1 +1,1 @@
-"""A run on disk: the instructions for its ranks, the files they leave, and how it is resumed."""
+"""A run on disk: the instructions for its ranks, the files that they write, and the code that resumes it."""

@@ -1,7 +1,7 @@
 """Keeps the older report cards of an SAE, with their features, in `.cards` next to its weights.
 
-Each is stored once, by its content. At most `MOST_CARDS` older cards and `MOST_FEATURES_BYTES` of older features are
-kept; the oldest are removed first.
+A digest of its content names each file, so nothing is stored twice. At most `MOST_CARDS` older cards and
+`MOST_FEATURES_BYTES` of older features are kept; the oldest are removed first.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from trainer.contract.runs.report_card import Card, card_from
 FOLDER = ".cards"
 MOST_CARDS = 20
 MOST_FEATURES_BYTES = 2**30
-# Files that hold weights in one of the formats that are read.
+# Extensions of weight files.
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-# The fields of a part that change with every evaluation, also where the figures stay the same.
+# The fields of a part that change with every evaluation, even if the figures stay the same.
 _CHANGING = ("measured", "seconds", "device")
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A current or older card of an SAE: `number` counts from 1; `features` is None where they are not stored."""
+    """The current card of an SAE or an older one. `number` counts from 1; `features` is None if they are not stored."""
 
     number: int
     card: Card
@@ -47,10 +47,10 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock under which one process at a time changes the card in a folder."""
+    """Hold the lock on a folder that lets only one process at a time change its card."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # A card is also written on a file system without locks.
+        # On a file system without locks the card is written anyway.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -59,7 +59,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def weights_of(folder: Path) -> str:
-    """Return a digest of the weights in a folder, the same for the same files; "" without weights."""
+    """Return a digest of the names and contents of the weight files in a folder, or "" without weights."""
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS and file.name != FEATURES]
     digests = [f"{file.name}\0{_digest_of(file)}\0" for file in files if file.is_file() and not file.is_symlink()]
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else ""
@@ -83,14 +83,14 @@ def versions(folder: Path) -> list[Version]:
 
 
 def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
-    """Return the newest version for these weights; None without one."""
+    """Return the newest version for these weights, or None."""
     return next((one for one in versions(folder) if one.card.is_of(weights, tokens, step)), None)
 
 
 def archive(folder: Path) -> None:
-    """Store the card and the features of a folder as a version, unless they are stored already.
+    """Store the card and the features of a folder as a version, unless they are already stored.
 
-    Both also stay in the folder. Raise `OSError` or `UserError` where they cannot be written.
+    Both also stay in the folder. Raise `OSError` or `UserError` if they cannot be written.
     """
     current = _read(folder / CARD)
     if current is None:
@@ -110,7 +110,7 @@ def archive(folder: Path) -> None:
 
 
 def _stored(folder: Path) -> list[tuple[int, str, Path]]:
-    """Return number, digest and file of each older card, the oldest first."""
+    """Return the number, the digest and the file of each older card, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for file in (folder / FOLDER).iterdir():
@@ -126,12 +126,12 @@ def _read(file: Path) -> Card | None:
 
 def _features(folder: Path, card: Card) -> Path | None:
     file = folder / FOLDER / f"{card.features}{Path(FEATURES).suffix}"
-    # A card may come from another user, and name a file anywhere.
+    # A card may come from another user and name any path, so only a digest is accepted.
     return file if _DIGEST.fullmatch(card.features) and file.is_file() else None
 
 
 def _content(card: Card) -> str:
-    """Return a digest of a card's content, without the times of its measurement and the file of its features."""
+    """Return a digest of a card's content, without the time and device of its measurement and without its features."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
         for name in _CHANGING:
@@ -145,7 +145,7 @@ def _digest_of(file: Path) -> str:
 
 
 def _put(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no hard links."""
+    """Hard-link a file to `target`, or copy it if the file system has no hard links."""
     if target.exists():
         return
     try:

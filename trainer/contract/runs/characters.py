@@ -1,4 +1,4 @@
-"""Bytes of tokens joined to characters, of which one may be spread over several tokens."""
+"""Joins the bytes of tokens to UTF-8 characters; one character may span several tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 
 def runs_of_tokens(tokens: Sequence[bytes]) -> list[range]:
-    """Return the runs, as short as can be, into which tokens are cut where no character goes on in the next one."""
+    """Split tokens into the shortest runs that do not split a character, and return their index ranges."""
     starts, ends = _starts(b"".join(tokens)), list(accumulate(map(len, tokens)))
     runs, first = [], 0
     for number, end in enumerate(ends):
@@ -18,7 +18,7 @@ def runs_of_tokens(tokens: Sequence[bytes]) -> list[range]:
 
 
 def _starts(text: bytes) -> Container[int]:
-    """Return where characters begin, and where the text ends; a byte that is of none counts as one."""
+    """Return the offsets at which characters begin, and the text's length; an invalid byte counts as a character."""
     if text.isascii():
         return range(len(text) + 1)
     characters = text.decode("utf-8", "surrogateescape")
@@ -26,7 +26,7 @@ def _starts(text: bytes) -> Container[int]:
 
 
 def whole_characters(text: bytes, begin: int, end: int) -> tuple[int, int]:
-    """Return where the characters begin and end that have bytes from `begin` to `end`."""
+    """Extend the byte range from `begin` to `end` to character boundaries and return it."""
     while 0 < begin < len(text) and _continues(text[begin]):
         begin -= 1
     while end < len(text) and _continues(text[end]):
@@ -35,12 +35,12 @@ def whole_characters(text: bytes, begin: int, end: int) -> tuple[int, int]:
 
 
 def _continues(byte: int) -> bool:
-    """Tell whether a byte is one of a character after its first."""
+    """Return whether a byte is a UTF-8 continuation byte."""
     return 0x80 <= byte < 0xC0
 
 
 def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
-    """Return the tokens without what is left, before and after the one at `at`, of characters cut at the ends."""
+    """Return the tokens without incomplete characters at the two ends of the text; the token at `at` stays as it is."""
     before, after = b"".join(tokens[:at]), b"".join(tokens[at + 1 :])
     first = next((n for n, byte in enumerate(before) if not _continues(byte)), len(before))
     last = sum(map(len, tokens)) - _unfinished(after)
@@ -52,7 +52,7 @@ def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
 
 
 def _unfinished(text: bytes) -> int:
-    """Return how many bytes at the end begin a character that does not end there."""
+    """Return the number of bytes at the end that belong to an incomplete character."""
     for n, byte in enumerate(reversed(text[-3:]), 1):
         if byte >= 0xC0:
             return n if n < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0

@@ -1,4 +1,4 @@
-"""Facts on a checkpoint folder, read without torch: whether it is whole, its step and tokens, its held-out FVU."""
+"""Reads a checkpoint folder without torch: checks its files, and returns its step, tokens and held-out FVU."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from trainer.contract.store.rows import Count
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
-# A smaller relative rise of the held-out FVU is noise, whatever the number of rows.
+# A smaller relative rise of the held-out FVU counts as noise, regardless of the number of rows.
 LEAST_RISE = 0.01
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How far a run is; `tokens`, over all ranks, is also the position in the order of the data."""
+    """The position of a run. `tokens`, counted over all ranks, is also the position in the order of the data."""
 
     step: Count
     tokens: Count
 
 
 class StreamPlace(msgspec.Struct, frozen=True):
-    """Where in its part of a stream a rank is: `skip` rows after what the stream itself calls `state`."""
+    """The position of a rank in its shard of a stream: `skip` rows after the stream's own `state`."""
 
     state: Any
     skip: Count
 
 
 class BufferPlace(msgspec.Struct, frozen=True):
-    """How far a shuffle buffer is: `n_gone` rows of a block are given out, which began at `begin` in the stream."""
+    """The position of a shuffle buffer: `n_gone` rows are used of a block that begins at `begin` in the stream."""
 
     block: Count
     n_gone: Count
@@ -57,9 +57,10 @@ class Best(msgspec.Struct, frozen=True):
     n_rows: Count = 0
 
     def is_clearly_below(self, fvu: float, lr_share: float | None) -> bool:
-        """Return whether a later FVU on the same rows is higher beyond noise, and not because the rate rose again.
+        """Return whether a later FVU on the same rows is higher by more than noise.
 
-        Two SAEs of one run differ on the same rows by 1 %, or by one standard error, without a cause.
+        Return False if the learning rate has risen since, which also raises the FVU. By noise alone, two SAEs of one
+        run differ on the same rows by 1 %, or by one standard error.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -67,13 +68,13 @@ class Best(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from.
+    """The content of a checkpoint apart from its tensors.
 
-    Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
-    Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks. `data` records the shards,
-    of whose rows `n_train_rows` are trained on, and `held_out` identifies the rows of `heldout_fvu`; checkpoints of
-    older versions lack all three. `cool_down` is set where the run was asked to finish early, `best` after the first
-    evaluation on held-out rows.
+    `d_out` is set for a transcoder only; `origin` describes the source of the data. If the data is a stream, `stream`
+    holds the position of each rank that reads tokens of its own. If SAEs of several hooks are trained, `origins` maps
+    the label of each SAE to the source of its data. `data` records the shards, `n_train_rows` is the number of rows
+    trained on, and `held_out` identifies the rows of `heldout_fvu`; checkpoints of older versions lack all three.
+    `cool_down` is set if the user asked the run to finish early, `best` after the first evaluation on held-out rows.
     """
 
     position: Position
@@ -89,28 +90,28 @@ class State(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the early end of a run of `planned` steps; None without one, or where the length has changed."""
+        """Return the early end of a run of `planned` steps, or None without one or if the length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
     def data_before(self) -> DataRecord | None:
-        """The shards that the run was trained on; None where the checkpoint did not record them."""
+        """The shards that the run was trained on, or None if the checkpoint does not record them."""
         return self.data or None
 
     def origin_of(self, label: str) -> dict[str, Any]:
-        """Return where the data of an SAE is from."""
+        """Return the source of an SAE's data."""
         return self.origins.get(label, self.origin) if self.origins else self.origin
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints `step-<number>` in a folder, newest first; symbolic links are left out."""
+    """Return the checkpoints `step-<number>` in a folder, the newest first, without symbolic links."""
     numbers = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if not path.is_symlink()}
-    # By number: beyond 8 digits the names no longer sort like it.
+    # The names are padded to 8 digits, so with more digits they do not sort by number.
     return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: -int(numbers[path]))
 
 
 def newest_whole(path: Path) -> Path:
-    """Return a checkpoint itself, or the newest undamaged one in a folder of them; raise `UserError` without one."""
+    """Return `path` if it is a checkpoint, else the newest intact checkpoint in it; raise `UserError` without one."""
     candidates = newest_first(path) or [path]
     reasons = {}
     for folder in candidates:
@@ -132,7 +133,7 @@ def best_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Read the state of a checkpoint; raise `UserError` where the folder is none."""
+    """Read the state of a checkpoint; raise `UserError` if the folder is not a checkpoint."""
     try:
         return load_json(folder / STATE, State)
     except (OSError, ValueError) as error:
@@ -140,17 +141,20 @@ def read_state(folder: Path) -> State:
 
 
 def resumed_state(path: Path) -> State:
-    """Return the state that a run resumes from `path`, a checkpoint or a folder of them; raise `UserError` without."""
+    """Return the state of the checkpoint that a run resumes from.
+
+    `path` is a checkpoint or a folder of checkpoints. Raise `UserError` without a usable one.
+    """
     return read_state(path if (path / STATE).exists() else newest_whole(path))
 
 
 def position_of(path: Path) -> Position:
-    """Return where a run resumes from `path`, a checkpoint or a folder of them; raise `UserError` without one."""
+    """Return the position that a run resumes at; see `resumed_state`."""
     return resumed_state(path).position
 
 
 def _measured_state(folder: Path) -> State | None:
-    """Return the state of a checkpoint with a held-out FVU; None for any other."""
+    """Return the state of a checkpoint, or None if it cannot be read or has no held-out FVU."""
     try:
         state = read_state(folder)
     except UserError:
@@ -159,7 +163,7 @@ def _measured_state(folder: Path) -> State | None:
 
 
 def damage(folder: Path) -> str | None:
-    """Check a checkpoint against its manifest; return what is wrong, or None where it is whole."""
+    """Check a checkpoint against its manifest; return a description of the damage, or None if it is intact."""
     try:
         manifest = load_json(folder / MANIFEST, dict[str, Any])
         if manifest["format"] != FORMAT:
@@ -167,7 +171,7 @@ def damage(folder: Path) -> str | None:
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
             return f"its {MANIFEST} does not name the files of a checkpoint"
         for name, file in manifest["files"].items():
-            # The size first: a file of another size need not be read.
+            # Compare the sizes first: a file of another size need not be read.
             if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
                 return f"{name} is not as it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -176,7 +180,7 @@ def damage(folder: Path) -> str | None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder: the bytes and SHA-256 of each of its files."""
+    """Return the manifest of a folder: the size and SHA-256 of each of its files."""
     return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
 
 

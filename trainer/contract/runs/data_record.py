@@ -1,4 +1,4 @@
-"""Records the shards a run is trained on, and finds out whether they have changed since."""
+"""Records the shards that a run is trained on, and checks whether they have changed since."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
-# Bytes that are read of all shards together to recognise their content: everything up to 256 MiB, else evenly spread
-# blocks. That takes 0.2 to 0.6 s from the page cache, during the first steps.
+# The number of bytes read from all shards together to recognise their content. Up to 256 MiB everything is read, else
+# evenly spread blocks. That takes 0.2 to 0.6 s from the page cache, during the first steps.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
@@ -31,7 +31,7 @@ _WAY_OUT = "put it back as it was, or start a new run on the data as it is now"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of rows: `sha256` is from `meta.json`, `sample` is the SHA-256 of `n_blocks` blocks of the file."""
+    """A file of rows; `sha256` is from `meta.json`, `sample` is the SHA-256 of `n_blocks` blocks of the file."""
 
     name: str
     rows: Count
@@ -46,7 +46,7 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 class FolderRecord(msgspec.Struct, frozen=True):
     """The shards of a folder in the order of their row numbers; new shards come last.
 
-    Held-out rows are drawn from the first `split_rows` rows, which the folder had when the run began.
+    Held-out rows are drawn from the first `split_rows` rows, which are the rows that existed when the run began.
     """
 
     field: str
@@ -68,10 +68,10 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceKnobs], before: DataRecord | None = None) -> DataRecord:
-    """Return the current data of each hook, without samples, which take time to read.
+    """Return a record of the current data of each hook, without samples, because these take time to read.
 
-    Where the run was trained on `before`, those shards come first, with their samples, and new ones follow. Raise
-    `JobFileError` where one of them has changed.
+    If the run was already trained on the shards in `before`, they come first, with their samples; new shards follow.
+    Raise `JobFileError` if one of the recorded shards has changed.
     """
     now = [_look(field, path) for knobs in sources for field, path in knobs.stored_at()]
     if before is None:
@@ -83,7 +83,7 @@ def record_of(sources: Iterable[SourceKnobs], before: DataRecord | None = None) 
 
 
 def sampled(record: DataRecord) -> DataRecord:
-    """Return the record with a sample of every shard; a file that cannot be read, or has changed, gets none."""
+    """Return the record with samples of its shards, except for files that cannot be read or have changed."""
     n_blocks = _SAMPLED_BYTES // BLOCK // max(1, sum(len(folder.shards) for folder in record))
     n_blocks = max(_LEAST_BLOCKS, n_blocks)
     return [
@@ -93,7 +93,7 @@ def sampled(record: DataRecord) -> DataRecord:
 
 
 def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
-    """Return a sentence about the shards that are new since a checkpoint; None without new ones."""
+    """Return a sentence about the shards added since a checkpoint, or None without new shards."""
     if before is None:
         return _NOT_RECORDED if now else None
     new = [one for old, folder in zip(before, now, strict=True) for one in folder.shards[len(old.shards) :]]
@@ -106,7 +106,7 @@ def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
 
 
 def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
-    """Return what has changed in a shard since it was recorded; None where it holds the same bytes.
+    """Describe how a shard has changed since it was recorded; return None if it holds the same bytes.
 
     A file with the same size and modification time counts as unchanged and is not read.
     """
@@ -127,7 +127,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
 
 
 def cut_short(record: DataRecord) -> str | None:
-    """Return a sentence that names the first shard with fewer bytes than recorded; None without one."""
+    """Return a sentence about the first shard with fewer bytes than recorded, or None."""
     for folder in record:
         for shard in folder.shards:
             try:
@@ -140,7 +140,7 @@ def cut_short(record: DataRecord) -> str | None:
 
 
 def cut_sentence(file: Path, size: int, before: int) -> str:
-    """Return a sentence that says that a file was cut short while it was read, and the remedy."""
+    """Return a sentence about a file that was truncated while it was read, with the remedy."""
     return f"{file} was cut short to {size:,} of {before:,} bytes while it was read; copy it again, then resume"
 
 
@@ -160,7 +160,7 @@ def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
 
 
 def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
-    """Return the current shards of a folder, the recorded ones first; raise `JobFileError` if one of these changed."""
+    """Return the current shards of a folder, recorded ones first; raise `JobFileError` if a recorded one has changed."""
     by_name = {shard.name: shard for shard in new.shards}
     kept = []
     for shard in old.shards:
@@ -174,7 +174,7 @@ def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
 
 
 def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
-    """Return how a shard differs from its record as far as can be seen without reading its rows; None if it agrees."""
+    """Describe how a shard differs from its record, without reading its rows; return None if no difference is found."""
     if new is None:
         return "is missing"
     if new.rows != old.rows:
@@ -192,14 +192,14 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
         status = file.stat()
     except OSError:
         return shard
-    # A sample of what was written after the rows were counted would hide the change.
+    # The file was written to after its rows were counted; a sample of it would hide that change.
     if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
         return shard
     return msgspec.structs.replace(shard, n_blocks=n_blocks, sample=sample)
 
 
 def _sample(file: Path, n_blocks: int) -> str:
-    """Return the SHA-256 of evenly spread blocks of a file, including both ends, or of all of a small file."""
+    """Return the SHA-256 of evenly spread blocks of a file, including both ends; of a small file, hash all bytes."""
     digest = hashlib.sha256()
     with open_plain(file) as stream:
         size = os.fstat(stream.fileno()).st_size

@@ -21,21 +21,21 @@ from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.tokens_of_data import folder_of
 
-# What the trainer reads by default.
+# The tokens of text on which the trainer measures the losses by default, by device.
 MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
-# Seconds: the start of torch, and the probes of a set, which are fitted 8 times for 3 seeds.
+# Seconds: the start of torch, and the probes of one set (8 fits for each of 3 seeds).
 _START_S, _PROBE_S = 4.0, 6.0
-# The speed of loading a model in bytes/s, and the share of the speed of products that sparse work on rows reaches.
+# The speed of loading a model in bytes/s, and the share of the matmul speed that sparse work on rows reaches.
 _LOADING, _OF_ROWS = 2e8, 0.3
 LOADING = "loading the model"
-# Passes over the rows: their mean, the figures, and their distribution.
+# Three passes over the rows: for their mean, for the figures, and for their distribution.
 _TIMES_ROWS = 3
 
 
 class LanguageModel(msgspec.Struct, frozen=True):
-    """The language model of a job's data; `size` is None where its files are not on this machine."""
+    """The language model of a job's data; `size` is None if the model's files are not on this machine."""
 
     path: str
     size: ModelSize | None
@@ -46,7 +46,7 @@ class LanguageModel(msgspec.Struct, frozen=True):
 
 
 def language_model(job: JobConfig) -> LanguageModel | None:
-    """Return the model whose activations a job trains on; None where it is not recorded."""
+    """Return the model whose activations a job trains on, or None if it is not recorded."""
     for knobs in job.hooks.values():
         path: object = None
         if isinstance(knobs, ModelKnobs):
@@ -68,9 +68,9 @@ def planned(
     box: Box | None = None,
     cards: Iterable[Card] = (),
 ) -> dict[str, Planned]:
-    """Return the expected time of each stage of an evaluation of these parts on a device of this name.
+    """Return the expected time of each stage of an evaluation that measures these parts on a device of this name.
 
-    Times of earlier `cards` on such a device replace computed ones. Empty where the data cannot be read.
+    Times that earlier `cards` measured on such a device replace computed ones. Return {} if the data cannot be read.
     """
     try:
         shape, saes = job.data_shape(), list(members(job).values())
@@ -99,7 +99,8 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
     if model is None or model.size is None:
         return dict.fromkeys((LOADING, IN_MODEL, PROBES, PROMOTED), 30.0)
     a_token = 2.0 * model.size.n_parameters / (flops * READING_SPEED)
-    # Unchanged; with the SAE, zeros or the mean in place of activations; with the SAE or zeros at all tokens.
+    # Six passes: one unchanged; three with the SAE's output, zeros or the mean row in place of the activations; two
+    # with the SAE's output or zeros at all tokens.
     passes = 6 * MODEL_TOKENS[device] * a_token
     probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token + _PROBE_S * (1 + n_saes))
     loading = 4.0 * model.size.n_parameters / _LOADING + _START_S
@@ -107,7 +108,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return the seconds that the parts of these cards, one of each SAE, took on such a device."""
+    """Return the seconds that each part took on such a device, summed over the cards (one card per SAE)."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():
@@ -117,5 +118,5 @@ def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
 
 
 def total(stages: Mapping[str, Planned]) -> float:
-    """Return the seconds of all stages, including the start of the program."""
+    """Return the total time in seconds, including the start of the program."""
     return _START_S + sum(one.seconds for one in stages.values())

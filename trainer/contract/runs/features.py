@@ -1,4 +1,4 @@
-"""What the latents of an SAE fire on, as an evaluation has stored it: read latent by latent, without torch or numpy."""
+"""Reads the features file of an evaluation: what each latent of an SAE fires on; needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from trainer.contract.json_file import convert_as
 from trainer.contract.runs.characters import runs_of_tokens, whole_characters, without_cut_ends
 from trainer.contract.settings.shards import read_header
 
-# Beside an SAE's weights: what an evaluation writes.
+# The files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
-# Between these shares of the rows a latent is most often interpretable; above the last one it is called dense.
+# Latents that fire on a share of the rows between these two are interpretable most often. Above `DENSE` a latent is
+# called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
-# Latents whose texts are put together to look for words that are spread over tokens, the most frequent first; where
-# more may have them, not those that have them in a single token. A search is to feel like an answer to the key.
+# The most latents whose tokens a search joins to find words that span tokens, the most frequent latents first. With
+# more candidates, latents that are already found are skipped. The limit keeps a search fast enough for typing.
 _MOST_JOINED = 1024
 
-# Of each tensor: its type, as array has it, and how many numbers it has for each latent; None for those of the text.
+# For each tensor: its dtype in the file, its type code in `array`, and 1 if it has one number per latent, else None.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "n_fired": ("I32", "i", 1),
     "largest": ("F32", "f", 1),
@@ -44,11 +45,11 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ids": ("I32", "i", None),
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
-    # For each text the latents that have its token in a context: where they end in the list of all.
+    # An index: the latents with the k-th known token in a context end at index_ends[k] in index_latents.
     "index_ends": ("I64", "q", None),
     "index_latents": ("I32", "i", None),
 }
-# What there is in addition where the language model was at hand: tokens and their logits.
+# Additional tensors if the evaluation had the language model: tokens and their logits.
 _MOVED: dict[str, tuple[str, str, int | None]] = {
     "promoted": ("I32", "i", None),
     "promoted_logits": ("F32", "f", None),
@@ -59,16 +60,16 @@ _CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED).items()}
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """A token whose logit a latent's decoder direction moves, and by how much; only relative sizes tell anything."""
+    """A token and the change of its logit by a latent's decoder direction; only relative sizes are meaningful."""
 
     text: str
     logit: float
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A token of a context, and how strongly the latent fires on it; 0 where it does not.
+    """A token of a context with the latent's activation on it, 0 if the latent does not fire.
 
-    Tokens that have a character in common are told as one, with what is strongest among them.
+    Tokens that share a character are joined to one, with the largest of their activations.
     """
 
     text: str
@@ -76,7 +77,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Context(msgspec.Struct, frozen=True):
-    """Tokens around the one at `at`, on which the latent fires most in its document."""
+    """The tokens around the token at `at`, on which the latent fires most within the document."""
 
     tokens: tuple[Token, ...]
     at: int
@@ -87,11 +88,12 @@ class Context(msgspec.Struct, frozen=True):
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """A latent: the share of rows on which it fires, its largest and mean activation there, and where it fires most.
+    """A latent: the share of rows on which it fires, its largest and mean activation there, and its top contexts.
 
-    `histogram` counts activations in bins of equal width up to the largest; `nearest` are latents with the cosines of
-    their decoder directions, the nearest first. `promoted` and `suppressed` are the tokens that its direction moves
-    most, the furthest first; none where the language model was not at hand.
+    `histogram` counts activations in bins of equal width up to the largest one. `nearest` are the latents with the most
+    similar decoder directions, as (latent, cosine), the most similar first. `promoted` and `suppressed` are the tokens
+    whose logits the decoder direction changes most, the largest change first; both are empty if the evaluation did not
+    have the language model.
     """
 
     latent: int
@@ -106,7 +108,7 @@ class Feature(msgspec.Struct, frozen=True):
 
 
 class _Table(dict[int, bytes]):
-    """The bytes of tokens by their numbers; none of others."""
+    """Maps token ids to bytes; unknown ids give b""."""
 
     def __missing__(self, token: int) -> bytes:
         return b""
@@ -119,7 +121,7 @@ class _Entry(msgspec.Struct):
 
 
 class Features:
-    """The latents of one SAE; only what is asked for is read. Raise `UserError` for a file that is none of these."""
+    """The latents of one SAE, read on demand; raises `UserError` if the file is not a features file."""
 
     def __init__(self, file: Path) -> None:
         try:
@@ -135,7 +137,7 @@ class Features:
             raise UserError(f"{file} is not what `sae-train eval` writes; run that again") from None
 
     def _check(self) -> None:
-        """Raise `ValueError` or `KeyError` where a tensor is missing, cut short, or has another shape."""
+        """Raise `ValueError` or `KeyError` if a tensor is missing, cut short, or has another shape."""
         for name, (dtype, code, per_latent) in self._layout.items():
             entry = self._entries[name]
             first, last = entry.data_offsets
@@ -170,7 +172,7 @@ class Features:
 
     @property
     def _tells_moved(self) -> bool:
-        """Whether the file has all that is known where the language model was at hand."""
+        """Whether the file has promoted and suppressed tokens, which need the language model."""
         return self._entries.keys() >= _MOVED.keys()
 
     @property
@@ -183,14 +185,15 @@ class Features:
 
     @property
     def n_rows(self) -> int:
-        """On how many rows they were measured."""
+        """The number of rows on which the latents were measured."""
         return self._ints("n_rows")[0]
 
     def order(self, by: Order = "sparse") -> list[int]:
-        """Return the latents that fire at all, by density or largest activation, the highest first, or by number.
+        """Return the latents that fire at all, in this order.
 
-        "sparse" puts latents that fire on 0.01 to 1 % of the rows first, by largest activation; then rarer ones, then
-        denser ones, the densest last.
+        "density" and "largest" (activation) put the highest first; "latent" sorts by number. "sparse" puts latents that
+        fire on 0.01 to 1 % of the rows first, by largest activation; then rarer ones, then denser ones, the densest
+        last.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
@@ -216,14 +219,15 @@ class Features:
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
-        """Return the latents with these words in their contexts, as `search_apart` finds them, in one list."""
+        """Return the latents with these words in their contexts: both lists of `search_apart`, joined."""
         return [latent for some in self.search_apart(words) for latent in some]
 
     def search_apart(self, words: str) -> tuple[list[int], list[int]]:
-        """Return the latents with these words in their contexts, in one token or over several; case is ignored.
+        """Return the latents with these words in their contexts, in one token or over several, ignoring case.
 
-        The first list has the latents that fire most on such a token, by the number of contexts, the second one the
-        others by density. For words over several tokens only the `_MOST_JOINED` most frequent latents are searched.
+        The first list has the latents whose strongest token in a context is part of the words, by the number of such
+        contexts. The second list has the others, by density. For words that span tokens only the `_MOST_JOINED` most
+        frequent latents are searched.
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
@@ -241,14 +245,14 @@ class Features:
             if n_contexts := self._n_contexts_on(latent, wanted, table):
                 strongest[latent] = n_contexts
         others = sorted(found - strongest.keys())
-        # Both are by number before, and stay so where they are equal.
+        # Sorting is stable, so equal latents stay in the order of their numbers.
         return (
             sorted(sorted(strongest), key=strongest.__getitem__, reverse=True),
             sorted(others, key=fired.__getitem__, reverse=True),
         )
 
     def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
-        """Return the latents that fire most on one of these tokens, each with the number of such contexts."""
+        """Return the number of contexts in which a latent fires most on one of these tokens, by latent."""
         tokens, (n_contexts, width) = self._numbers("token_ids"), self._entries["token_ids"].shape[1:]
         counts: dict[int, int] = {}
         for number, token in enumerate(tokens[self._before :: max(1, width)]):
@@ -258,7 +262,7 @@ class Features:
         return counts
 
     def _with_tokens(self, places: Sequence[int]) -> set[int]:
-        """Return the latents that have the token of one of these texts in a context."""
+        """Return the latents that have one of these tokens, given as indices of known tokens, in a context."""
         ends, latents = self._ints("index_ends"), self._numbers("index_latents")
         fire: set[int] = set()
         for place in places:
@@ -268,9 +272,9 @@ class Features:
         return {latent for latent in fire if 0 <= latent < self.n_latents}
 
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
-        """Return the latents that may have the words spread over tokens: in some texts their beginning and their end.
+        """Return the latents that may have the words across tokens, because some tokens have their start and their end.
 
-        Where these are many, those that are `found` already are left out.
+        With more than `_MOST_JOINED` such latents, leave out those already in `found`.
         """
         forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
         begins = tuple(form[:n] for form in forms for n in range(1, len(form)))
@@ -282,12 +286,12 @@ class Features:
         return both if len(both) <= _MOST_JOINED else both - found
 
     def _has(self, latent: int, wanted: str, table: _Table) -> bool:
-        """Tell whether a context of a latent has the words in it."""
-        # A byte that is in no text is between contexts.
+        """Return whether a context of a latent contains the words."""
+        # Join the contexts with a byte that never occurs in text.
         return wanted in _folded(b"\xff".join(b"".join(tokens) for tokens in self._tokens_of(latent, table)))
 
     def _n_contexts_on(self, latent: int, wanted: str, table: _Table) -> int:
-        """Return in how many contexts a latent fires most on a token of the words."""
+        """Return the number of contexts in which the latent's strongest token is part of the words."""
         return sum(_are_on(wanted, list(tokens), self._before) for tokens in self._tokens_of(latent, table))
 
     def _tokens_of(self, latent: int, table: _Table) -> Iterator[Iterator[bytes]]:
@@ -297,7 +301,7 @@ class Features:
             yield map(table.__getitem__, ids[first : first + width])
 
     def feature(self, latent: int) -> Feature:
-        """Return all that is known of a latent; raise `UserError` if there is no such latent."""
+        """Return all data of a latent; raise `UserError` if there is no such latent."""
         if not 0 <= latent < self.n_latents:
             raise UserError(f"there is no latent {latent}; the SAE has latents 0 to {self.n_latents - 1:,}")
         nearest = zip(self._ints("nearest", latent), self._floats("cosines", latent), strict=True)
@@ -332,9 +336,9 @@ class Features:
         return contexts
 
     def text(self, token: int) -> str:
-        """Return what a token stands for, its number where that is not known.
+        """Return the text of a token, or its id in brackets if the text is unknown.
 
-        Bytes that are a part of a character only are told as such.
+        Bytes of incomplete characters are written as backslash escapes.
         """
         return self._token(token).decode("utf-8", "backslashreplace")
 
@@ -344,7 +348,7 @@ class Features:
         return self._bytes_at(at) if is_known else f"[{token}]".encode()
 
     def _bytes_at(self, place: int) -> bytes:
-        """Return the bytes of the token that is in this place among those that are known."""
+        """Return the bytes of a known token by its index."""
         first, last = self._ends[place - 1] if place else 0, self._ends[place]
         begin = self._begin + self._entries["text"].data_offsets[0]
         return self._content[begin + first : begin + last]
@@ -360,12 +364,12 @@ class Features:
         return numbers
 
     def _numbers(self, name: str) -> memoryview[int]:
-        """Return integers where they lie: the tokens of 65,536 latents are 100 MiB."""
+        """Return a view of a tensor of integers without copying it: the tokens of 65,536 latents take 100 MiB."""
         first, last = (self._begin + offset for offset in self._entries[name].data_offsets)
         return memoryview(self._content)[first:last].cast(_CODES[name])  # type: ignore[call-overload,no-any-return]
 
     def _bytes(self, name: str, latent: int | None) -> bytes:
-        """Return a tensor's bytes, or those of one latent."""
+        """Return the bytes of a tensor, or only the bytes of one latent."""
         entry = self._entries[name]
         first, last = entry.data_offsets
         if latent is not None:
@@ -375,7 +379,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Return whether a file of latents belongs to these weights; a file of an older version, without them, does."""
+    """Return whether a features file belongs to these weights; assume so for an older file that does not record them."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):
@@ -386,7 +390,7 @@ def is_of_weights(file: Path | None, weights: str) -> bool:
 
 
 def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context:
-    """Return a context of which the latent fires most on the token at `at`."""
+    """Return a context whose strongest token is the one at `at`."""
     kept = without_cut_ends(tokens, at)
     runs = runs_of_tokens(kept)
     joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)
@@ -396,7 +400,7 @@ def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context
 
 
 def _are_on(wanted: str, tokens: Sequence[bytes], at: int) -> bool:
-    """Tell whether words are in a text, and a part of them in the token at `at`."""
+    """Return whether the words occur in the text such that the token at `at` is part of them."""
     text = b"".join(tokens)
     if wanted not in _folded(text):
         return False

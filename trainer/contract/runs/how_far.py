@@ -1,4 +1,4 @@
-"""How far the training of an SAE went: whether it finished, read its rows too often, or was better before."""
+"""The progress of an SAE's training: whether it finished, overfitted, or had a lower held-out FVU earlier."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainer.contract.runs.checkpoint_manifest import Best, State
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
 
-# The names of its series in a run's store.
+# Names of series in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
-# Kinds of events: a run overfits, and a run was resumed, after which an earlier report no longer holds.
+# Kinds of events: a run overfits; a run was resumed, which invalidates earlier reports of overfitting.
 OVERFITTING, RESUMED = "overfitting", "resumed"
-# The largest normal gap between held-out and training FVU, as a share; unseen texts alone make 4 to 12 %.
+# The largest normal excess of the held-out FVU over the training FVU; unseen texts alone cause 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
 
@@ -24,9 +24,9 @@ _PREFIX = "training_"
 class HowFar(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run when the weights of an SAE were taken, at step `step` of `total_steps`.
 
-    `lr_share` is the learning rate as a share of the full one, None for an optimizer without decay. `passes` counts the
-    passes over the training rows, None for a stream. `fvu` is the FVU of the last batches, `heldout_fvu` of held-out
-    rows, and `best` the lowest held-out FVU of the run, if it is clearly lower.
+    `lr_share` is the learning rate divided by the full one, or None for an optimizer without decay. `passes` counts the
+    passes over the training rows; it is None for a stream. `fvu` is the FVU on the last batches, `heldout_fvu` the FVU
+    on held-out rows, and `best` the lowest held-out FVU of the run, if it is clearly lower than the current one.
     """
 
     step: Count
@@ -41,12 +41,12 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run took all its steps; only finished SAEs are ranked by FVU."""
+        """Whether the run did all its steps; only finished SAEs are ranked by FVU."""
         return self.step >= self.total_steps
 
     @property
     def unfinished(self) -> str:
-        """Where the run was stopped, and a note that a finished one is better; "" for a finished run."""
+        """The step at which the run was stopped, with a note that a finished run is better; "" for a finished run."""
         if self.is_finished:
             return ""
         where = f"{'stopped' if self.is_last else 'taken'} at step {self.step:,} of {self.total_steps:,}"
@@ -56,12 +56,12 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float | None:
-        """The relative excess of the held-out FVU over the FVU of the last batches; None if either is unknown."""
+        """The relative excess of the held-out FVU over the FVU of the last batches, or None if either is unknown."""
         return self.heldout_fvu / self.fvu - 1 if self.heldout_fvu is not None and self.fvu else None
 
     @property
     def overfitting(self) -> str:
-        """How much better the SAE fits its training rows, and when it was best; "" without overfitting."""
+        """The FVU on training and held-out rows, and the step of the lowest held-out FVU; "" without overfitting."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} of the last batches, {self.heldout_fvu:.4f} held out"
@@ -72,14 +72,14 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(clauses)
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the lines of a report card, each with its title."""
+        """Yield lines for a report card as (title, text)."""
         passes = f", {self.passes:,.1f} passes over the training rows" if self.passes is not None else ""
         yield "training", self.unfinished or f"finished after {self.step:,} steps{passes}"
         if self.overfitting:
             yield OVERFITTING, self.overfitting
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata of an export."""
+        """Return entries for the metadata of an export."""
         best = {BEST_STEP: self.best.step, BEST_FVU: self.best.fvu} if self.best else {}
         known = {
             "is_last": None if self.is_last else False,
@@ -93,9 +93,9 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_state(state: State, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
-    """Return how far a run of `planned` steps was at a checkpoint with this state and these measured `values` by name.
+    """Return the progress of a run of `planned` steps at a checkpoint.
 
-    `schedule` is the schedule of its learning rate, None for an optimizer without one.
+    `values` are measured values by name; `schedule` is the learning-rate schedule, None for an optimizer without one.
     """
     cool_down, step = state.cool_down_of(planned), state.position.step
     whole = msgspec.structs.replace(schedule, cool_down=cool_down) if schedule else None
@@ -113,7 +113,7 @@ def of_state(state: State, schedule: Schedule | None, planned: int, values: Mapp
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> HowFar | None:
-    """Return what the metadata of an export stores; None where it is missing or cannot be read."""
+    """Return the progress stored in the metadata of an export, or None if it is missing or invalid."""
     table = {name.removeprefix(_PREFIX): value for name, value in metadata.items() if name.startswith(_PREFIX)}
     if "steps" not in table:
         return None

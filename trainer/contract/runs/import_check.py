@@ -1,4 +1,4 @@
-"""The figures of the check of an imported SAE on rows."""
+"""The results of checking an imported SAE on rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.contract.wording import number
 
 
 class ImportCheck(msgspec.Struct, frozen=True):
-    """The number of rows, the latents active per row, and the FVU, None where reconstructions are not finite."""
+    """The number of rows, the mean number of active latents per row, and the FVU (None if not finite)."""
 
     rows: int
     l0: float

@@ -1,7 +1,7 @@
-"""File locks that the kernel holds for exactly as long as a process lives, even after `kill -9`.
+"""File locks that the kernel releases when their process ends, even after `kill -9`.
 
-Unlike pids they are seen from every PID namespace of the machine. Every process of a run holds `run.lock` of its folder
-shared; whoever wants to begin a run must first hold it exclusively.
+Unlike pids they work across all PID namespaces of the machine. Every process of a run holds a shared lock on `run.lock`
+in the run's folder; a process that starts a run must first lock it exclusively.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# Seconds. Testing whether a lock is held takes it exclusively for a moment, so others try again for so long.
+# Seconds. A test whether a lock is held takes the lock exclusively for a moment, so other processes retry this long.
 _ASKED_S = 0.2
 _LOOKS = 3
 
 
 class RunLock:
-    """An exclusive lock on a run folder; raises `UserError` where a process of a run there still lives."""
+    """An exclusive lock on a run folder; raises `UserError` if a process of that run is still alive."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -30,11 +30,14 @@ class RunLock:
         self._take(shared=False)
 
     def share(self) -> None:
-        """Make the lock shared, so that ranks can take it too; raise `UserError` if somebody got it in between."""
+        """Make the lock shared, so that ranks can take it too.
+
+        Raise `UserError` if another process takes it first.
+        """
         self._take(shared=True)
 
     def release(self) -> None:
-        """Release this process's lock; a rank that lives on still holds its own."""
+        """Release this process's lock; a surviving rank keeps its own."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -46,7 +49,7 @@ class RunLock:
         self.release()
 
     def _take(self, *, shared: bool) -> None:
-        # A file system without locks must not keep anybody from training.
+        # Training must also work on a file system without locks.
         if self.descriptor < 0:
             return
         with contextlib.suppress(OSError):
@@ -60,13 +63,13 @@ def still_going(run_dir: Path) -> str:
 
 
 def hold(file: Path) -> None:
-    """Hold the lock, shared with others, until this process ends; ignore a file system without locks."""
+    """Hold a shared lock on the file until this process ends; do nothing on a file system without locks."""
     with contextlib.suppress(OSError):
         _take(open_private(file, os.O_RDWR), shared=True)
 
 
 def _take(descriptor: int, *, shared: bool) -> bool:
-    """Lock a file; return False where others hold it for longer than testing it takes."""
+    """Lock a file; return False if other processes hold it for longer than a test takes."""
     deadline = time.monotonic() + _ASKED_S
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -76,9 +79,9 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 
 
 def is_held(file: Path) -> bool | None:
-    """Tell whether any process holds the lock, in whatever PID namespace; return None where that cannot be known."""
+    """Return whether a process in any PID namespace holds the lock, or None if that is unknown."""
     for _ in range(_LOOKS):
-        # Another process that is testing it holds it exclusively, too, but only for a moment.
+        # Another process's test also holds the lock exclusively, but only for a moment, so look again.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)
@@ -101,7 +104,7 @@ def _is_taken(file: Path) -> bool | None:
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:
-    """Tell whether a process can be seen to hold the shared lock: it has locked this very file, not only opened it."""
+    """Return whether /proc shows that a process holds the shared lock on this file, rather than only having it open."""
     try:
         wanted = file.lstat()
         descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())
@@ -123,7 +126,7 @@ def _open(file: Path) -> int:
     try:
         return open_private(file, os.O_RDWR)
     except PermissionError:
-        # Another group member's file, made by a version that made it 0600: go on as where there are no locks.
+        # An older version created the file with mode 0600 for another group member; continue without locks.
         return -1
     except OSError as error:
         raise UserError(f"{file} cannot be locked: {sentence(error)}") from None

@@ -1,4 +1,4 @@
-"""Logs read from their end."""
+"""Reads the last lines of logs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.contract.files import open_plain
 
 _BLOCK = 64 * 1024
-# PyTorch prints two stacks of about 30 frames; each line of theirs begins in one of these ways.
+# PyTorch prints two stack traces of about 30 frames each; all their lines begin with one of these patterns.
 _STACK_LINES = 200
 _FRAME = re.compile(
     r"\s*(\[rank\d+\]:)?\s*(frame #\d+|Fatal Python error: Aborted|Extension modules:|Current thread|Thread 0x|File \")"
@@ -19,7 +19,7 @@ LONGEST = 4 * 2**20
 
 
 def tail(path: Path, n_lines: int) -> list[str]:
-    """Return the last `n_lines` lines of a log, read backwards from its end; empty where there is no log."""
+    """Return the last `n_lines` lines of a log, read backwards from its end, or [] without a log."""
     try:
         with open_plain(path) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -35,9 +35,9 @@ def tail(path: Path, n_lines: int) -> list[str]:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a log that is not blank; "" without one.
+    """Return the last line of a log that is not blank, or "".
 
-    An abort of C++ ends a log with its stack; then it is the line that states the reason.
+    If the log ends with the stack trace of a C++ abort, return the line with its reason instead.
     """
     lines = [line for line in tail(path, _STACK_LINES) if line.strip()]
     if not lines or not _FRAME.match(lines[-1]):
@@ -45,11 +45,11 @@ def last_line(path: Path) -> str:
     spoken = [line for line in lines if not _FRAME.match(line)]
     at = next((at for at in reversed(range(len(spoken))) if _REASON.search(spoken[at])), len(spoken) - 1)
     reason, after = spoken[at] if spoken else lines[-1], spoken[at + 1 :]
-    # NCCL states the cause on a line of its own.
+    # NCCL prints the cause on a separate line.
     cause = next((after[i + 1] for i, line in enumerate(after[:-1]) if line.strip() == "Last error:"), "")
     return f"{reason.strip()}: {cause.strip()}" if cause else reason.strip()
 
 
 def readable(line: bytes) -> str:
-    """Decode a line; of a progress bar, which redraws its line with carriage returns, keep only the last state."""
+    """Decode a line; keep only the last state of a progress bar, which redraws its line with carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

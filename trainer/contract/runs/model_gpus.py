@@ -1,4 +1,4 @@
-"""Settles which devices of an attempt only run its language model, before its ranks are started."""
+"""Chooses, before the ranks start, which devices of an attempt only run its language model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from trainer.contract.settings.job_file import AnyJob
 def with_model_placed(
     spec: RankSpec, job: AnyJob, device_name: str, box: Box, room: Room, memory_of: str | None = None
 ) -> RankSpec:
-    """Return the spec of an attempt that was given all devices of its job as ranks, fewer where some only run a model.
+    """Return the spec with some of its ranks turned into devices that only run the language model, if that is useful.
 
-    See `place_model` for the other arguments; a run that is resumed keeps its ranks where it can.
+    In `spec` every device of the job is a rank. A resumed run keeps its number of ranks if possible. For the other
+    arguments see `place_model`.
     """
     if not isinstance(job, JobConfig) or model_gpus_of(job) == 0:
         return spec
@@ -32,7 +33,7 @@ def with_model_placed(
 
 
 def _ranks_before(spec: RankSpec) -> int | None:
-    """Return how many ranks the run had that is resumed; None where it begins."""
+    """Return the number of ranks of the run that is resumed, or None for a new run."""
     if spec.resume_from is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""How ranks end, and which of several failed first and so made the others fail."""
+"""Records how ranks end, and finds the rank that failed first and so made the others fail."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# Seconds. Peers fail within milliseconds of a killed rank, and may be seen to end before it.
+# Seconds. Peers fail within milliseconds after a rank is killed, and their end may be noticed first.
 NOTICED_WITHIN_S = 2.0
-# Seconds after SIGKILL. The kernel needs some to free hundreds of GB; a process of a hung GPU never ends.
+# Seconds after SIGKILL. The kernel needs a few seconds to free hundreds of GB; a process on a hung GPU never ends.
 GIVEN_UP_AFTER_S = 60.0
 
 
 class RankEnd:
-    """A rank, and how and when it ended; `exit_file` is where it records its own error."""
+    """A rank with the way and the time of its end; the rank writes its own error to `exit_file`."""
 
     def __init__(self, rank: int, exit_file: Path) -> None:
         self.rank = rank
@@ -36,15 +36,15 @@ class RankEnd:
     @property
     @abstractmethod
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it lives."""
+        """The exit code, negative for a signal, or None while the rank is alive."""
 
     @abstractmethod
     def failed_at(self) -> float:
-        """Return when it failed, in seconds since the epoch, to find the first of several."""
+        """Return the time of the failure in seconds since the epoch, to find the first of several failures."""
 
     @abstractmethod
     def last_line(self) -> str:
-        """Return the last line that it has printed."""
+        """Return the last line of the rank's output."""
 
     hangs = False
 
@@ -58,18 +58,18 @@ class RankEnd:
 
     @property
     def word(self) -> str | None:
-        """The error that it recorded itself; None without one."""
+        """The error that the rank itself recorded, or None."""
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
-        """Describe its failure: the error it recorded itself, else how it ended and its last line of output."""
+        """Describe the failure: the error that the rank itself recorded, else how it ended and its last line of output."""
         if not self.hangs and (word := self.word or self._cut_shard()):
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
 
     def _cut_shard(self) -> str | None:
-        """Return a sentence about a shard that was cut short while it was mapped, for which the kernel sends SIGBUS."""
+        """Return a sentence about a shard truncated while it was mapped, or None; the kernel then sends SIGBUS."""
         if self.code != -signal.SIGBUS:
             return None
         return cut_short(read_json(self._exit_file.with_name(DATA_RECORD), DataRecord) or [])
@@ -80,7 +80,7 @@ class RankEnd:
 
 
 class ChildRank(RankEnd):
-    """A rank that is our child."""
+    """A rank that is a child of this process."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
         super().__init__(rank, exit_file)
@@ -96,7 +96,7 @@ class ChildRank(RankEnd):
         return -signal.SIGKILL if self.hangs else self.process.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL. A rank that is still there after `GIVEN_UP_AFTER_S` counts as ended, and as the cause."""
+        """Send SIGKILL; a rank still alive `GIVEN_UP_AFTER_S` later counts as ended and as the cause of the failure."""
         if self.killed_at is None:
             self.killed_at = time.monotonic()
         elif self.ended is None and time.monotonic() - self.killed_at > GIVEN_UP_AFTER_S:
@@ -108,17 +108,18 @@ class ChildRank(RankEnd):
 
     @property
     def was_killed(self) -> bool:
-        """Whether somebody else killed it with SIGKILL: a rank that fails because of others never ends in that way."""
+        """Whether another process sent the SIGKILL; a rank that fails because of other ranks never ends like that."""
         return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
-        """Return when it recorded its error, else when it ended; a killed rank counts as `NOTICED_WITHIN_S` earlier.
+        """Return when the rank recorded its error, else when it ended; for a killed rank, `NOTICED_WITHIN_S` earlier.
 
-        A rank that raises may still be closing down when its peers, cut off by it, are already gone.
+        A rank that raises an error may still be shutting down after its peers, which lost their connection to it, have
+        ended.
         """
         ended = self.ended or time.time()
         if self.hangs:
-            return 0.0  # the others waited for it
+            return 0.0  # the other ranks waited for this one
         if self.was_killed:
             return ended - NOTICED_WITHIN_S
         try:
@@ -142,13 +143,13 @@ R = TypeVar("R", bound=RankEnd)
 
 
 def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
-    """Wait up to `timeout_s` until a rank ends; return those that have, at once, since the first to end matters."""
+    """Wait up to `timeout_s` for ranks to end; return as soon as any has, since the first to end matters."""
     living = [rank for rank in ranks if rank.ended is None]
     poller = select.poll()
     for rank in living:
         poller.register(rank.pidfd, select.POLLIN)
     ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-    # A signal's handler may have given a rank up meanwhile.
+    # Meanwhile a signal handler may have given up on a rank.
     ended = [rank for rank in living if rank.ended is None and rank.pidfd in ready]
     for rank in ended:
         rank.process.wait()
@@ -158,7 +159,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 
 def first_failed(ranks: Iterable[R]) -> R | None:
-    """Return the first of the ranks that failed by themselves: it may have made the others fail."""
+    """Return the rank that failed first without being killed by this process; it may have made the others fail."""
     failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 
@@ -171,7 +172,7 @@ def signal_name(number: int) -> str:
 
 
 def host_oom_kills() -> int:
-    """Count the processes that the kernel has killed for lack of memory since boot; 0 where it does not tell."""
+    """Return the number of OOM kills since boot; 0 if the kernel does not report it."""
     try:
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except (OSError, ValueError):

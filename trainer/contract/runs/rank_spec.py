@@ -1,4 +1,4 @@
-"""How a rank is started: one command line and environment for the supervisor and the foreground run."""
+"""The command line and environment of a rank, shared by the supervisor and runs in the foreground."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from trainer.contract.trust import open_own
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """One attempt of a run, as all its ranks see it; whoever starts them writes it to `attempt<N>/ranks.json`.
+    """One attempt of a run, the same for all its ranks; the process that starts them writes `attempt<N>/ranks.json`.
 
-    `control_db` and `job_id` are set for launched jobs: rank 0 looks there for requests.
+    `control_db` and `job_id` are set for launched jobs; rank 0 reads requests for the job there.
     """
 
     run_dir: Path
@@ -36,33 +36,34 @@ class RankSpec(msgspec.Struct, frozen=True):
     world_size: WorldSize
     device: Device
     gpu_uuids: tuple[str, ...] = ()
-    # Whose these GPUs are, by its name in `VENDORS`; "" for ranks that get none.
+    # The vendor of these GPUs, a key of `VENDORS`; "" without GPUs.
     gpu_vendor: str = ""
     control_db: Path | None = None
     job_id: JobId | None = None
     resume_from: Path | None = None
-    # Where the measured speeds of this box are kept.
+    # The file with the measured speeds of this machine.
     box_file: Path | None = None
-    # Ranks find each other by a file in the attempt's folder, and on one host need no network; under torchrun they find
-    # each other by its environment.
+    # Whether all ranks are on one host and need no network. Ranks find each other through a file in the attempt's
+    # folder; under torchrun, through its environment variables.
     on_one_host: bool = True
-    # One process has all devices: of a training, each of its threads is a rank (`as_threads` in files).
+    # Whether one process has all devices. In a training each of its threads is a rank (`as_threads` in files).
     as_one_process: bool = msgspec.field(default=False, name="as_threads")
-    # The ranks are on other hosts than the process that started them, and share files with it but no SQLite.
+    # Whether the ranks are on other hosts than the process that started them, and so share files with it but no SQLite.
     by_files: bool = False
-    # The bytes that a rank may take of a shared device; None for all of it.
+    # The memory in bytes that a rank may use on a shared device; None for all.
     may_take_bytes: Count | None = None
-    # Devices beside those of the ranks that only run a language model, and in a clause why so many, if that was open.
+    # The number of additional devices that only run a language model, and a clause with the reason if it was chosen
+    # automatically.
     model_gpus: Count = 0
     model_gpus_why: str = ""
 
     @property
     def n_devices(self) -> int:
-        """All GPUs of the job: that of each rank, and then those that only run a language model."""
+        """The number of GPUs of the job: one per rank, then the ones that only run a language model."""
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:
-        """Return which of the devices run a language model for this rank alone."""
+        """Return the indices of the devices that run a language model for this rank only."""
         return list(range(self.world_size + local_rank, self.n_devices, self.world_size))
 
     @property
@@ -70,27 +71,27 @@ class RankSpec(msgspec.Struct, frozen=True):
         return 1 if self.as_one_process else self.world_size
 
 
-# How a rank ends.
+# Exit codes of a rank.
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED
 
 
 def write_spec(spec: RankSpec) -> Path:
-    """Write the spec where the ranks look for it and return its path."""
+    """Write the spec to the file that the ranks read, and return its path."""
     path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
     private_folder(path.parent)
     refuse_link(path.parent)
-    # In one step: half of it, left by a writer that was killed, would keep the run from being resumed.
+    # Atomically: a partial file, left by a killed writer, would prevent the run from being resumed.
     write_own(path, msgspec.json.encode(spec, enc_hook=os.fspath))
     return path
 
 
 def read_spec(path: Path) -> RankSpec:
-    """Read a spec; raise `OSError` where the file cannot be read, and `ValueError` where it holds no spec."""
+    """Read a spec; raise `OSError` if the file cannot be read, and `ValueError` if it does not hold a spec."""
     return load_json(path, RankSpec, _as_path)
 
 
 def read_own_spec(path: Path) -> RankSpec:
-    """Read the spec that a rank is to run by; raise `UserError` where somebody else may have written it."""
+    """Read the spec for a rank to run; raise `UserError` if another user may have written it."""
     return load_json(path, RankSpec, _as_path, open_own)
 
 
@@ -99,21 +100,21 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the argv of a rank, run by this Python or another one; its environment says which rank it is.
+    """Return the argv of a rank, run by this Python or another one; its number is in its environment.
 
-    `any_owner` skips the check of the spec's owner, where the starter has just written all files of the run: some file
-    systems show every file as one user's, or as everybody's.
+    `any_owner` skips the check of the spec's owner. The starter passes it if it has just written all files of the run,
+    because some file systems report one owner for all files, or mark them writable by all.
 
-    -P, since a `trainer.py` of the user's in the working directory would be run instead.
+    -P keeps a user's own `trainer.py` in the working directory from being run instead.
     """
     words = ["-P", "-m", "trainer", "rank", str(spec_file), *(["--any-owner"] if any_owner else [])]
     return [python or sys.executable, *words]
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment in torchrun's variable names; GPUs by UUID, since NVML's numbering is not CUDA's.
+    """Return a rank's environment with torchrun's variables; GPUs are given by UUID, as NVML and CUDA number them apart.
 
-    CUDA shows a process no more than one slice of a card, so that each rank is told only its own.
+    CUDA shows a process at most one MIG slice, so with slices each rank gets only its own.
     """
     uuids, local_rank = spec.gpu_uuids, rank
     if any(map(is_slice, uuids)):
@@ -131,15 +132,15 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
     if spec.device == "cuda":
         environment = _presets(spec, read_box(spec.box_file), base) | environment
     else:
-        # Huge pages: memory that torch returns and allocates anew in each step takes fewer page faults, 5 % of a step.
+        # Torch frees and reallocates memory in each step. Huge pages save page faults then, 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
     return environment
 
 
 def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment in torchrun's names; SLURM sets GPUs and cores, the batch script the rest.
+    """Return a rank's environment with torchrun's variables; SLURM sets GPUs and cores, the batch script the rest.
 
-    Raises `UserError` where srun has not started as many processes as the attempt has.
+    Raise `UserError` if the number of processes that srun has started is not that of the attempt.
     """
     n_started = _number({"SLURM_NTASKS": "0"} | dict(srun), "SLURM_NTASKS")
     if n_started != spec.n_processes:
@@ -156,7 +157,7 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
 
 
 def _presets(spec: RankSpec, box: Box, base: Mapping[str, str]) -> dict[str, str]:
-    """Return what ranks on GPUs get unless the user has set it."""
+    """Return the variables that ranks on GPUs get unless the user has set them."""
     return cuda_variables.presets(base) | (nccl.presets(box) if spec.on_one_host else {})
 
 
@@ -170,6 +171,6 @@ def _number(srun: Mapping[str, str], name: str) -> int:
 
 
 def threads_per_rank(world_size: int) -> int:
-    """Return the cores that this process may use, divided by the ranks; at least 1."""
+    """Return the number of cores that this process may use, divided by the number of ranks, and at least 1."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     return max(1, len(cores) // world_size)

@@ -1,4 +1,4 @@
-"""The recipe of a training with every "auto" resolved, for an SAE's card and the metadata of its exports."""
+"""The settings that an SAE was trained with, every "auto" resolved, for its card and the metadata of its exports."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainer.contract.settings.optimizers import LONG_RUN
 
 # The key of the recipe in the metadata of an exported SAE.
 RECIPE = "training_recipe"
-# An L0 that differs by more than this share from the one asked for is reported.
+# An L0 that differs from the requested one by more than this share is reported.
 MOST_L0_MISS = 0.05
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How an SAE was trained: `steps` of `planned_steps`, each on `batch_tokens` tokens over all ranks.
 
-    `lr` is the full learning rate, between the rise over `warmup_fraction` of the steps and the fall over
-    `decay_fraction`. Where encoders follow their decoders, `encoder_lr` is their own rate. `target_l0` is the L0 asked
-    for; None with a fixed penalty. `passes` counts the passes over the data, None where its size is unknown.
+    `lr` is the full learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over the
+    last `decay_fraction`. If encoders follow their decoders, `encoder_lr` is the encoders' own rate. `target_l0` is the
+    requested L0, None with a fixed penalty. `passes` counts the passes over the data, None if its size is unknown.
     """
 
     optimizer: str
@@ -56,9 +56,9 @@ def recipe_of(
     n_rows: int | None,
     device: str,
 ) -> Recipe:
-    """Return the recipe of one SAE of a job, `member`, at a position.
+    """Return the recipe of `member`, one SAE of a job, at a position.
 
-    `n_rows` is the number of training rows, `device` the kind of device that it was trained on, "cuda" or "cpu".
+    `n_rows` is the number of training rows, `device` the kind of device that the SAE was trained on, "cuda" or "cpu".
     """
     one = msgspec.structs.replace(layout, job=member)
     train, knobs, d_sae = member.train, member.sae.knobs, member.sae.width(d_in)
@@ -88,7 +88,7 @@ def recipe_of(
 
 
 def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
-    """Return the recipe in an SAE's metadata; None where it is missing or cannot be read."""
+    """Return the recipe in an SAE's metadata, or None if it is missing or cannot be read."""
     try:
         return convert_as(metadata[RECIPE], Recipe)
     except (KeyError, msgspec.ValidationError, RecursionError):
@@ -126,12 +126,12 @@ def l0_miss(l0: float, target: int | None) -> float:
 
 
 def misses_l0(l0: float, target: int | None) -> bool:
-    """Return whether an L0 differs by more than `MOST_L0_MISS` from the one asked for."""
+    """Return whether an L0 differs from its target by more than `MOST_L0_MISS`."""
     return abs(l0_miss(l0, target)) > MOST_L0_MISS
 
 
 def asked_l0(l0: float, target: int | None) -> str:
-    """Return the L0 asked for, with the difference where it is missed, like `32 asked, +14%`; "" without a target."""
+    """Return the target L0, with the difference if it is missed, like `32 asked, +14%`; "" without a target."""
     if not target:
         return ""
     return f"{target} asked" + (f", {l0_miss(l0, target):+.0%}" if misses_l0(l0, target) else "")

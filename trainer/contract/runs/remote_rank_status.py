@@ -1,4 +1,4 @@
-"""What a rank on another host writes to the attempt's folder: where it runs, later how it ended."""
+"""The file that a rank on another host writes to the attempt's folder: its host and pid, later how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.rows import Number
 
 
 class RankMark(msgspec.Struct, frozen=True):
-    """A rank on another host; once ended it has an `exit_code`, or an `exit_signal` if a signal killed it."""
+    """A rank on another host; after its end `exit_code` is set, or `exit_signal` if a signal killed it."""
 
     host: str
     process: ProcessRef
@@ -26,7 +26,7 @@ class RankMark(msgspec.Struct, frozen=True):
 
 
 def write_mark(file: Path, mark: RankMark) -> None:
-    """Write a mark in one step: a reader sees all of it or nothing."""
+    """Write a mark atomically."""
     write_whole(file, msgspec.json.encode(mark))
 
 

@@ -166,7 +166,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     hold most of the variance, `dimensions` one about dimensions that the training left out or scaled down; "" without
     such. The `zero_fraction` of the rows is zero; the run leaves them out where it `drops_zero`. `hold_out` is how rows
     were held out: "texts", "blocks" or "rows". `copies` is the share of the held-out rows with an equal training row
-    among those compared; None where nothing was compared.
+    among those compared, or None if nothing was compared.
     """
 
     place: str
@@ -305,13 +305,13 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def read_card(folder: Path) -> Card | None:
-    """Return the card of the SAE in a folder; None where it is missing or cannot be read."""
+    """Return the card of the SAE in a folder, or None if it is missing or cannot be read."""
     table = read_json(folder / CARD, dict[str, Any])
     return None if table is None else card_from(table)
 
 
 def card_from(table: dict[str, Any]) -> Card | None:
-    """Return the card in a table that was read from JSON; None where it is not valid."""
+    """Return the card in a table that was read from JSON, or None if it is not valid."""
     try:
         return convert_as(_without_unknown(table), Card)
     except (msgspec.ValidationError, RecursionError):
@@ -408,7 +408,7 @@ def _cautions(data: Data) -> list[str]:
 
 
 def copies_sentence(share: float | None) -> str:
-    """Return a sentence about held-out rows that were trained on as well; "" where they are few or unknown."""
+    """Return a sentence about held-out rows that were trained on as well, or "" if they are few or unknown."""
     if share is None or share < MANY_COPIES:
         return ""
     return f"{share:.1%} of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
@@ -427,13 +427,13 @@ def clustered(n_clusters: int, clustered_by: str) -> str:
 
 
 def _of_dimensions(card: Card) -> str:
-    """Return which dimensions the figures leave out, and the FVU of all; "" where they leave none out."""
+    """Return which dimensions the figures leave out, and the FVU of all, or "" if they leave none out."""
     of_all = _known(card.figures.fvu_all_dimensions, ".4f")
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
 
 def _of_zero_rows(data: Data) -> str:
-    """Return a sentence about rows of zeros that count; "" where they are few or left out."""
+    """Return a sentence about rows of zeros that count, or "" if they are few or left out."""
     is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
     return f"{zero_rows(data.zero_fraction, 'the rows')}; {DROP_ZERO_ROWS} leaves them out" if is_odd else ""
 

@@ -1,6 +1,6 @@
 """Sums over the rows of each text that an SAE was measured on, for comparing two SAEs on the same rows.
 
-Both have larger errors on hard texts, so their difference is known far better than either FVU.
+Hard texts raise the error of both SAEs, so the difference of their FVUs is far more precise than either FVU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
-# The most texts with sums of their own; with more texts, some share a sum. 4,096 take 160 kB.
+# The most sums that are stored; with more texts, some share a sum. 4,096 take 160 kB.
 MOST_CLUSTERS = 4096
 
 
@@ -39,7 +39,7 @@ class RowSums(msgspec.Struct, frozen=True):
 
 
 def read_sums(folder: Path, fvu: float) -> RowSums | None:
-    """Return the sums next to a card that has this FVU; None where they are missing or belong to another card."""
+    """Return the sums stored next to a card with this FVU, or None if they are missing or belong to another card."""
     sums = read_json(folder / SUMS, RowSums)
     is_of_card = sums is not None and sums.is_valid and math.isclose(sums.fvu, fvu, rel_tol=1e-4)
     return sums if is_of_card else None

@@ -1,4 +1,4 @@
-"""Reads the job file of a run, which may be from an earlier version: missing settings get that version's behaviour."""
+"""Reads the job file of a run; settings that a file of an earlier version lacks get that version's behaviour."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Read = Callable[[Path], str]
 
 
 def load_run_job(job_file: Path, overrides: Sequence[str] = (), *, read: Read = read_plain_text) -> JobConfig:
-    """Read the job file of a training's run and apply overrides; raise `JobFileError` with every problem."""
+    """Read the job file of a training run and apply overrides; raise `JobFileError` with every problem."""
     return load_job(job_file, [*overrides, *settings_since(job_file, read)], read=read)
 
 
@@ -24,11 +24,11 @@ def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
 
 
 def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
-    """Return as overrides the settings of an older run that its version did not have and whose default differs now."""
+    """Return overrides for settings that the run's version lacked and whose current default changes the behaviour."""
     raw = read_toml(job_file, read)
     if is_extraction(raw):
         return []
-    # The file of a run has all settings of its version.
+    # A run's file has all settings of its version, so a missing one did not exist then.
     before = {
         "sae.encoder_follows": "off",
         "train.lr_scaling": "off",
@@ -40,7 +40,7 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
 
 
 def _first_seed(raw: Mapping[str, Any]) -> int:
-    """Return the seed of the first SAE's weights, which also chose the held-out rows."""
+    """Return the seed of the first SAE's weights, which older versions also used to choose the held-out rows."""
     train = raw.get("train")
     seed = train.get("seed", 0) if isinstance(train, Mapping) else 0
     first = seed[0] if isinstance(seed, list) and seed else seed
