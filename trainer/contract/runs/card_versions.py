@@ -1,6 +1,6 @@
 """Keeps the older report cards of an SAE, with their features, in `.cards` next to its weights.
 
-A digest of its content names each file, so nothing is stored twice. At most `MOST_CARDS` older cards and
+Files are named after a digest of their content, so nothing is stored twice. At most `MOST_CARDS` older cards and
 `MOST_FEATURES_BYTES` of older features are kept; the oldest are removed first.
 """
 
@@ -47,10 +47,10 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock on a folder that lets only one process at a time change its card."""
+    """Lock a folder so that only one process at a time changes its card."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # On a file system without locks the card is written anyway.
+        # On a file system without locks, continue without one.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -131,7 +131,7 @@ def _features(folder: Path, card: Card) -> Path | None:
 
 
 def _content(card: Card) -> str:
-    """Return a digest of a card's content, without the time and device of its measurement and without its features."""
+    """Return a digest of a card's content, without the times and devices of its measurements and its features."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
         for name in _CHANGING:

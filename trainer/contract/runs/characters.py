@@ -1,4 +1,4 @@
-"""Joins the bytes of tokens to UTF-8 characters; one character may span several tokens."""
+"""Finds UTF-8 characters in the bytes of tokens; one character may span several tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 
 def runs_of_tokens(tokens: Sequence[bytes]) -> list[range]:
-    """Split tokens into the shortest runs that do not split a character, and return their index ranges."""
+    """Return the index ranges of the shortest runs of tokens that do not split a character."""
     starts, ends = _starts(b"".join(tokens)), list(accumulate(map(len, tokens)))
     runs, first = [], 0
     for number, end in enumerate(ends):
@@ -26,7 +26,7 @@ def _starts(text: bytes) -> Container[int]:
 
 
 def whole_characters(text: bytes, begin: int, end: int) -> tuple[int, int]:
-    """Extend the byte range from `begin` to `end` to character boundaries and return it."""
+    """Extend the byte range from `begin` to `end` to character boundaries, and return the new begin and end."""
     while 0 < begin < len(text) and _continues(text[begin]):
         begin -= 1
     while end < len(text) and _continues(text[end]):

@@ -38,7 +38,7 @@ class StreamPlace(msgspec.Struct, frozen=True):
 
 
 class BufferPlace(msgspec.Struct, frozen=True):
-    """The position of a shuffle buffer: `n_gone` rows are used of a block that begins at `begin` in the stream."""
+    """The position of a shuffle buffer: `n_gone` rows are used of block `block`, which starts at `begin`."""
 
     block: Count
     n_gone: Count
@@ -59,8 +59,8 @@ class Best(msgspec.Struct, frozen=True):
     def is_clearly_below(self, fvu: float, lr_share: float | None) -> bool:
         """Return whether a later FVU on the same rows is higher by more than noise.
 
-        Return False if the learning rate has risen since, which also raises the FVU. By noise alone, two SAEs of one
-        run differ on the same rows by 1 %, or by one standard error.
+        Return False if the learning rate has risen since, because that also raises the FVU. By noise alone, two SAEs
+        of one run differ on the same rows by 1 %, or by one standard error.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -71,7 +71,7 @@ class State(msgspec.Struct, frozen=True):
     """The content of a checkpoint apart from its tensors.
 
     `d_out` is set for a transcoder only; `origin` describes the source of the data. If the data is a stream, `stream`
-    holds the position of each rank that reads tokens of its own. If SAEs of several hooks are trained, `origins` maps
+    holds the position of each rank that reads separate tokens. If SAEs of several hooks are trained, `origins` maps
     the label of each SAE to the source of its data. `data` records the shards, `n_train_rows` is the number of rows
     trained on, and `held_out` identifies the rows of `heldout_fvu`; checkpoints of older versions lack all three.
     `cool_down` is set if the user asked the run to finish early, `best` after the first evaluation on held-out rows.

@@ -12,7 +12,7 @@ from pathlib import Path
 # matmuls of a deterministic run. The measurements of a rank before training already run matmuls.
 _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-# Each step allocates and frees tensors of many sizes. With expandable segments PyTorch reserves hardly more memory than
+# Each step allocates and frees tensors of many sizes. With expandable segments PyTorch reserves little more memory than
 # they need; with segments of fixed sizes, up to 40 % more. PyTorch before 2.10 reads the first name. Newer versions
 # read the second one, and warn if only the first is set.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -160,7 +160,7 @@ def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
 
 
 def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
-    """Return the current shards of a folder, recorded ones first; raise `JobFileError` if a recorded one has changed."""
+    """Return the current shards of a folder, recorded ones first; raise `JobFileError` if one of these has changed."""
     by_name = {shard.name: shard for shard in new.shards}
     kept = []
     for shard in old.shards:

@@ -1,4 +1,4 @@
-"""Estimates how long each part of an evaluation takes, and finds its language model, without torch."""
+"""Estimates how long each part of an evaluation takes, and finds its language model; does not import torch."""
 
 from __future__ import annotations
 

@@ -22,12 +22,13 @@ from trainer.contract.settings.shards import read_header
 # The files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
-# Latents that fire on a share of the rows between these two are interpretable most often. Above `DENSE` a latent is
-# called dense.
+# Latents that fire on a share of the rows in this range are interpretable most often. Latents above `DENSE` are called
+# dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
-# The most latents whose tokens a search joins to find words that span tokens, the most frequent latents first. With
-# more candidates, latents that are already found are skipped. The limit keeps a search fast enough for typing.
+# The most latents whose tokens a search joins to find words that span tokens; the most frequent latents take
+# precedence. With more candidates, latents that are already found are skipped. The limit keeps a search fast enough to
+# run on each keystroke.
 _MOST_JOINED = 1024
 
 # For each tensor: its dtype in the file, its type code in `array`, and 1 if it has one number per latent, else None.
@@ -272,9 +273,10 @@ class Features:
         return {latent for latent in fire if 0 <= latent < self.n_latents}
 
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
-        """Return the latents that may have the words across tokens, because some tokens have their start and their end.
+        """Return the latents whose contexts may have the words split over tokens.
 
-        With more than `_MOST_JOINED` such latents, leave out those already in `found`.
+        Their contexts have a token that ends with the start of the words, and a token that starts with their end. With
+        more than `_MOST_JOINED` such latents, leave out latents in `found`.
         """
         forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
         begins = tuple(form[:n] for form in forms for n in range(1, len(form)))
@@ -379,7 +381,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Return whether a features file belongs to these weights; assume so for an older file that does not record them."""
+    """Return whether a features file belongs to these weights; older files do not record them and count as a match."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):
@@ -390,7 +392,7 @@ def is_of_weights(file: Path | None, weights: str) -> bool:
 
 
 def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context:
-    """Return a context whose strongest token is the one at `at`."""
+    """Return the context of these tokens, whose strongest token is at index `at`."""
     kept = without_cut_ends(tokens, at)
     runs = runs_of_tokens(kept)
     joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)
@@ -400,7 +402,7 @@ def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context
 
 
 def _are_on(wanted: str, tokens: Sequence[bytes], at: int) -> bool:
-    """Return whether the words occur in the text such that the token at `at` is part of them."""
+    """Return whether the words occur in the text and overlap the token at `at`."""
     text = b"".join(tokens)
     if wanted not in _folded(text):
         return False

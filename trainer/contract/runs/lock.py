@@ -16,7 +16,7 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# Seconds. A test whether a lock is held takes the lock exclusively for a moment, so other processes retry this long.
+# Seconds. Testing a lock holds it exclusively for a moment, so a process that fails to get it retries this long.
 _ASKED_S = 0.2
 _LOOKS = 3
 
@@ -69,7 +69,7 @@ def hold(file: Path) -> None:
 
 
 def _take(descriptor: int, *, shared: bool) -> bool:
-    """Lock a file; return False if other processes hold it for longer than a test takes."""
+    """Lock a file; return False if another process holds the lock for longer than a test would."""
     deadline = time.monotonic() + _ASKED_S
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -81,7 +81,7 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 def is_held(file: Path) -> bool | None:
     """Return whether a process in any PID namespace holds the lock, or None if that is unknown."""
     for _ in range(_LOOKS):
-        # Another process's test also holds the lock exclusively, but only for a moment, so look again.
+        # Another process's test also holds the lock exclusively, but only for a moment, so check again.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)

@@ -18,9 +18,9 @@ from trainer.contract.settings.job_file import AnyJob
 def with_model_placed(
     spec: RankSpec, job: AnyJob, device_name: str, box: Box, room: Room, memory_of: str | None = None
 ) -> RankSpec:
-    """Return the spec with some of its ranks turned into devices that only run the language model, if that is useful.
+    """Return the spec with some devices reserved for the language model, if that is useful.
 
-    In `spec` every device of the job is a rank. A resumed run keeps its number of ranks if possible. For the other
+    In `spec` every device of the job has a rank. A resumed run keeps its number of ranks if possible. For the other
     arguments see `place_model`.
     """
     if not isinstance(job, JobConfig) or model_gpus_of(job) == 0:

@@ -1,4 +1,4 @@
-"""Records how ranks end, and finds the rank that failed first and so made the others fail."""
+"""Records how ranks end, and finds the rank that failed first, as the others often fail because of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# Seconds. Peers fail within milliseconds after a rank is killed, and their end may be noticed first.
+# Seconds. Peers fail within milliseconds after a rank is killed, and their failure may be noticed first.
 NOTICED_WITHIN_S = 2.0
 # Seconds after SIGKILL. The kernel needs a few seconds to free hundreds of GB; a process on a hung GPU never ends.
 GIVEN_UP_AFTER_S = 60.0
 
 
 class RankEnd:
-    """A rank with the way and the time of its end; the rank writes its own error to `exit_file`."""
+    """A rank, and how and when it ended; the rank writes its own error to `exit_file`."""
 
     def __init__(self, rank: int, exit_file: Path) -> None:
         self.rank = rank
@@ -62,7 +62,7 @@ class RankEnd:
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
-        """Describe the failure: the error that the rank itself recorded, else how it ended and its last line of output."""
+        """Describe the failure: the error that the rank recorded, else how it ended and its last line of output."""
         if not self.hangs and (word := self.word or self._cut_shard()):
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
@@ -108,7 +108,7 @@ class ChildRank(RankEnd):
 
     @property
     def was_killed(self) -> bool:
-        """Whether another process sent the SIGKILL; a rank that fails because of other ranks never ends like that."""
+        """Whether another process sent SIGKILL; a rank that fails because of other ranks never ends like that."""
         return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
@@ -159,7 +159,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 
 def first_failed(ranks: Iterable[R]) -> R | None:
-    """Return the rank that failed first without being killed by this process; it may have made the others fail."""
+    """Return the rank that failed first, or None; ranks killed by this process only count if they recorded an error."""
     failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 

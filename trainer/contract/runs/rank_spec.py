@@ -48,9 +48,10 @@ class RankSpec(msgspec.Struct, frozen=True):
     on_one_host: bool = True
     # Whether one process has all devices. In a training each of its threads is a rank (`as_threads` in files).
     as_one_process: bool = msgspec.field(default=False, name="as_threads")
-    # Whether the ranks are on other hosts than the process that started them, and so share files with it but no SQLite.
+    # Whether the ranks are on other hosts than the process that started them. They then share files with it, but not
+    # the SQLite database.
     by_files: bool = False
-    # The memory in bytes that a rank may use on a shared device; None for all.
+    # The memory in bytes that a rank may use on a shared device, or None for no limit.
     may_take_bytes: Count | None = None
     # The number of additional devices that only run a language model, and a clause with the reason if it was chosen
     # automatically.
@@ -100,10 +101,10 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the argv of a rank, run by this Python or another one; its number is in its environment.
+    """Return the argv of a rank, run by this Python or by `python`; the rank's number is in its environment.
 
-    `any_owner` skips the check of the spec's owner. The starter passes it if it has just written all files of the run,
-    because some file systems report one owner for all files, or mark them writable by all.
+    `any_owner` skips the check of the spec's owner. It is meant for a process that has just written all files of the
+    run, because some file systems report one owner for all files, or mark them writable by all.
 
     -P keeps a user's own `trainer.py` in the working directory from being run instead.
     """
@@ -112,9 +113,10 @@ def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") 
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment with torchrun's variables; GPUs are given by UUID, as NVML and CUDA number them apart.
+    """Return a rank's environment with torchrun's variables.
 
-    CUDA shows a process at most one MIG slice, so with slices each rank gets only its own.
+    GPUs are given by UUID, because NVML and CUDA number them differently. CUDA shows a process at most one MIG slice,
+    so with slices each rank gets only its own.
     """
     uuids, local_rank = spec.gpu_uuids, rank
     if any(map(is_slice, uuids)):
@@ -140,7 +142,7 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
 def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return a rank's environment with torchrun's variables; SLURM sets GPUs and cores, the batch script the rest.
 
-    Raise `UserError` if the number of processes that srun has started is not that of the attempt.
+    Raise `UserError` if srun has not started as many processes as the attempt has.
     """
     n_started = _number({"SLURM_NTASKS": "0"} | dict(srun), "SLURM_NTASKS")
     if n_started != spec.n_processes:

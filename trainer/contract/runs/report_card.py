@@ -1,4 +1,4 @@
-"""The report card that is stored next to an SAE's weights: its content, and its text for people."""
+"""The report card stored next to an SAE's weights: its content, and its text for a terminal."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from trainer.contract.runs.row_sums import RowSums
 from trainer.contract.store.rows import Time
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words, plural, zero_rows
 
-# Borders of the histogram of densities, as powers of ten.
+# The histogram of densities begins at 10^LOWEST_DECADE.
 LOWEST_DECADE = -6
 BINS_PER_DECADE = 2
-# A latent that fires on at most this share of the rows is rare; fewer rows than the second number cannot show it.
+# A latent that fires on at most this share of the rows is rare. With fewer rows than the second number, the share of
+# rare latents is unknown.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
-# Latents that are shown of all that fire, and texts of each.
+# The number of latents in the sample on the card, and of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
-# A larger share of held-out rows that equal training rows is more than a few short texts that occur twice.
+# A few short texts always occur twice; a larger share of held-out rows that equal training rows is reported.
 MANY_COPIES = 0.02
-# Marks figures with SAELens' definition.
+# The suffix of figures by SAELens' definition.
 AS_SAELENS = "of all tokens, as SAELens"
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
 class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
-    """How close the reconstructions x̂ of rows y are.
+    """The quality of the reconstructions x̂ of rows y.
 
-    `explained_variance` is 1 − FVU, `mse` the mean of ‖y − x̂‖² and `l2_ratio` the mean of ‖x̂‖ / ‖y‖.
-    `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩: below 1 where reconstructions shrink.
+    `explained_variance` is 1 − FVU by SAEBench's definition, `mse` the mean of ‖y − x̂‖² and `l2_ratio` the mean of
+    ‖x̂‖ / ‖y‖. `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; below 1, reconstructions are too short.
     """
 
     explained_variance: float = math.nan
@@ -51,17 +52,20 @@ class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(Reconstruction, frozen=True, kw_only=True):
-    """What an SAE does on `n_tokens` rows that it has not seen.
+    """The figures of an SAE on `n_tokens` rows.
 
-    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over `n_clusters` groups of dependent rows,
-    `clustered_by` "texts" or "blocks" of neighbouring rows; `median_row_fvu` is the median of ‖y − x̂‖² / ‖y − mean‖²,
-    which no single row can move. Latents are `dead` where they never fire on these rows, with the standard error of a
-    share of `d_sae`; `rare` where they fire on at most `RARE` of the rows (None below `LEAST_ROWS_FOR_RARE` rows), and
-    dense where they fire on more than 1 or 10 %. `density_histogram` counts latents that fire by log10 of the share of
-    rows on which they do, in `BINS_PER_DECADE` bins per decade from `LOWEST_DECADE` up to 0. `max_decoder_cosine` is
-    the mean over latents of the largest cosine between its decoder direction and another's. Where the training left
-    dimensions out or scaled them down, all figures are of the changed rows and `fvu_all_dimensions` is the FVU of raw
-    rows, else None.
+    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖², and `fvu_error` its standard error over `n_clusters` groups of dependent rows,
+    either texts or blocks of neighbouring rows (`clustered_by`: "texts" or "blocks"). `median_row_fvu` is the median of
+    ‖y − x̂‖² / ‖y − mean‖², which is robust to single rows.
+
+    Four figures are shares of the latents: `dead` never fire on these rows; `rare` fire on at most `RARE` of the rows
+    (None below `LEAST_ROWS_FOR_RARE` rows); `dense_1` and `dense_10` fire on more than 1 and 10 % of the rows.
+    `density_histogram` counts the latents that fire by log10 of the share of rows on which they fire, in
+    `BINS_PER_DECADE` bins per decade from `LOWEST_DECADE` to 0. `max_decoder_cosine` is the mean over latents of the
+    largest cosine between the latent's decoder direction and the direction of any other latent.
+
+    If the training left dimensions out or scaled them down, all figures are for the changed rows, and
+    `fvu_all_dimensions` is the FVU for the raw rows; otherwise it is None.
     """
 
     n_tokens: int
@@ -84,16 +88,17 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
-    """The reconstructions of the `n_rows` rows that were replaced in the model."""
+    """The quality of the reconstructions of the `n_rows` rows that were replaced in the model."""
 
     n_rows: int
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model loses, in nats for each of `n_tokens` predictions.
+    """The model's losses, in nats per prediction, averaged over `n_tokens` predictions.
 
-    `with_sae` has the SAE's reconstructions in place of rows, `with_zeros` zeros. `ce_score` is (zeros − SAE) /
-    (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged model. Both have standard errors.
+    Rows are replaced by the SAE's reconstructions (`…_with_sae`) or by zeros (`…_with_zeros`). `ce_score` is (zeros −
+    SAE) / (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged model. The fields `…_error`
+    are the standard errors of the scores.
     """
 
     n_tokens: int
@@ -109,21 +114,22 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllTokens(Losses, frozen=True, kw_only=True):
-    """The losses where every row is replaced and counts, as in SAELens' own evaluation.
+    """The losses with every row replaced and counted, as in SAELens' own evaluation.
 
-    The first token of a context is often an attention sink of a hundred times the usual norm, which no SAE was trained
-    on: one SAE had a CE score of 0.97 without first tokens and of 0.63 with them.
+    The first token of a context is often an attention sink with a hundred times the usual norm, and SAEs are not
+    trained on it: one SAE had a CE score of 0.97 without first tokens and 0.63 with them.
     """
 
     rows: TextRows
 
 
 class Spliced(Losses, frozen=True, kw_only=True):
-    """The losses on `n_texts` texts, over which errors are taken, where the SAE replaces only rows like its own.
+    """The losses with only those rows replaced that an extraction for this SAE would keep.
 
-    Rows that were not extracted stay unchanged and do not count: `left_out` names them ("first tokens"), None where
-    they are unknown. `with_mean` has the mean row of the data in place of rows. `is_unseen` where the text is known to
-    come after the extracted part. `rows` describes the replaced rows, `all_tokens` has the figures of all rows.
+    The other rows stay unchanged and do not count: `left_out` names them ("first tokens"); None if they are unknown.
+    Standard errors are over `n_texts` texts. For `ce_with_mean`, rows are replaced by the mean row of the data.
+    `is_unseen` is set if the text is known to come after the extracted part. `rows` is the quality of the
+    reconstructions, and `all_tokens` holds the figures for all rows.
     """
 
     text: str
@@ -136,10 +142,10 @@ class Spliced(Losses, frozen=True, kw_only=True):
 
 
 class Auc(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean AUC on test texts over sets and seeds, and `of_sets` those of each set over seeds.
+    """The mean AUC on test texts over sets and seeds; `of_sets` has the mean AUC of each set over seeds.
 
-    `seed_error` is its standard error where these sets are all that is asked, so that only the split into training and
-    test texts varies; `set_error` where they stand for all tasks there are.
+    `seed_error` is the standard error of `auc` over splits into training and test texts, for conclusions about these
+    sets only. `set_error` is the standard error over sets, for conclusions about other tasks too; None with one set.
     """
 
     auc: float
@@ -149,7 +155,7 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probing(msgspec.Struct, frozen=True):
-    """What probes of the k best latents reach, by k, and a probe of the raw activations, `dense`."""
+    """The AUC of probes on the k best latents, by k, and of a probe on the raw activations, `dense`."""
 
     n_sets: int
     n_seeds: int
@@ -159,14 +165,15 @@ class Probing(msgspec.Struct, frozen=True):
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows that were measured: `is_held_out` where they are some of the `n_held_out` rows not trained on.
+    """The rows that were measured.
 
-    Otherwise `is_trained_on` says whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure counts
-    the `not_finite` rows, nor the `outlier_fraction` of enormous norm. `heavy` is a sentence about few dimensions that
-    hold most of the variance, `dimensions` one about dimensions that the training left out or scaled down; "" without
-    such. The `zero_fraction` of the rows is zero; the run leaves them out where it `drops_zero`. `hold_out` is how rows
-    were held out: "texts", "blocks" or "rows". `copies` is the share of the held-out rows with an equal training row
-    among those compared, or None if nothing was compared.
+    `is_held_out` is set if they belong to the `n_held_out` rows that the run did not train on, `is_trained_on` if the
+    SAE is known to have been trained on them. `gamma` is ‖mean‖/‖std‖. All figures exclude the `not_finite` rows and
+    the share `outlier_fraction` of rows with an enormous norm. `heavy` is a sentence about a few dimensions that hold
+    most of the variance, `dimensions` a sentence about dimensions that the training left out or scaled down; each is ""
+    if there are none. `zero_fraction` is the share of zero rows, which the run leaves out if `drops_zero` is set.
+    `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the share of the held-out
+    rows that equal one of the compared training rows, or None if nothing was compared.
     """
 
     place: str
@@ -185,7 +192,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     drops_zero: bool = False
 
     def rows(self, n: int) -> str:
-        """Write `n` measured rows as `1,024 of 4,096 held-out rows`."""
+        """Return a description of `n` measured rows, like `1,024 of 4,096 held-out rows`."""
         if self.is_held_out:
             of_all = f" of {self.n_held_out:,}" if n < self.n_held_out else ""
             return f"{n:,}{of_all} held-out rows{' of texts not trained on' * (self.hold_out == 'texts')}"
@@ -193,7 +200,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledText(msgspec.Struct, frozen=True):
-    """Tokens around the one at `at`, on which a latent fires most, by `act`."""
+    """The tokens around the token at `at`, on which a latent fires most, with activation `act`."""
 
     tokens: tuple[str, ...]
     at: int
@@ -201,7 +208,7 @@ class SampledText(msgspec.Struct, frozen=True):
 
 
 class SampledLatent(msgspec.Struct, frozen=True):
-    """A latent that fires: the share of rows on which it does, and the texts in which it fires most."""
+    """A latent, the share of rows on which it fires, and the texts in which it fires most."""
 
     latent: int
     density: float
@@ -209,10 +216,11 @@ class SampledLatent(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """When, on what and how one part of a card was measured, at step `step` of the SAE (0: unknown).
+    """The time, data and settings of the measurement of one part of a card.
 
-    `measured` is in seconds since the epoch; `n` counts rows, tokens or texts, as `unit` says, of `text`, which the
-    language model `model` read, if any. `settings` change the figures; `seconds` is the time it took on `device`.
+    `measured` is in seconds since the epoch. `step` is the training step of the SAE, 0 if unknown. `n` is the amount of
+    data from `text`, counted in `unit`: rows, tokens, texts or latents. `model` is the language model, "" without one.
+    `settings` has the settings that change the figures; `seconds` is the duration on `device`.
     """
 
     measured: Time
@@ -240,10 +248,10 @@ PART_TITLES = {
 class Card(msgspec.Struct, frozen=True):
     """An SAE's identity, data and figures; `recovery` is the MMCS with known features.
 
-    `latents` is a random sample of the latents that fire, empty if their texts are unknown. `recipe` is how the SAE was
-    trained and `training` how far, if known. `threshold_set_on` names the rows on which its single threshold was set to
-    reach the L0 asked for; "" for an SAE without one. `weights` is a digest of the weights that all `parts` measured,
-    and `features` one of the stored file of the latents.
+    `latents` is a random sample of the latents that fire, empty if their texts are unknown. `recipe` has the settings
+    of the training and `training` its progress; both are None if unknown. `threshold_set_on` names the rows on which
+    the SAE's single threshold was set to reach the target L0; "" for an SAE without a single threshold. `weights` is a
+    digest of the weights that all `parts` were measured on; `features` is a digest of the stored features file.
     """
 
     name: str
@@ -258,7 +266,7 @@ class Card(msgspec.Struct, frozen=True):
     spliced: Spliced | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
-    # Stored in a file of their own.
+    # Stored in a separate file.
     sums: RowSums | None = None
     recipe: Recipe | None = None
     threshold_set_on: str = ""
@@ -276,13 +284,13 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether it measured these weights; without a digest, tokens and step (0: any) decide."""
+        """Return whether the card is for these weights; without a digest, compare tokens and step (0: any step)."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
 
     def with_older(self, older: Card | None) -> Card:
-        """Return the card with the parts that only an older card of the same weights has."""
+        """Return the card with the parts that it lacks taken from an older card of the same weights."""
         if older is None or not older.is_of(self.weights, self.tokens, self.step):
             return self
         rows = self if ROWS in self.parts or not self.parts else older
@@ -290,7 +298,7 @@ class Card(msgspec.Struct, frozen=True):
             self,
             data=rows.data,
             figures=rows.figures,
-            # Unknown to an evaluation of the folder alone.
+            # An evaluation of an SAE's folder without its run does not know these.
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,
@@ -300,7 +308,7 @@ class Card(msgspec.Struct, frozen=True):
         )
 
     def as_json(self) -> bytes:
-        # Unlike msgspec's it writes the name of a file that is not UTF-8.
+        # Unlike msgspec, json can write file names that are not UTF-8.
         return json.dumps(as_table(self), indent=2).encode() + b"\n"
 
 
@@ -319,14 +327,14 @@ def card_from(table: dict[str, Any]) -> Card | None:
 
 
 def _without_unknown(value: Any) -> Any:
-    """Leave out what is null: JSON has no other word for a number that is none."""
+    """Remove null entries, so that fields get their defaults: cards store numbers that are not finite as null."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
     return value
 
 
 def as_table(card: Card) -> dict[str, Any]:
-    """Return the card for JSON; numbers that are not finite become None."""
+    """Return the card as a table for JSON; numbers that are not finite become None."""
     table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(msgspec.structs.replace(card, sums=None)))
     del table["sums"]
     return table
@@ -341,7 +349,10 @@ def _numbers_or_none(value: Any) -> Any:
 
 
 def sample_latents(file: Path, seed: int = 0) -> tuple[SampledLatent, ...]:
-    """Return up to `N_SAMPLED` of the latents that fire, by chance, from a file of features; raise `UserError`."""
+    """Return a random sample of the latents that fire, at most `N_SAMPLED`, from a features file.
+
+    Raise `UserError` if the file is not a features file.
+    """
     features = Features(file)
     alive = features.order("latent")
     drawn = sorted(random.Random(seed).sample(alive, min(N_SAMPLED, len(alive))))
@@ -358,14 +369,14 @@ def _text(context: Context) -> SampledText:
 
 
 def lines(card: Card) -> list[str]:
-    """Return the card in lines for a terminal."""
+    """Return the card as lines for a terminal."""
     table = facts(card)
     width = max(len(title) for title, _ in table)
     return [*title_lines(card), *(f"  {title:<{width}}  {value}" for title, value in table)]
 
 
 def title_lines(card: Card) -> list[str]:
-    """Return lines with the SAE, its rows and, where known, the times of its measurement."""
+    """Return lines with the SAE, its rows and, if known, the times of the measurements."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
     counts = {"of enormous norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
@@ -382,7 +393,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Return when each part was measured, and on what: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return the time and data of each part's measurement: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
@@ -392,7 +403,7 @@ def of_parts(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """Return the card in one line: the most important figures, the rows, and what limits them."""
+    """Return the card in one line: the most important figures, the rows, and notes that qualify the figures."""
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
@@ -403,43 +414,43 @@ def summary(card: Card) -> str:
 
 
 def _cautions(data: Data) -> list[str]:
-    """Return sentences about the data that make the FVU look better than the SAE is."""
+    """Return sentences about properties of the data that make the FVU look better than the SAE is."""
     return [note for note in (data.heavy, _of_zero_rows(data), copies_sentence(data.copies)) if note]
 
 
 def copies_sentence(share: float | None) -> str:
-    """Return a sentence about held-out rows that were trained on as well, or "" if they are few or unknown."""
+    """Return a sentence about held-out rows with copies in the training rows, or "" if they are few or unknown."""
     if share is None or share < MANY_COPIES:
         return ""
     return f"{share:.1%} of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
 
 
 def held_out_words(n_rows: int, hold_out: str, n_texts: int) -> str:
-    """Return a sentence about how many rows are held out, and how they are chosen."""
+    """Return a clause with the number of held-out rows and how they are chosen."""
     ways = {"texts": f"all rows of {plural(n_texts, 'text')}", "blocks": "blocks of neighbouring rows"}
     return f"{n_rows:,} rows are held out: {ways.get(hold_out, hold_out)}"
 
 
 def clustered(n_clusters: int, clustered_by: str) -> str:
-    """Return the groups over which a standard error is taken, like ` over 136 texts`."""
+    """Return the clusters of a standard error, like ` over 136 texts`."""
     named = {"texts": "text", "blocks": "block"}.get(clustered_by)
     return f" over {plural(n_clusters, named)}" if named else ""
 
 
 def _of_dimensions(card: Card) -> str:
-    """Return which dimensions the figures leave out, and the FVU of all, or "" if they leave none out."""
+    """Return a clause about changed dimensions, with the FVU of all dimensions, or "" if none were changed."""
     of_all = _known(card.figures.fvu_all_dimensions, ".4f")
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
 
 def _of_zero_rows(data: Data) -> str:
-    """Return a sentence about rows of zeros that count, or "" if they are few or left out."""
+    """Return a sentence about zero rows, or "" if they are few or left out."""
     is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
     return f"{zero_rows(data.zero_fraction, 'the rows')}; {DROP_ZERO_ROWS} leaves them out" if is_odd else ""
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
-    """Return each figure in words, with its title."""
+    """Return the figures as (title, text)."""
     one = card.figures
     low, lower, _, upper, high = one.l0_quantiles
     silent = f"{_with_error(one.dead, one.dead_error, '.1%')} did not fire in {one.n_tokens:,} rows"
@@ -456,7 +467,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
-        # Not "dead": only a training sees enough rows for that.
+        # Not "dead": only training sees enough rows to tell.
         ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
@@ -475,7 +486,10 @@ def _l0(card: Card) -> str:
 
 
 def _threshold(card: Card) -> str:
-    """Return on which rows the threshold was set; no row is measured with a threshold that was set on it."""
+    """Return a clause about the rows on which the threshold was set.
+
+    Held-out rows are never measured with a threshold that was set on them.
+    """
     measured = "; each half is measured with the threshold of the other half" if card.data.is_held_out else ""
     asked = f" so that L0 is {card.target_l0}" if card.target_l0 and card.threshold_set_on == "held-out rows" else ""
     return f"set on {card.threshold_set_on}{asked}{measured if asked else ''}"
@@ -488,7 +502,7 @@ def _losses(spliced: Spliced) -> list[tuple[str, str]]:
 
 
 def _one_way(spliced: Spliced) -> list[tuple[str, str]]:
-    """Return the losses where every row counts, or where it is unknown which rows count."""
+    """Return lines with the losses if every row counts, or if it is unknown which rows count."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
     kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"
@@ -497,7 +511,7 @@ def _one_way(spliced: Spliced) -> list[tuple[str, str]]:
 
 
 def _two_ways(spliced: Spliced) -> list[tuple[str, str]]:
-    """Return the losses without the rows that were not extracted, and of all rows."""
+    """Return lines with the losses on the extracted rows, and on all rows."""
     views: dict[str, Spliced | AllTokens] = {f"without {spliced.left_out}": spliced}
     if spliced.all_tokens:
         views[AS_SAELENS] = spliced.all_tokens
@@ -538,7 +552,7 @@ def _probes(probing: Probing) -> list[tuple[str, str]]:
 
 
 def marked(text: SampledText, before: str = "[", after: str = "]") -> str:
-    """Write a text as a line, with marks around the token on which the latent fires most."""
+    """Return a text as one line, with marks around the token on which the latent fires most."""
     tokens = [token.translate(_LINE_ENDS) for token in text.tokens]
     strongest = tokens[text.at]
     bare = strongest.strip() or strongest
@@ -551,5 +565,5 @@ def _known(value: float | None, form: str) -> str:
 
 
 def _with_error(value: float, error: float, form: str = ".4f") -> str:
-    """Write a figure with its standard error, where that is known."""
+    """Return a figure with its standard error, if known."""
     return f"{_known(value, form)} ± {error:{form}}" if math.isfinite(error) else _known(value, form)

@@ -156,9 +156,9 @@ def last_spec(run_dir: Path) -> RankSpec:
 
 
 def _was_launched(last: RankSpec, run_dir: Path) -> bool:
-    """Return whether this is the original run folder of a launched job, which writes its SAE to `saes/` next to `runs/`.
+    """Return whether this is the original run folder of a launched job, whose SAE is in `saes/` next to `runs/`.
 
-    A copy may have come from another user, so paths in its spec are not written to.
+    A copy may have come from another user, so nothing is written to the paths in its spec.
     """
     try:
         here = run_dir.resolve()
@@ -169,7 +169,7 @@ def _was_launched(last: RankSpec, run_dir: Path) -> bool:
 
 
 def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint and notes about newer, damaged ones, or None if none was saved.
+    """Return the newest intact checkpoint, or None if none was saved, and notes about newer, damaged ones.
 
     Raise `UserError` if all are damaged.
     """
@@ -220,7 +220,7 @@ def _other_change(was: JobConfig, job: JobConfig) -> str:
 
 
 def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -> list[str]:
-    """Warn where schedules follow a new length; raise `JobFileError` if the run is already beyond that length."""
+    """Return a note if the run's length has changed; raise `JobFileError` if the run is already past the new end."""
     before, now = run.total_steps(was, run.last.n_devices), run.total_steps(job, devices)
     position = run.position
     if before == now or run.checkpoint is None:

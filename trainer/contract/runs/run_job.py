@@ -1,4 +1,4 @@
-"""Reads the job file of a run; settings that a file of an earlier version lacks get that version's behaviour."""
+"""Reads the job file of a run; settings that did not exist in the run's version keep that version's behaviour."""
 
 from __future__ import annotations
 
