@@ -1,1 +1,1 @@
-"""Where activations come from and in which order they are seen."""
+"""Sources of activations, and the order in which their rows are trained on."""

@@ -1,4 +1,4 @@
-"""The interfaces of a source of activations: rows by number, or rows as they come."""
+"""The interfaces of sources of activations: stored rows with random access, and streams."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.group import Group
 
-# Inputs [n, d_in] and their targets [n, d_out]: the same tensor for an SAE.
+# Inputs [n, d_in] and their targets [n, d_out]; for an SAE both are the same tensor.
 Pair = tuple[Tensor, Tensor]
-# Gives the memory for rows that are read: how many, their width and type.
+# Allocates memory for rows; the arguments are the number of rows, their width and their dtype.
 Empty = Callable[[int, int, torch.dtype], Tensor]
 
 
 def empty_rows(n: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return memory for rows, [n, width]."""
+    """Return an uninitialised tensor for rows, [n, width]."""
     return torch.empty(n, width, dtype=dtype)
 
 
 def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
-    """Return the inputs and targets of each of the hooks that rows [n, n_hooks * d_in] hold side by side."""
+    """Split rows [n, n_hooks * d_in], which concatenate the hooks, into the inputs and targets of each hook."""
     x, y = pair
     if n_hooks == 1:
         return [pair]
@@ -38,162 +38,166 @@ def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
 
 
 def on_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets in fp32 on a device: one tensor where they were one."""
+    """Return inputs and targets in fp32 on a device; a shared tensor stays shared."""
     return in_fp32(to_device(pair, device))
 
 
 def to_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets on a device: one tensor where they were one."""
+    """Return inputs and targets on a device; a shared tensor stays shared."""
     x, y = pair
     inputs = x.to(device)
     return inputs, inputs if y is x else y.to(device)
 
 
 def in_fp32(pair: Pair) -> Pair:
-    """Return inputs and targets in fp32: one tensor where they were one."""
+    """Return inputs and targets in fp32; a shared tensor stays shared."""
     x, y = pair
     inputs = x.float()
     return inputs, inputs if y is x else y.float()
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return the norm of each row [n, d], fp32; infinite or NaN where fp32 cannot compute with the row."""
+    """Return the norm of each row [n, d] in fp32; it is infinite or NaN if it overflows or the row is not finite."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms
 
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:
-    """Return for each row, bool [n], whether fp32 can compute with it and with its target."""
+    """Return for each row, bool [n], whether the norms of the row and of its target are finite in fp32."""
     finite = norms_of(x) < torch.inf
     return finite if y is x else finite & (norms_of(y) < torch.inf)
 
 
 class Source(ABC):
-    """Activations; `place` is how to call them in a message and `meta` what is known of their origin.
+    """A source of activations; `place` names it in messages, and `meta` has the known facts about its origin.
 
-    Where there is a `d_out`, every row has a target of that width beside it and a transcoder is trained. Where there
-    are several hooks, a row is of one token, with what each of them gives side by side: [n_hooks * d_in], and likewise
-    its target.
+    If `d_out` is set, every row has a target of this width, for a transcoder. With several hooks, a row concatenates
+    the activations of one token at all hooks, [n_hooks * d_in]; its target does the same.
     """
 
     n_hooks: int = 1
     d_in: int
     d_out: int | None = None
-    # How many rows there are; None where nobody knows.
+    # The number of rows, or None if unknown.
     n_tokens: int | None = None
     place: str
     meta: dict[str, Any]
-    # What a user should know about how it is read.
+    # Notes for the user on how the source is read.
     notes: Sequence[str] = ()
 
     def of_hook(self, hook: int) -> Source:
-        """Return the source of one hook's rows alone, by its number."""
+        """Return a source with the rows of one hook only; `hook` is its index."""
         return self
 
     def beside(self, others: Sequence[Self]) -> Source:
-        """Return this source and others, which differ in their hook alone, as one of several hooks.
+        """Return one source with several hooks: this source and `others`, which differ only in their hook.
 
-        Only a source with a setting `hook` needs it.
+        Only sources with a setting `hook` need to implement this.
         """
         raise NotImplementedError
 
 
 class IndexedSource(Source):
-    """Stored activations, of which any rows can be read at any time."""
+    """Stored activations with random access to rows."""
 
     n_tokens: int
-    # Where it is made of several sets, mixed: the rows of each, and their weights; None: as many as they have rows.
+    # For a mixture of several sets: the number of rows of each, and their weights; without weights the sets count in
+    # proportion to their rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
     # The texts of each of these sets; empty if a shard does not record them.
     texts: Sequence[Texts] = ()
-    # How rows are held out if the job does not say.
+    # How rows are held out if the job does not set it.
     usual_hold_out: HoldOut = "rows"
     # For a set that has grown since the run began: its rows at that time. Held-out rows are drawn from these.
     split_sizes: Sequence[int] = ()
-    # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.
+    # The number of neighbouring rows that may be trained on together; more than 1 if the stored rows are shuffled.
     run: int = 1
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
 
     def continue_from(self, before: DataRecord) -> None:
-        """Keep the row numbers of a run that was trained on `before`; new rows follow them."""
+        """Keep the row numbers of a run that was trained on `before`; new rows get the numbers after these."""
 
     def read_by_all_threads(self) -> None:
-        """Read with all threads of this process from now on: of a rank on a GPU they have nothing else to do."""
+        """Read with all threads of this process from now on; on a rank with a GPU they are idle otherwise."""
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
-        """Return these rows [n, d_in] as stored, in ascending order of their number: a batch has no order to keep."""
+        """Return these rows [n, d_in] as stored, in ascending order of their numbers.
+
+        The order of rows within a batch does not matter.
+        """
 
     def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
-        """Return inputs [n, d_in] and their targets [n, d_out] as `rows` gives them: the same tensor for an SAE.
+        """Return inputs [n, d_in] and their targets [n, d_out] in the order of `rows`; for an SAE the same tensor.
 
-        A source that can reads them straight into what `empty` gives.
+        If the source supports it, it reads them directly into memory from `empty`.
         """
         x = self.rows(indices)
         return x, x
 
     @abstractmethod
     def name_of(self, index: int) -> str:
-        """Name a row for a message."""
+        """Return the name of a row for messages."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
-        """Read these rows again and return the lowest one that is not finite at one of the hooks, or None."""
+        """Read these rows again and return the lowest row number with values that are not finite, or None."""
         of_hooks = [are_finite(*pair) for pair in of_each_hook(self.pairs(indices), self.n_hooks)]
         bad = ~torch.stack(of_hooks).all(dim=0)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
 
 
 class StreamSource(Source):
-    """Activations that come once and in an order of their own, like those of a language model as it reads text.
+    """Activations that are read once, in a fixed order, such as those of a language model while it reads text.
 
-    Ranks with tokens of their own read a part of the stream each; ranks with the same tokens read the same part. A part
-    has to give the same rows in the same order every time: that is what makes a resumed run go on exactly.
+    A stream is split into parts. Ranks with different tokens read different parts; ranks with the same tokens read the
+    same part. A part must give the same rows in the same order every time, so that a resumed run continues exactly.
     """
 
-    # Rows of its part that a rank holds to mix them.
+    # The number of rows in the shuffle buffer of a rank.
     shuffle_tokens: int
-    # Whether rows cost so much that ranks with the same part make a share of them each; `divide` is then called.
+    # Whether rows are so expensive that ranks with the same part each compute a share of them; `divide` is then called.
     is_divided: bool = False
     # Whether `documents` returns the texts of rows.
     knows_texts: bool = False
-    # Devices of this rank that only make rows, set before `begin`; without one they are made where they are trained on.
+    # This rank's devices that only compute rows, set before `begin`; without any, the training device computes them.
     own_devices: Sequence[torch.device] = ()
 
     @abstractmethod
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         """Go to the first row of part `rank` of `n_ranks`; called once. No row is in two parts.
 
-        `device` is where rows are trained on, and where they can be made if there are no `own_devices`.
+        `device` trains on the rows, and also computes them if there are no `own_devices`.
         """
 
     @abstractmethod
     def next_rows(self) -> Pair | None:
-        """Return the next rows of the part, as many as suit the stream, on any device; None where it has ended.
+        """Return the next rows of the part, on any device, or None at its end; the stream chooses how many.
 
-        They are never changed by the caller, and must not be changed later by the stream.
+        Neither the caller nor the stream may change these rows later.
         """
 
     def documents(self) -> Tensor:
         """Return the text number of each row of the last `next_rows`, int64 [n] on the CPU.
 
-        A text has the same number in all parts, and later texts mostly have higher numbers.
+        A text has the same number in all parts; numbers mostly ascend with the position in the stream.
         """
         raise NotImplementedError
 
     def divide(self, peers: Group) -> None:
-        """Make only a share of the rows, and get the others of `peers`, which read the same part; called after `begin`.
+        """Compute only a share of the rows, and receive the others from `peers`; called after `begin`.
 
-        From then on all of them go on and back at the same rows. They exchange tensors on the CPU.
+        The peers read the same part. From now on all of them must read and restore at the same rows. They exchange
+        tensors on the CPU.
         """
         raise NotImplementedError
 
     @abstractmethod
     def state(self) -> Any:
-        """Return where in its part the stream is, in a few values that JSON can hold."""
+        """Return the position of the stream in its part, as a small value that JSON can store."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go where the stream was when `state` returned this, in this process or in an earlier one."""
+        """Go to the position at which `state` returned this value, in this process or an earlier one."""

@@ -1,4 +1,4 @@
-"""The batches of one rank, read ahead by a thread of its own."""
+"""The batches of one rank, read ahead by a separate thread."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 
 
 class Batch(NamedTuple):
-    """A rank's inputs and targets [n_tokens, d] of each hook on its device; `of_all` tokens are in all ranks'.
+    """A rank's inputs and targets [n_tokens, d] for each hook, on its device; `of_all` counts the tokens of all ranks.
 
-    On a CPU they are in fp32, on a GPU as they are stored.
+    On a CPU the rows are in fp32, on a GPU in the dtype that they are stored in.
     """
 
     hooks: Sequence[Pair]
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """A batch that was read: its rows on their way to the device, how far a stream is with it, and its tokens."""
+    """A batch that was read: its rows in transfer to the device, a stream's position after it, and its tokens."""
 
     sent: Sent
     mark: Mark | None
@@ -40,19 +40,20 @@ class Coming(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A batch that was read, and its exchange among the ranks that have each read a part of it."""
+    """A batch that was read, and its exchange among the ranks that each read a part of it."""
 
     coming: Coming
     exchange: Exchange
 
 
 class Batches:
-    """Gives this rank its rows of one micro-batch after the other, from position `start` on, outliers replaced.
+    """Gives this rank its rows of each micro-batch in turn, from position `start` on, with outliers replaced.
 
-    Where there are `outliers`, they are those of each hook: a token that is one at a hook stays at the others. Without
-    `replaces` they are only told how many rows there were, and a step replaces them itself.
+    `outliers` is empty or has one entry per hook: a token that is an outlier at one hook stays at the others. Without
+    `replaces` the outliers only count the rows here; the training step replaces them.
 
-    The tokens of a step are the same however they are cut; those of a stream where ranks have the same shares.
+    A step has the same tokens regardless of the number of micro-batches and the shares of ranks. For a stream this
+    holds only while the shares of ranks stay the same.
     """
 
     def __init__(
@@ -70,25 +71,25 @@ class Batches:
         self._device = device
         self._cut, self._start, self._transfer = cut, start, transfer or transfer_to(device)
         self._ready: queue.Queue[Coming | BaseException] = queue.Queue(READ_AHEAD)
-        # A batch takes memory of the device only once it has a place in the queue.
+        # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # Where ranks read together: after how many batches all of them end. No thread is further ahead of its step.
+        # If ranks read together, the number of batches after which all their threads end. No thread is further ahead.
         self._last: int | None = None
         self._n_taken = 0
-        # Ranks that read a part each begin to exchange a batch before they train on the one before: the transfer then
-        # takes place during that step. All of them begin it between the same two steps, since exchanges of a step must
-        # be in one order.
+        # Ranks that each read a part of a batch start to exchange it before they train on the previous batch, so that
+        # the transfer overlaps with that step. All of them start it between the same two steps, because all collectives
+        # must be issued in the same order.
         self._n_ahead = int(data.readers.size > 1)
         self._arriving: deque[Arriving] = deque()
-        # Seconds that `next` has waited for a batch so far.
+        # The total time in seconds that `next` has waited for batches.
         self.waited_s = 0.0
         data.rewind()
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
         self._thread.start()
 
     def next(self) -> Batch:
-        """Return the next batch on the device; raise the error that stopped the reading."""
+        """Return the next batch on the device; if reading failed, raise its error."""
         while len(self._arriving) <= self._n_ahead:
             self._arriving.append(self._begin())
         coming, exchange = self._arriving.popleft()
@@ -96,7 +97,7 @@ class Batches:
         self._data.note_trained(Read(*pair, coming.mark))
         hooks = of_each_hook(pair, self._data.n_hooks)
         if self._device.type == "cpu":
-            # A GPU widens 16 bits in the pass that scales them.
+            # On a GPU, the kernel that scales the rows also converts them to fp32.
             hooks = [in_fp32(pair) for pair in hooks]
         for outliers in self._outliers:
             outliers.note(len(pair[0]))
@@ -105,7 +106,7 @@ class Batches:
         return Batch(hooks, coming.stretch.of_all)
 
     def _begin(self) -> Arriving:
-        """Take the next batch that was read, and begin its exchange."""
+        """Take the next batch from the queue, and start its exchange."""
         began = time.perf_counter()
         item = self._ready.get()
         self.waited_s += time.perf_counter() - began
@@ -119,7 +120,7 @@ class Batches:
     def close(self) -> None:
         """End the thread; needed before another reader of the same files starts in this process.
 
-        Where ranks read together or a part each, all of them call this after the same batch.
+        If ranks read together, or each read a part of a batch, all of them must call this after the same batch.
         """
         while self._arriving:
             self._arriving.popleft().exchange.finish()
@@ -128,14 +129,14 @@ class Batches:
         self._thread.join()
 
     def abandon(self) -> None:
-        """End the thread after a failure; do not wait for it where it may wait for other ranks."""
+        """End the thread after a failure; do not join it if it may be waiting for other ranks."""
         self._closed.set()
         if not self._data.reads_together:
             self._thread.join()
 
     def _read_ahead(self) -> None:
         if self._device.type == "cuda":
-            # A thread begins with the first GPU. There each rank would take memory, and its model's kernels run.
+            # A new thread's current device is GPU 0; without this, every rank would allocate and run kernels there.
             torch.cuda.set_device(self._device)
         try:
             for n_read, (step_start, stretch) in enumerate(self._stretches()):
@@ -155,7 +156,7 @@ class Batches:
                 yield step_start, stretch
 
     def _has_place(self) -> bool:
-        """Wait for a place in the queue; there is none after `close`, when nobody will take the batch."""
+        """Wait for a free slot in the queue; return False after `close`, because no batch is taken any more."""
         while not self._closed.is_set():
             if self._places.acquire(timeout=0.1):
                 return True

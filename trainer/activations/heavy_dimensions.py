@@ -1,6 +1,6 @@
-"""Finds the few dimensions that hold most of the variance: an SAE that learns only these already has a low FVU.
+"""Finds heavy dimensions: a few that hold most of the variance, so that an SAE that learns only these has a low FVU.
 
-They can be left out or scaled down: each dimension gets a factor, 0 if it is left out.
+Dimensions can be left out or scaled down: each gets a factor, which is 0 if it is left out.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from torch import Tensor
 from trainer.contract.settings.job import Data
 from trainer.contract.wording import join_words, plural
 
-# The largest spread of a scaled dimension, as a multiple of the median spread.
+# The largest standard deviation of a scaled dimension, as a multiple of the median over dimensions.
 WIDEST = 3.0
-# They are few up to this share of all dimensions, or as one alone, and hold most of the variance from here on.
+# Dimensions are heavy if at most a share FEW of all dimensions, or a single dimension, holds more than a share MOST of
+# the variance.
 FEW, MOST = 0.01, 0.5
-# Below, one of them may hold half of the variance with nothing wrong.
+# With fewer dimensions, one of them may normally hold half of the variance.
 _LEAST_DIMENSIONS = 16
 _NAMED = 4
 _ROWS_AT_ONCE = 4096
 
 
 class HeavyDimensions(NamedTuple):
-    """The numbers of those dimensions, the heaviest first, of `d_in` in all, and their share of the variance."""
+    """The indices of the heavy dimensions among `d_in`, the heaviest first, and their share of the variance."""
 
     numbers: list[int]
     d_in: int
     share: float
 
     def sentence(self) -> str:
-        """Write them as `1 dimension of 576 (number 17) holds 99.8 % of the variance`."""
+        """Return a sentence like `1 dimension of 576 (number 17) holds 99.8 % of the variance`."""
         verb = "holds" if len(self.numbers) == 1 else "hold"
         return f"{named(self.numbers, self.d_in)} {verb} {100 * self.share:.1f} % of the variance"
 
     @property
     def remedy(self) -> str:
-        """Return what to do about them."""
+        """The reason why heavy dimensions matter, and the settings that leave them out or scale them down."""
         it, listed = "it" if len(self.numbers) == 1 else "them", ", ".join(map(str, self.numbers))
         return (
             f"FVU mostly measures {it}: leave {it} out with data.drop_dimensions = [{listed}], "
@@ -47,7 +48,7 @@ class HeavyDimensions(NamedTuple):
 
 
 def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
-    """Return the fewest dimensions that hold most of the variance [d_in], where they are few; else None."""
+    """Return the smallest set of dimensions that holds most of the variance [d_in], or None if that set is large."""
     d_in, total = len(variance), float(variance.sum())
     if d_in < _LEAST_DIMENSIONS or not total > 0:
         return None
@@ -58,17 +59,17 @@ def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
 
 
 def named(numbers: Sequence[int], d: int) -> str:
-    """Write dimensions as `2 dimensions of 576 (numbers 17 and 30)`, at most 4 by number."""
+    """Return a phrase like `2 dimensions of 576 (numbers 17 and 30)`, with at most `_NAMED` numbers."""
     more = [f"{len(numbers) - _NAMED} more"] if len(numbers) > _NAMED else []
     words = join_words([*map(str, numbers[:_NAMED]), *more])
     return f"{plural(len(numbers), 'dimension')} of {d} ({'number' if len(numbers) == 1 else 'numbers'} {words})"
 
 
 def dimension_scales(rows: Tensor, data: Data) -> Tensor:
-    """Return the factor of each dimension of rows [n, d] for a job, fp32 [d]: at most 1, or 0 to leave it out.
+    """Return a job's factor for each dimension of rows [n, d], fp32 [d]: at most 1, and 0 to leave it out.
 
-    Scaling reduces each spread to at most `WIDEST` times the median of the dimensions that vary. So ordinary dimensions
-    stay as they are, and one just above the limit is treated like one just below.
+    Scaling limits each standard deviation to `WIDEST` times the median over dimensions that vary. So ordinary
+    dimensions keep their scale, and the factor has no jump at the limit.
     """
     scales = torch.ones(rows.shape[1], dtype=torch.float64, device=rows.device)
     if data.scale_dimensions == "auto":
@@ -80,12 +81,12 @@ def dimension_scales(rows: Tensor, data: Data) -> Tensor:
 
 
 def changed_scales(scales: Tensor) -> dict[str, float]:
-    """Return the factors other than 1 by dimension, in the form that JSON stores."""
+    """Return the factors other than 1 by dimension; the keys are strings, as JSON requires."""
     return {str(number): factor for number, factor in enumerate(scales.tolist()) if factor != 1}
 
 
 def scales_sentence(changed: Mapping[str, float], d: int) -> str:
-    """Describe which of `d` dimensions are left out or scaled down; return "" if none are."""
+    """Return a phrase about the dimensions, out of `d`, that are left out or scaled down, or "" if none are."""
     dropped = [int(number) for number, factor in changed.items() if factor == 0]
     scaled = {int(number): factor for number, factor in changed.items() if factor}
     parts = [f"{named(dropped, d)} left out"] if dropped else []
@@ -96,7 +97,7 @@ def scales_sentence(changed: Mapping[str, float], d: int) -> str:
 
 
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of each dimension, float64 [d_in] each; zeros where there is no row."""
+    """Return the mean and variance of each dimension, float64 [d_in] each; zeros without rows."""
     n = max(1, len(rows))
     mean, spread = (torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device) for _ in range(2))
     for part in rows.split(_ROWS_AT_ONCE):

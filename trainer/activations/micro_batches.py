@@ -1,4 +1,4 @@
-"""How the tokens of a step are cut: into micro-batches one after the other, and each of these over the ranks."""
+"""Splits the tokens of a step into micro-batches, and each micro-batch over the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.parallel.latents import apportion
 
 
 class Stretch(NamedTuple):
-    """A rank's part of a micro-batch: where in the step it begins, its tokens, and those of all ranks."""
+    """A rank's slice of a micro-batch: its offset in the step, its length, and the tokens of all ranks, `of_all`."""
 
     start: int
     length: int
@@ -17,7 +17,7 @@ class Stretch(NamedTuple):
 
 
 class Cut:
-    """A step of `n_tokens` in `n_parts` micro-batches; of each, rank `index` gets its share, at least one token."""
+    """A step of `n_tokens` in `n_parts` micro-batches; rank `index` gets its share of each, at least one token."""
 
     def __init__(self, n_tokens: int, n_parts: int = 1, shares: Sequence[float] = (1.0,), index: int = 0) -> None:
         self.n_tokens = n_tokens
@@ -25,24 +25,24 @@ class Cut:
 
     @property
     def own_tokens(self) -> int:
-        """Tokens of this rank in a step."""
+        """The number of tokens of this rank in a step."""
         return sum(stretch.length for stretch in self.stretches)
 
     @property
     def longest(self) -> Stretch:
-        """This rank's part of its largest micro-batch."""
+        """This rank's longest slice of a micro-batch."""
         return max(self.stretches, key=lambda stretch: stretch.length)
 
     @property
     def largest(self) -> int:
-        """Tokens of this rank in its largest micro-batch."""
+        """The number of tokens in this rank's longest slice."""
         return self.longest.length
 
 
 def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int, most: int | None) -> Cut:
-    """Cut a step into `n_parts` micro-batches, or as many more as keep every rank's part within `most` tokens.
+    """Split a step into `n_parts` micro-batches, or more if a rank would get more than `most` tokens of one.
 
-    All ranks cut alike.
+    All ranks compute the same split.
     """
     n_parts = max(1, min(n_parts, n_tokens // len(shares)))
     while most and n_parts < n_tokens // len(shares):

@@ -1,4 +1,4 @@
-"""Which rows of several sources, mixed by weight, make up which batch."""
+"""Assigns the rows of several sources, mixed by weight, to batches."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# Ends of seeds: other random numbers than those of one source alone, and than each other.
+# The last elements of seeds, so that passes and splits get random numbers independent of each other and of the order of
+# epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 
 class MixedSplit:
-    """Rows are held out of each source in proportion to its weight, or to its rows where there are no weights.
+    """Holds rows out of each source in proportion to its weight, or to its number of rows if there are no weights.
 
-    Rows are numbered through, the first source's first; at least one of each source is trained on. Of the
-    `first_sizes` rows of each source the held-out ones are chosen, as in `Split`.
+    Rows are numbered consecutively over all sources, and at least one row of each source is trained on. Held-out rows
+    are chosen from the first `first_sizes` rows of each source, as in `Split`.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class MixedSplit:
         self._begins: Indices = np.cumsum([0, *sizes[:-1]])
         self._sizes = [split.n_train for split in self.splits]
         self.n_train = sum(self._sizes)
-        # Rows of each source that an epoch has.
+        # The number of rows of each source in an epoch.
         self.draws = self._sizes if weights is None else apportion(self.n_train, weights)
         self.held_out: Indices = np.concatenate([self._through(n, one.held_out) for n, one in enumerate(self.splits)])
 
     def rows(self, source: int, numbers: Indices) -> Indices:
-        """Return the rows of some training numbers of a source."""
+        """Return the row numbers for some training numbers of a source."""
         return self._through(source, self.splits[source].rows(numbers))
 
     def sample(self, n: int, seed: int) -> Indices:
-        """Draw at most n training rows, of each source as many as its weight asks for, or all that it has."""
+        """Draw at most n training rows: from each source in proportion to its weight, up to all of its rows."""
         parts = apportion(min(n, self.n_train), self.draws, self._sizes)
         drawn = (self.splits[source].sample(part, seed, source) for source, part in enumerate(parts))
         return np.concatenate([self._through(source, rows) for source, rows in enumerate(drawn)])
@@ -72,12 +73,12 @@ class MixedSplit:
 
 
 class MixedOrder:
-    """An endless sequence of epochs, each as many rows as all sources have to train on, in a seeded order.
+    """An endless sequence of epochs in a seeded order; an epoch has as many rows as all sources have training rows.
 
-    An epoch has of each source exactly the share that its weight is of all, rounded. Of a source no row comes again
-    before all have come as often: passes over it go on from one epoch to the next, each in an order of its own. Without
-    weights an epoch is every row once. As in `Order` a position is all that a checkpoint has to remember, and `run`
-    rows beside each other mostly stay so.
+    The share of each source in an epoch is exactly its relative weight, rounded to whole rows. No row of a source is
+    repeated before all others of the source have come as often: a pass over a source can span epochs, and each pass has
+    a different order. Without weights, an epoch has every row once. As in `Order`, a checkpoint only stores a position,
+    and `run` neighbouring rows mostly stay together.
     """
 
     def __init__(self, split: MixedSplit, seed: int, run: int = 1) -> None:
@@ -97,7 +98,7 @@ class MixedOrder:
     def _of_epoch(self, epoch: int, positions: Indices) -> Indices:
         slots = permutation(self._split.n_train, self._run, self._seed, epoch)(positions)
         sources = np.searchsorted(self._ends, slots, side="right")
-        # How many rows of its source have come before, in order of slots.
+        # For each slot, the number of earlier slots with the same source.
         before = slots - (self._ends - self._draws)[sources] + epoch * self._draws[sources]
         rows = np.empty_like(slots)
         for source in np.unique(sources):
@@ -115,7 +116,10 @@ class MixedOrder:
 
 
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Share n out by weight in whole numbers, the largest remainders first; what is above `most` goes to the others."""
+    """Split n into integers in proportion to weights (largest-remainder method); each is at most `most`.
+
+    The excess over `most` goes to the other entries.
+    """
     given, left = [0] * len(weights), n
     open_to = [*range(len(weights))]
     while open_to:
@@ -129,7 +133,7 @@ def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = Non
 
 
 def _by_largest_remainder(n: int, weights: Sequence[float]) -> list[int]:
-    # Where only such are left that nothing would be drawn from, they count alike.
+    # If all remaining weights are 0, use equal weights.
     weights = weights if sum(weights) else [1] * len(weights)
     exact = [n * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]

@@ -11,9 +11,9 @@ from trainer.contract.settings.job import JobConfig
 
 
 def open_source(job: JobConfig) -> Source:
-    """Return the source of a job's rows, those of all its hooks side by side.
+    """Return the source of a job's rows, with the activations of all its hooks concatenated.
 
-    Raise `JobFileError` where the data is not as the job says.
+    Raise `JobFileError` if the data does not match the job.
     """
     if len(job.hooks) > 1:
         job.data_shape()
@@ -24,9 +24,9 @@ def open_source(job: JobConfig) -> Source:
 
 
 def continue_from(source: Source, job: JobConfig, before: DataRecord | None) -> DataRecord:
-    """Keep the row numbers of a run that was trained on `before`, and return the record of the data as it is now.
+    """Keep the row numbers of a run that was trained on `before`, and return the record of the current data.
 
-    New rows follow the old ones. Raise `JobFileError` if a shard has changed.
+    New rows get the numbers after the old ones. Raise `JobFileError` if a shard has changed.
     """
     record = record_of(job.hooks.values(), before)
     if before and isinstance(source, IndexedSource):

@@ -1,8 +1,8 @@
 """Leaves out and counts rows that no SAE should learn from.
 
-These are rows that are not finite, rows with a far larger norm than all others, such as first tokens of texts, and on
-request rows of zeros, which padding leaves. One row in 256 with 170 times the usual norm contributes more to an SAE's
-loss than all others together; a single NaN makes the whole loss NaN.
+These are rows that are not finite, rows with a far larger norm than the others, such as first tokens of texts, and on
+request zero rows, which come from padding. One row in 256 with 170 times the usual norm contributes more to an SAE's
+loss than all others together; a single NaN makes the total loss NaN.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from trainer.activations.base import Pair, norms_of
 
-# The limit if the job sets none: the optimizer squares squares, which overflow fp32 for longer rows.
+# The limit, as a multiple of the median norm, if the job sets none. The optimizer squares squared values, which would
+# overflow fp32 for longer rows.
 _BEYOND_FP32 = 1e9
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class LeftOut(NamedTuple):
-    """How many of `n_seen` rows were left out, by reason."""
+    """The number of rows left out, by reason, among `n_seen` rows."""
 
     outliers: int
     not_finite: int
@@ -37,8 +38,8 @@ class Outliers:
     """Finds rows to leave out, from a sample of inputs x [n, d_in] and targets y [n, d_out]; y is x for an SAE.
 
     A row is an outlier if its norm is more than `times` the median norm of rows that are not zero; with `times` = 0,
-    only if fp32 cannot compute with it. Rows that are not finite in fp32 are left out as well, and with `drops_zero`
-    also rows of zeros. A row and its target are left out together.
+    only if its norm is beyond `_BEYOND_FP32` times the median. Rows that are not finite in fp32 are also left out, and
+    with `drops_zero` zero rows too. A row and its target are left out together.
     """
 
     def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
@@ -49,21 +50,21 @@ class Outliers:
 
     @property
     def counts(self) -> Tensor:
-        """Return the fields of `LeftOut` for the rows that `note` and `replace` were given, float64 [4]."""
-        # Filled on the device, since a copy from the host would wait.
+        """The fields of `LeftOut` for all rows passed to `note` and `replace` so far, float64 [4]."""
+        # Filled on the device, because a copy from the host would synchronise.
         n_seen = self._n_marked.new_full((), self._n_seen)
         n_within, n_finite, *n_not_zero = self._n_marked
         n_zero = n_seen - n_not_zero[0] if n_not_zero else torch.zeros_like(n_seen)
         return torch.stack([n_finite - n_within, n_seen - n_finite, n_zero, n_seen]).double()
 
     def ordinary(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return for each row whether it stays, bool [n]."""
+        """Return for each row whether it is kept, bool [n]."""
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Replace each row to leave out by the last row before it that stays, cyclically; count the replaced rows.
+        """Replace each row to leave out by the last kept row before it, cyclically, and count the replaced rows.
 
-        So batches keep their size, and nothing waits for a GPU. `note` counts all rows.
+        So the batch keeps its size, and the host does not wait for the GPU. `note` counts all rows.
         """
         marks = self._marks(x, y)
         self._n_marked += torch.stack(marks).sum(1)
@@ -77,11 +78,11 @@ class Outliers:
         return replaced, replaced if y is x else y.index_select(0, rows)
 
     def note(self, n_rows: int) -> None:
-        """Count rows that `replace` looks at: apart from it, since a GPU repeats recorded steps without the host."""
+        """Add to the count of rows given to `replace`; the replay of a CUDA graph does not run this host code."""
         self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:
-        """Return the rows that stay."""
+        """Return the kept rows."""
         stay = self.ordinary(x, y)
         kept = x[stay]
         return kept, kept if y is x else y[stay]
@@ -101,7 +102,7 @@ class Outliers:
 
     def _marks_of(self, rows: Tensor, limit: float) -> list[Tensor]:
         norms = norms_of(rows)
-        # Both are false for NaN, which is also not 0.
+        # For NaN both comparisons are false, and `norms != 0` is true.
         within_and_finite = [norms <= limit, norms < torch.inf]
         return [*within_and_finite, norms != 0] if self._drops_zero else within_and_finite
 

@@ -1,7 +1,7 @@
-"""Rows of Parquet files, decoded once into a temporary file, from which they are read like those of other shards.
+"""Decodes Parquet files once into a temporary file, so that rows are read from it as from other shards.
 
-Parquet packs rows by pages, so that a batch of rows from everywhere would decode the whole file. The temporary file has
-no name and is gone with the process; it lies where `TMPDIR` says, and each rank has its own.
+Parquet compresses rows in pages, so reading a batch of random rows would decode the entire file. The temporary file is
+in `TMPDIR`. It has no name, so it disappears with the process; each rank has its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trainer.contract.errors import JobFileError, Problem, first_line
 from trainer.contract.settings.shards import DTYPE_BYTES, Shard
 from trainer.contract.wording import gibibytes
 
-# Rows that are in memory at a time: 40 MB at d_in 2304.
+# Rows in memory at a time; these take 40 MB at d_in 2304.
 _ROWS_AT_ONCE = 4096
 
 
 def decode(shard: Shard, field: str) -> NDArray[np.uint8]:
-    """Return the bytes of a file's rows, memory-mapped; or raise `JobFileError` naming `field`."""
+    """Return the bytes of a file's rows, memory-mapped; raise a `JobFileError` that names `field` if that fails."""
     size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())
     if (free := shutil.disk_usage(folder).free) < size:
         need = f"takes {gibibytes(size)} once it is decoded, and {folder} has {gibibytes(free)} left"

@@ -1,4 +1,4 @@
-"""A random order of any number of rows that takes no memory: each position is computed by itself."""
+"""Pseudorandom permutations of any number of rows that need no memory: each position is computed separately."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
-# Four are the fewest that look random from both ends (Luby & Rackoff 1988).
+# The fewest rounds that are secure in both directions (Luby & Rackoff 1988).
 ROUNDS = 4
-# Fewer runs than that are not mixed well, and so few rows are in the page cache.
+# Fewer runs would not be mixed well, and so few rows fit in the page cache anyway.
 _FEWEST_RUNS = 1024
 
 
@@ -21,9 +21,9 @@ class Permutation:
     """A seeded bijection of 0 .. n - 1 by a Feistel network on pairs (Black & Rogaway 2002, "Ciphers with arbitrary
     finite domains").
 
-    A position is a pair of halves; each round adds a hash of one half to the other. There are few more pairs than n:
-    what ends beyond n goes through once more until it is below. A shuffled list would take 8 bytes for each row and
-    be made anew at every start: 8 GB and many seconds for a billion.
+    A position is a pair of halves; each round adds a hash of one half to the other. There are slightly more pairs than
+    n, so an image of n or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and
+    would be computed again at every start: 8 GB and many seconds for a billion rows.
     """
 
     def __init__(self, n: int, *seed: int) -> None:
@@ -33,7 +33,7 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return where each of some positions 0 .. n - 1 goes."""
+        """Return the images of some positions 0 .. n - 1."""
         images = self._once(positions.astype(np.uint64))
         while (beyond := images >= self._n).any():
             images[beyond] = self._once(images[beyond])
@@ -44,7 +44,7 @@ class Permutation:
         for number, key in enumerate(self._keys):
             width = self._widths[number % 2]
             changed += _below(other ^ key, width)
-            # Modulo the width: unsigned, a difference below 0 is a huge number.
+            # Reduce modulo the width: as an unsigned number, a negative difference is huge.
             np.minimum(changed, changed - width, out=changed)
             changed, other = other, changed
         changed *= self._widths[1]
@@ -53,10 +53,10 @@ class Permutation:
 
 
 class RunPermutation:
-    """A seeded bijection of 0 .. n - 1 that keeps runs of numbers together, in ascending order.
+    """A seeded bijection of 0 .. n - 1 that keeps runs of neighbouring numbers together, in ascending order.
 
-    Where the first run begins is random, so that other rows keep company for each seed. What is left over when n is cut
-    into runs goes to the end.
+    The start of the first run is random, so that each seed groups other rows. If n is not a multiple of the run's
+    length, the remaining numbers come last.
     """
 
     def __init__(self, n: int, run: int, *seed: int) -> None:
@@ -65,10 +65,10 @@ class RunPermutation:
         self._begin = int(np.random.default_rng(seed).integers(n))
 
     def __call__(self, positions: Indices) -> Indices:
-        """Return where each of some positions 0 .. n - 1 goes."""
+        """Return the images of some positions 0 .. n - 1."""
         numbers, is_whole = positions.copy(), positions < self._n_whole
         runs, places = np.divmod(positions[is_whole], self._run)
-        # FirstLook up once where it begins: the 4096 positions of a batch, a stretch of an epoch, are of 65 runs.
+        # Permute each run only once: the 4096 consecutive positions of a batch are from about 65 runs.
         begins = np.diff(runs, prepend=-1) != 0
         numbers[is_whole] = self._runs(runs[begins])[begins.cumsum() - 1] * self._run + places
         shifted: Indices = (numbers + self._begin) % self._n
@@ -76,12 +76,12 @@ class RunPermutation:
 
 
 def permutation(n: int, run: int, *seed: int) -> Callable[[Indices], Indices]:
-    """Return a random order of n rows of which `run` beside each other stay so; of few rows every one by itself."""
+    """Return a random order of n rows that keeps runs of `run` neighbours together, unless there are few rows."""
     return RunPermutation(n, run, *seed) if run > 1 and n >= _FEWEST_RUNS * run else Permutation(n, *seed)
 
 
 def mixed(words: Words) -> Words:
-    """Hash each word by the mixing function of SplitMix64 (Steele et al. 2014)."""
+    """Hash each word with the mixing function of SplitMix64 (Steele et al. 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

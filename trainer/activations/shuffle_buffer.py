@@ -1,4 +1,4 @@
-"""Mixes the rows of a stream, whose neighbours are of one text, so that each batch has rows of many."""
+"""Shuffles the rows of a stream: neighbouring rows are from one text, and a batch should have rows of many texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
 
 class Chunk(NamedTuple):
-    """Rows that a stream returned together, on the CPU; its state before them; and their texts, if it knows them."""
+    """Rows that a stream returned together, on the CPU, with its state before them and, if known, their texts."""
 
     state: Any
     x: Tensor
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     documents: Tensor | None = None
 
     def where(self, chosen: Tensor) -> Chunk:
-        """Return the chosen rows, bool [n]."""
+        """Return the rows that `chosen`, bool [n], selects."""
         if chosen.all():
             return self
         x = self.x[chosen]
@@ -39,10 +39,10 @@ LeaveOut = Callable[[Tensor], Tensor]
 
 
 class StreamRows:
-    """Any number of rows at a time of a stream that gives as many as it likes.
+    """Reads any number of rows at a time from a stream, which chooses the sizes of its chunks itself.
 
-    What it gives before the first `go_to` is kept until then: the rows of the sample are the first that are trained on,
-    and a model need not read them twice.
+    Chunks read before the first `go_to` are cached until then: training starts with the rows of the sample, and a
+    language model need not compute them twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -54,15 +54,15 @@ class StreamRows:
 
     @property
     def place(self) -> StreamPlace:
-        """Where the next row is: a state of the stream, and the number of rows to skip from there."""
+        """The position of the next row: a state of the stream, and the number of rows to skip after it."""
         return StreamPlace(self._chunk.state, self._n_used)
 
     def take(self, n: int) -> Pair:
-        """Return the next n inputs [n, d_in] and targets [n, d_out] on the CPU; fewer where the stream ends."""
+        """Return the next n inputs [n, d_in] and targets [n, d_out] on the CPU; fewer at the stream's end."""
         return self.joined(self.take_chunks(n))
 
     def take_chunks(self, n: int) -> list[Chunk]:
-        """Return the next n rows in the chunks that the stream returned; fewer at its end."""
+        """Return the next n rows in the chunks that the stream returned; fewer at the stream's end."""
         chunks: list[Chunk] = []
         while n and (chunk := self._some(n)):
             chunks.append(chunk)
@@ -70,14 +70,14 @@ class StreamRows:
         return chunks
 
     def joined(self, chunks: Sequence[Chunk]) -> Pair:
-        """Return the inputs and targets of chunks."""
+        """Return the concatenated inputs and targets of chunks."""
         x = _joined([chunk.x for chunk in chunks], self._source.n_hooks * self._source.d_in)
         if self._source.d_out is None:
             return x, x
         return x, _joined([chunk.y for chunk in chunks], self._source.n_hooks * self._source.d_out)
 
     def take_some(self, n: int) -> Pair | None:
-        """Return up to n of the next rows, those that the stream gave at once, without a copy; None where it ends."""
+        """Return up to n of the next rows without a copy, all from one chunk; None at the end of the stream."""
         chunk = self._some(n)
         return None if chunk is None else (chunk.x, chunk.y)
 
@@ -86,14 +86,14 @@ class StreamRows:
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
-        """Return to the first row, before any `go_to`; leave out the rows of some texts from now on."""
+        """Go back to the first row; from now on leave out the rows of some texts. Call this before any `go_to`."""
         assert self._kept is not None
         self._leave_out = leave_out
         self._again = deque(self._kept)
         self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
-        """Go to where the rows were when this was their `place`; what is skipped is read."""
+        """Go to a position that `place` returned earlier; this reads the rows to skip."""
         kept, self._kept = deque(self._kept or ()), None
         while kept and kept[0].state != place.state:
             kept.popleft()
@@ -118,7 +118,7 @@ class StreamRows:
         self._n_used, self._chunk = 0, Chunk(state, nothing, nothing)
 
     def _has_rows(self) -> bool:
-        """Tell whether a row is left, asking the stream for more where those that it gave are used up."""
+        """Return whether there is another row; if the current chunk is used up, read the next one."""
         while self._n_used == len(self._chunk.x):
             chunk = self._again.popleft() if self._again else self._next_chunk()
             if chunk is None:
@@ -141,12 +141,13 @@ class StreamRows:
         return chunk
 
     def _state_of_source(self) -> Any:
-        # As a checkpoint would give it back: what the stream changes later in place is not changed here.
+        # The round trip through JSON copies the state, which the stream may change in place, and gives it the form that
+        # a checkpoint restores.
         return msgspec.json.decode(msgspec.json.encode(self._source.state()))
 
 
 class MixedRows(NamedTuple):
-    """Inputs and targets as a buffer gives them out, and the number of each, from 0 at the first that it read."""
+    """Inputs and targets in shuffled order, and each row's number in the stream, counted from the first row read."""
 
     x: Tensor
     y: Tensor
@@ -154,13 +155,13 @@ class MixedRows(NamedTuple):
 
 
 class ShuffleBuffer:
-    """Gives out the rows of a stream in a seeded order, mixed over `size` rows, which it holds.
+    """Returns the rows of a stream in a seeded order, shuffled in a buffer of `size` rows.
 
-    The stream is cut into blocks of `size` rows. Those of a block are given out in a random order, and the slot of each
-    that goes takes a row of the next block, so that reading is spread evenly. A row is mixed with its own block only;
-    so all that has gone is known from where the block began in the stream and how many of its rows went. A checkpoint
-    keeps that, some hundred bytes, and none of the rows, which could be gigabytes. The price is paid by a run that is
-    resumed: it reads up to 2 × `size` rows of the stream again.
+    The stream is divided into blocks of `size` rows. The rows of a block are returned in a random order. The slot of
+    each returned row is filled with a row of the next block, so that reading is spread evenly. Rows are only shuffled
+    within their block. So a block's position in the stream and the number of its rows that were returned determine the
+    content of the buffer. A checkpoint stores only these, about a hundred bytes, instead of gigabytes of rows. In
+    exchange, a resumed run reads up to 2 × `size` rows of the stream again.
     """
 
     def __init__(self, rows: StreamRows, size: int, *seed: int) -> None:
@@ -170,13 +171,13 @@ class ShuffleBuffer:
 
     @property
     def place(self) -> BufferPlace:
-        """How far the buffer is."""
+        """The position of the buffer."""
         return BufferPlace(self._block, self._n_gone, self._begin)
 
     def fill(self, place: BufferPlace) -> None:
-        """Hold what the buffer held when this was its place; read it from the stream.
+        """Restore the content that the buffer had at this position, by reading the stream again.
 
-        Raise `UserError` where the stream has fewer rows than it had.
+        Raise `UserError` if the stream now has fewer rows.
         """
         self._block, self._begin, self._n_gone = place.block, place.begin, 0
         self._rows.go_to(place.begin)
@@ -191,7 +192,7 @@ class ShuffleBuffer:
         self._n_gone = place.n_gone
 
     def take(self, n: int, empty: Empty = empty_rows) -> MixedRows:
-        """Return the next n rows, fewer only where the stream has ended, if possible in what `empty` gives."""
+        """Return the next n rows, or fewer at the stream's end, if possible in memory from `empty`."""
         parts: list[MixedRows] = []
         while n and self._has_rows():
             slots = self._slots(min(n, self._n_block - self._n_gone))
@@ -205,21 +206,21 @@ class ShuffleBuffer:
         return parts[0] if len(parts) == 1 else _joined_rows(parts)
 
     def _has_rows(self) -> bool:
-        """Tell whether a row is left, going to the next block where all of this one are gone."""
+        """Return whether there is another row; if all rows of the block were returned, go to the next block."""
         if self._n_gone == self._n_block:
             self._block, self._begin, self._n_gone = self._block + 1, self._next_begin, 0
             self._n_block, self._n_next, self._next_begin = self._n_next, 0, self._rows.place
         return self._n_gone < self._n_block
 
     def _slots(self, n: int) -> Indices:
-        """Return where the next n rows of the block to go are."""
+        """Return the slots of the next n rows to return from the block."""
         positions = np.arange(self._n_gone, self._n_gone + n)
         # Only the last block of a stream can be shorter.
         chosen = self._order(self._block, self._n_block)(positions)
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return where some rows of the block are: where rows of the block before went, in that order."""
+        """Return the slots of some rows of the block, which filled the slots of the previous block's rows in order."""
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:
@@ -229,7 +230,7 @@ class ShuffleBuffer:
         self._n_next += self._read_into(slots, (self._block + 1) * self._size + self._n_next)
 
     def _read_into(self, slots: Indices, first: int) -> int:
-        """Put the next rows of the stream, the first of which has this number, into slots; return how many came."""
+        """Read the next rows of the stream into slots and number them from `first`; return how many there were."""
         n = 0
         while n < len(slots) and (pair := self._rows.take_some(len(slots) - n)):
             taken = slots[n : n + len(pair[0])]
@@ -250,7 +251,7 @@ class ShuffleBuffer:
 
 def _selected(rows: Tensor, chosen: Tensor, empty: Empty) -> Tensor:
     into = empty(len(chosen), rows.shape[1], rows.dtype)
-    # Many times as fast as `rows[chosen]`.
+    # Many times faster than `rows[chosen]`.
     return torch.index_select(rows, 0, chosen, out=into)
 
 

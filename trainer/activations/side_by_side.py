@@ -1,4 +1,4 @@
-"""Stored activations of several hooks, their rows side by side."""
+"""Stored activations of several hooks, concatenated by row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _ROWS_COMPARED = 4096
 
 
 class SideBySide(IndexedSource):
-    """Sources of as many rows of one width, of which row i is row i of each: of one token, as an extraction writes it.
+    """Concatenates row i of several sources, which have the same width and number of rows.
 
-    Where they were written otherwise, each has an order of its own, which is as good to train on.
+    In an extraction, row i is from the same token at every hook. If the sources have different orders, a row combines
+    different tokens; training works just as well.
     """
 
     def __init__(self, sources: Sequence[IndexedSource]) -> None:
@@ -64,7 +65,7 @@ class SideBySide(IndexedSource):
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:
-    """Return whether equal row numbers belong to the same texts, judged by rows from everywhere."""
+    """Return whether rows with equal numbers belong to the same texts, judged by a sample spread over all rows."""
     return len(some) == len(others) and all(
         one.n_rows == other.n_rows
         and np.array_equal(one.labels(_spread(one.n_rows)), other.labels(_spread(one.n_rows)))
@@ -77,7 +78,7 @@ def _spread(n_rows: int) -> Indices:
 
 
 def _beside(parts: Sequence[Tensor], empty: Empty) -> Tensor:
-    """Return the columns of all parts, which may be of several types, in what `empty` gives."""
+    """Concatenate the columns of all parts, which may have different dtypes, in memory from `empty`."""
     dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
     whole = empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype)
     return torch.cat(list(parts), dim=1, out=whole)

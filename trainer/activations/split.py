@@ -1,4 +1,4 @@
-"""Which rows are trained on, and which are kept back to measure on."""
+"""Splits rows into training rows and held-out rows."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from trainer.contract.settings.sources import HoldOut
 
 # Neighbouring rows that are held out together, and count as one text if no text is known.
 BLOCK = 128
-# The fewest places from which rows are held out.
+# The fewest blocks from which rows are held out.
 LEAST_BLOCKS = 8
-# Whole texts are held out only if they make up at most this share of all rows.
+# Texts are only held out if they make up at most this share of all rows, or at most twice the number of rows wanted.
 MOST_IN_TEXTS = 0.25
-# The least share of the held-out rows that a half of them may have.
+# The least share of the held-out rows in each half.
 LEAST_OF_HALF = 0.25
-# The number of stretches of rows that alternate if texts are too long to be kept whole.
+# The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept together.
 N_STRETCHES = 16
 
 
 class TooFewTexts(ValueError):
-    """The texts are too few or too long to hold out whole ones; the message gives the figures."""
+    """The texts are too few or too long to hold out complete texts; the message gives the figures."""
 
 
 class Split:
-    """Held-out rows, and training rows, which are numbered from 0 without a gap.
+    """Held-out rows, and training rows, which are numbered consecutively from 0.
 
-    The split depends only on `hold_out`, the seed, the number of rows wanted, and the number or texts of the first
-    `n_first` rows (by default all). So `held_out` stays the same if rows are added at the end. Added rows are trained
-    on, except those of a held-out text: these are in `left_out` but not in `held_out`.
+    The split depends only on `hold_out`, the seed, the number of rows wanted, and the first `n_first` rows (by default
+    all): on their number, or on their texts. So `held_out` stays the same if rows are added at the end. Added rows are
+    trained on, except rows of a held-out text: these are in `left_out` but not in `held_out`.
 
-    Whole texts give about the number of rows wanted, "rows" and "blocks" exactly that. Raise `TooFewTexts`.
+    "texts" holds out about the number of rows wanted, "rows" and "blocks" exactly this number. Raises `TooFewTexts`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Split:
     ) -> None:
         n_first = n_tokens if n_first is None else n_first
         self.hold_out = hold_out
-        # How many texts are held out; 0 if texts are unknown.
+        # The number of held-out texts; 0 if texts are unknown.
         self.n_texts = 0
         if hold_out == "texts" and n_held_out:
             assert texts is not None
@@ -61,11 +61,11 @@ class Split:
         self._before = self.left_out - np.arange(len(self.left_out))
 
     def rows(self, numbers: Indices) -> Indices:
-        """Return the rows of some training numbers 0 .. n_train - 1."""
+        """Return the row numbers for some training numbers 0 .. n_train - 1."""
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
-        """Draw at most n training rows from everywhere: with rows of one place only, b_dec would be that text's own."""
+        """Draw at most n training rows from the entire data: neighbouring rows would fit b_dec to a single text."""
         generator = np.random.default_rng(seed)
         return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))
 
@@ -79,7 +79,10 @@ def split_of(
     n_first: int | None = None,
     is_asked: bool = False,
 ) -> Split:
-    """Return a `Split` by texts, or by blocks if there are too few; raise `TooFewTexts` if the job asks for texts."""
+    """Return a `Split`; if there are too few texts to hold out, split by blocks.
+
+    With `is_asked` the job asks for texts, so raise `TooFewTexts` instead.
+    """
     if hold_out != "texts":
         return Split(n_tokens, n_held_out, *seed, hold_out=hold_out, n_first=n_first)
     try:
@@ -96,8 +99,8 @@ def halves_of(labels: Indices) -> Indices:
     """Return the half, 0 or 1, of each row, given the label of its text: no text is in both halves.
 
     The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
-    less than `LEAST_OF_HALF` of the rows, texts are cut: stretches of rows alternate between the halves, so that
-    neighbours mostly stay together and both halves cover the data from beginning to end.
+    less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves, so
+    that neighbours mostly stay together and both halves cover the data from beginning to end.
     """
     _, of_row, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     half_of, totals = np.zeros(len(sizes), np.int64), [0, 0]
@@ -111,17 +114,20 @@ def halves_of(labels: Indices) -> Indices:
 
 
 def _generator(seed: tuple[int, ...]) -> np.random.Generator:
-    # A random stream of its own: the permutations of epochs are seeded by (seed, epoch).
+    # 2**32 separates this random stream from the permutations of epochs, which are seeded by (seed, epoch).
     return np.random.default_rng((*seed, 2**32))
 
 
 def _rows(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
-    """Choose single rows from everywhere."""
+    """Choose random single rows."""
     return _generator(seed).choice(n_rows, n_held_out, replace=False, shuffle=False)
 
 
 def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
-    """Choose equally many first rows of random blocks of `BLOCK` neighbours: whole blocks if many rows are wanted."""
+    """Choose the first rows of random blocks of `BLOCK` neighbours, about equally many from each block.
+
+    If many rows are wanted, blocks are held out almost completely.
+    """
     if not n_held_out:
         return np.zeros(0, np.int64)
     n_blocks = -(-n_rows // BLOCK)
@@ -129,7 +135,7 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
     begins = BLOCK * _generator(seed).choice(n_blocks, wanted, replace=False, shuffle=False)
     sizes = np.minimum(BLOCK, n_rows - begins)
     length = -(-n_held_out // wanted)
-    # The last block of all may be short.
+    # The last block of the data may be short.
     while np.minimum(sizes, length).sum() < n_held_out:
         length += 1
     places = np.arange(length)
@@ -137,9 +143,9 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 
 
 def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
-    """Choose random texts of at most `n_wanted` rows each until they have `n_wanted` rows in all.
+    """Choose random texts of at most `n_wanted` rows each until they have `n_wanted` rows together.
 
-    If these are too few, the shortest of the longer texts follow.
+    If these do not suffice, add longer texts, the shortest first.
     """
     order = np.argsort(keys_of(texts.number, seed, texts.numbering), kind="stable")
     is_long = texts.n_rows[order] > n_wanted

@@ -1,4 +1,4 @@
-"""Makes rows from a known sparse dictionary on the fly, so that it can be measured how well an SAE finds it."""
+"""Generates rows from a known sparse dictionary on the fly, to measure how well an SAE recovers it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Floats = NDArray[np.float64]
 
 
 class Synthetic(IndexedSource):
-    """Sums of random unit `features` [n_features, d_in], few in each row (Sharkey et al. 2022).
+    """Rows that are sparse sums of random unit vectors, `features` [n_features, d_in] (Sharkey et al. 2022).
 
     Features fire independently, the j-th with a probability about ∝ j^-skew, with coefficients uniform in 0.5 .. 1.5.
-    A row depends on seed and number alone, not on the other rows of a batch: its randomness is hashes of both.
+    A row is generated from hashes of the seed and its number only, so it does not depend on the rest of the batch.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Synthetic(IndexedSource):
         self.d_in, self.d_out, _ = knobs.shape()
         self.n_tokens = n_rows
         self.place, self.meta = knobs.place, dict[str, Any]()
-        # Not the seed itself: an SAE with the same one would start from the same random directions.
+        # Do not use the seed itself: an SAE with the same seed would start from the same random directions.
         key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
         self._noise, self._key = noise, key
         generator = torch.Generator().manual_seed(int(features_key >> 1))
@@ -42,7 +42,7 @@ class Synthetic(IndexedSource):
         self._count_cumulative = _poisson_cumulative(float(rates.sum()))
 
     def rows(self, indices: Indices) -> Tensor:
-        """Return rows [n, d_in] in fp32, in ascending order of their number."""
+        """Return rows [n, d_in] in fp32, in ascending order of their numbers."""
         words = mixed(np.sort(indices).astype(np.uint64) ^ self._key)
         rows = self._sums(words)
         return rows + self._noise * _normal(words, self.d_in) if self._noise else rows
@@ -51,9 +51,9 @@ class Synthetic(IndexedSource):
         return f"row {index}"
 
     def _sums(self, words: Words) -> Tensor:
-        """Sum for each row as many draws as a Poisson variable says, each of a feature in proportion to its rate.
+        """Return for each row the sum of a Poisson-distributed number of features, drawn in proportion to their rates.
 
-        So features fire independently, as if drawn one by one; a feature drawn twice is added twice.
+        So each feature's number of draws is an independent Poisson variable; a feature drawn twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
         starts = counts.cumsum() - counts
@@ -71,10 +71,10 @@ class Synthetic(IndexedSource):
 
 
 def _rates(active: float, n_features: int, skew: float) -> Floats:
-    """Return each feature's mean number of draws per row, its rate, so that on average `active` come at least once.
+    """Return each feature's rate, its mean number of draws per row, such that on average `active` features fire.
 
-    A feature does with probability 1 - e^-rate. Rates are at most 3, which is 95 % of rows: nearer to all rows draws
-    would not end.
+    A feature fires with probability 1 - e^-rate. Rates are at most 3, which is 95 % of rows, because the number of
+    draws grows without bound as the probability approaches 1.
     """
     shares = np.arange(1.0, n_features + 1) ** -skew
 
@@ -95,17 +95,18 @@ def _poisson_cumulative(rate: float) -> Floats:
 
 
 def _uniform(words: Words, stream: int) -> Floats:
-    """Return a uniform number in [0, 1) for each word; each stream gives other numbers."""
+    """Return a uniform random number in [0, 1) for each word; streams are independent of each other."""
     numbers: Floats = (mixed(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * np.float64(2.0**-53)
     return numbers
 
 
-# The quantiles of a normal variable in the middle of each 65,536th of probability; finer differences drown.
+# Quantiles of the normal distribution at the centres of 65,536 equal intervals of probability; more would make no
+# practical difference.
 _QUANTILES = torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16).float()
 
 
 def _normal(words: Words, d: int) -> Tensor:
-    """Return d normal numbers for each word [n, d]: four from each of its hashes."""
+    """Return d normal random numbers for each word, [n, d]; each 64-bit hash of a word gives four."""
     n_words = -(-d // 4)
     hashes = mixed(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
     normal: Tensor = _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]

@@ -1,4 +1,4 @@
-"""Maps stored rows to their texts, by the tensor `document` of each shard; activations are not read."""
+"""Maps stored rows to their texts, using the tensor `document` of each shard; does not read activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACES_PER_ROW = 4
 
 
 class Counts(NamedTuple):
-    """Texts, [n] each: the numbering, the number within it, and the number of rows."""
+    """For each of n texts, its numbering, its number in that numbering, and its number of rows; [n] each."""
 
     numbering: Indices
     number: Indices
@@ -24,11 +24,12 @@ class Counts(NamedTuple):
 
 
 class Texts:
-    """The texts of the rows of one set of shards; `parts` has the text numbers of each shard's rows, in order.
+    """The texts of the rows in one set of shards; `parts` has the text numbers of each shard's rows, in order.
 
-    With `numbered_through`, as in our own extractions, a number means the same text in all shards. Otherwise, if
-    numbers ascend within all shards and a later shard starts again at the lowest number, it holds other texts. In
-    doubt, equal numbers count as one text, so that no text is on both sides of a split.
+    With `numbered_through`, as in sae-tui's own extractions, a number means the same text in all shards. Otherwise, if
+    numbers ascend within all shards and a later shard starts again at the lowest number, its texts are different ones:
+    the shard begins a new numbering. In doubt, equal numbers count as one text, so that no text is on both sides of a
+    split.
     """
 
     def __init__(self, parts: Sequence[Numbers], *, numbered_through: bool = True) -> None:
@@ -49,9 +50,9 @@ class Texts:
         return Counts(np.concatenate(numberings), np.concatenate(numbers), np.concatenate(counts))
 
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
-        """Return all rows, ascending, of some texts among those counted in the first `n_rows`.
+        """Return all rows of some texts, ascending; `texts` are some of those that `counts(n_rows)` returns.
 
-        In later shards all rows with one of their numbers count, whatever the numbering.
+        In shards that begin after the first `n_rows` rows, rows with these numbers match in any numbering.
         """
         rows, numberings = [], self._numberings(n_rows)
         for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):
@@ -61,9 +62,9 @@ class Texts:
         return np.concatenate(rows)
 
     def labels(self, rows: Indices, n_rows: int | None = None) -> Indices:
-        """Return a label for each of some ascending rows, from 0; rows of one text share a label.
+        """Return a label, counted from 0, for each of some ascending rows; rows of one text share a label.
 
-        With `n_rows`, all of them are among the first `n_rows` rows, and later rows have no influence.
+        With `n_rows`, all these rows are among the first `n_rows` rows, and later rows have no influence.
         """
         places = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.empty(len(rows), np.int64)
@@ -101,7 +102,7 @@ def _numberings(parts: Sequence[Numbers]) -> Indices:
     # Strictly below: a single text that continues in the next shard does not begin a new numbering.
     falls = lowest[1:] < highest[:-1]
     is_sure = bool((lowest[1:][falls] == lowest[0]).all())
-    # Rows that were shuffled across shards: each shard has some rows of every text.
+    # Otherwise the rows may be shuffled across shards, so that each shard has rows of every text.
     if not is_sure or (falls.any() and not all(_is_ascending(part) for part in parts)):
         return np.zeros(len(parts), np.int64)
     return np.concatenate([[0], falls.cumsum()])
@@ -112,7 +113,7 @@ def _is_ascending(part: Numbers) -> bool:
 
 
 def _counted(part: Numbers) -> tuple[Indices, Indices]:
-    """Return the text numbers in a shard, ascending, and how often each occurs."""
+    """Return the text numbers in a shard, ascending, with their counts."""
     low, high = int(part.min()), int(part.max())
     if high - low < _PLACES_PER_ROW * len(part) + 2**16:
         counts = np.bincount(part.astype(np.int64) - low)

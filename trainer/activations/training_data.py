@@ -1,4 +1,4 @@
-"""What a trainer gets of a source of activations, stored or a stream: batches, held-out rows and a sample."""
+"""Gives a trainer batches, held-out rows and a sample of a source of activations, stored or streamed."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# Rows of a sample: OpenAI's number for b_dec; 300 MB at d_in 2304.
+# The number of rows in a sample, the number that OpenAI uses for b_dec; they take 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
     "ranks than held-out rows; undo that, or start a new run"
 )
-# The share of a stream's first texts that is held out. Finding these takes 8 x 32,768 rows, as many as the shuffle
-# buffer holds, so that the model reads no extra rows.
+# The share of a stream's first texts that is held out. Finding 32,768 held-out rows takes 8 x 32,768 rows, as many as
+# the shuffle buffer holds, so that the model computes no extra rows.
 SHARE_OF_TEXTS = 1 / 8
 # The most rows to read per held-out row, and the least share of the wanted rows that must be found.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
@@ -54,7 +54,7 @@ HALVES = (0, 1)
 
 
 class Read(NamedTuple):
-    """Rows of a batch as they are stored, and how far a stream is with them."""
+    """The rows of a batch in their stored dtype, and a stream's position after them."""
 
     x: Tensor
     y: Tensor
@@ -62,7 +62,10 @@ class Read(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How far a stream is after a batch that began at `position` tokens; `bad_row` of it, if any, is not finite."""
+    """A stream's position after a batch; `bad_row` is the batch's first row that is not finite, or None.
+
+    `position` counts the tokens of all ranks before the batch.
+    """
 
     position: int
     place: BufferPlace
@@ -77,9 +80,9 @@ class Clusters(NamedTuple):
 
 
 class HookRows(ABC):
-    """A sample of the rows of one hook, and those that are never trained on."""
+    """A sample of the training rows of one hook, and its held-out rows, which are never trained on."""
 
-    # Rows kept back on all ranks together, and how they were chosen.
+    # The number of held-out rows on all ranks together, and how they were chosen.
     n_held_out: int
     hold_out: str
 
@@ -89,13 +92,13 @@ class HookRows(ABC):
 
     @abstractmethod
     def bad_in_sample(self, index: int, seed: int) -> str:
-        """Say in a sentence that a row of that sample is not finite."""
+        """Return a sentence that says that a row of this sample is not finite."""
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield this rank's part of the rows that are never trained on, in batches; with `half` only those of one half.
+        """Yield this rank's share of the held-out rows in batches, or with `half` only the rows of one half.
 
-        Halves are 0 and 1, the same on any number of ranks.
+        Halves are 0 and 1. They do not depend on the number of ranks.
         """
 
     @abstractmethod
@@ -104,25 +107,25 @@ class HookRows(ABC):
 
     @abstractmethod
     def clusters(self) -> Clusters:
-        """Return which rows that `held_out` yields depend on each other."""
+        """Return the clusters of dependent rows among the rows that `held_out` yields."""
 
     @abstractmethod
     def clusters_of_sample(self, seed: int) -> Clusters:
-        """Return which rows of a sample depend on each other."""
+        """Return the clusters of dependent rows in a sample."""
 
 
 class TrainingData(ABC):
-    """The rows that one rank trains on, in their order; of several hooks side by side, as their source has them."""
+    """The rows that one rank trains on, in order; several hooks are concatenated, as in the source."""
 
-    # The held-out rows of all ranks together, how they are chosen, and how many texts they come from, if known.
+    # The number of held-out rows of all ranks together, how they are chosen, and the number of their texts, if known.
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
-    # Stored rows to train on; None of a stream, which has no end that is known.
+    # The number of stored training rows, or None for a stream, whose length is unknown.
     n_train: int | None = None
-    # Whether `read` waits for other ranks, which have to read as often.
+    # Whether `read` waits for other ranks, which must call it equally often.
     reads_together: bool = False
-    # Ranks with the same tokens, if each of them reads a part of every batch.
+    # The ranks with the same tokens, if each of them reads only a part of every batch.
     readers: Group = Group()
 
     def __init__(self, n_hooks: int) -> None:
@@ -130,18 +133,18 @@ class TrainingData(ABC):
 
     @abstractmethod
     def of_hook(self, hook: int) -> HookRows:
-        """Return a hook's sample and what is held out, by its number."""
+        """Return the sample and the held-out rows of a hook, given its index."""
 
     @abstractmethod
     def rewind(self) -> None:
-        """Prepare to read on after the last batch of which `note_trained` was told, whatever was read ahead of it."""
+        """Go back to the position after the last batch passed to `note_trained`; discard batches read ahead."""
 
     @abstractmethod
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
-        """Return this rank's next n rows, where `position` tokens of all ranks come before the first of them.
+        """Return this rank's next n rows; `position` counts the tokens of all ranks before the first of these rows.
 
-        They are read into what `empty` gives where that can be. With several `readers` it is this rank's part of them,
-        for an `Exchange`.
+        The rows are read into memory from `empty` if possible. With several `readers`, return only this rank's part of
+        the rows, for an `Exchange`.
         """
 
     @abstractmethod
@@ -150,13 +153,13 @@ class TrainingData(ABC):
 
     @abstractmethod
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
-        """Say in a sentence which row that was trained on between two positions is not finite; None without one.
+        """Return a sentence about a row that is not finite and was trained on between two positions, or None.
 
-        Ranks that learn the same SAEs call this alike.
+        All ranks that train the same SAEs must call this together.
         """
 
     def stream_places(self) -> list[BufferPlace] | msgspec.UnsetType:
-        """Return how far a stream is on each rank with tokens of its own, for a checkpoint; all ranks call it alike."""
+        """Return the stream position of each part, for a checkpoint; all ranks must call this together."""
         return msgspec.UNSET
 
     def held_out_key(self) -> str:
@@ -165,9 +168,9 @@ class TrainingData(ABC):
 
 
 def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State | None = None) -> TrainingData:
-    """Return what one rank trains on; `resumed` is the state of the checkpoint that a run goes on from.
+    """Return the training data of one rank; `resumed` is the state of the checkpoint that the run is resumed from.
 
-    Raise `UserError` if a stream cannot continue from there, or rows cannot be held out as the job asks.
+    Raise `UserError` if a stream cannot continue from this state, or if rows cannot be held out as the job asks.
     """
     n_held_out, seed = job.data.held_out(_n_split(source), parallel.world_size), job.train.seed
     is_asked = job.data.hold_out != "auto"
@@ -175,7 +178,7 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
         how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked)
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
-    # Judged by the shards that the run began with: added ones may not record their texts.
+    # `usual_hold_out` depends only on the shards that the run began with: added ones may not record their texts.
     how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
@@ -192,7 +195,7 @@ def _choice(key: str) -> str:
 
 
 class HowHeldOut(NamedTuple):
-    """How rows are held out, and the seed; if the job asks for it (`is_asked`), there is no fallback."""
+    """How rows are held out, and the seed; if the job sets `hold_out` (`is_asked`), there is no fallback."""
 
     hold_out: HoldOut
     seed: int
@@ -200,7 +203,7 @@ class HowHeldOut(NamedTuple):
 
 
 class IndexedData(TrainingData):
-    """Stored rows, in an endless sequence of epochs; a position is all that a checkpoint has to remember."""
+    """Stored rows in an endless sequence of epochs; a checkpoint only stores a position."""
 
     def __init__(
         self,
@@ -229,7 +232,7 @@ class IndexedData(TrainingData):
         return self._of_hooks[hook]
 
     def held_out_key(self) -> str:
-        """Return a hash of the held-out rows and their number."""
+        """Return a hash of the held-out row numbers, followed by their count."""
         splits = self.split.splits if isinstance(self.split, MixedSplit) else [self.split]
         digest = hashlib.sha256(b"".join(split.held_out.tobytes() for split in splits))
         return f"{digest.hexdigest()[:16]}-{self.n_held_out}"
@@ -288,7 +291,7 @@ def _bad_row(source: IndexedSource, row: int) -> str:
 
 
 def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | MixedSplit:
-    """Choose the held-out rows; if the data has grown since the run began, from the rows it began with."""
+    """Choose the held-out rows; if the data has grown since the run began, choose from the rows it began with."""
     first_sizes = source.split_sizes
     if len(source.sizes) < 2:
         texts, n_first = source.texts[0] if source.texts else None, first_sizes[0] if first_sizes else None
@@ -307,9 +310,10 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
 
 
 def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] = ()) -> Clusters:
-    """Label some ascending rows by their text, or if texts are unknown, by blocks of `BLOCK` neighbours.
+    """Label some ascending rows by their text or, if texts are unknown, by blocks of `BLOCK` neighbours.
 
-    With `first_sizes`, the rows are among that many first rows of each set, and added rows have no influence.
+    With `first_sizes`, the rows are among the first rows of each set, up to these numbers, and added rows have no
+    influence.
     """
     if not source.texts:
         return Clusters(rows // BLOCK, "blocks")
@@ -325,19 +329,20 @@ def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] =
 
 
 def _n_split(source: Source) -> int | None:
-    """Return the number of rows from which held-out rows are drawn; None for a stream of unknown length."""
+    """Return the number of rows from which held-out rows are drawn, or None for a stream of unknown length."""
     return sum(source.split_sizes) or source.n_tokens if isinstance(source, IndexedSource) else source.n_tokens
 
 
 class StreamData(TrainingData):
-    """Rows of a stream, each trained on once, mixed by a `ShuffleBuffer`; every rank reads a part of its own.
+    """The rows of a stream, each trained on once, shuffled by a `ShuffleBuffer`.
 
-    If the stream knows its texts, whole ones are held out, chosen by a hash of their numbers among the first texts;
-    otherwise, or if there are only a few long texts, the first rows of each part. They and the sample, which has the
-    first training rows, stay in memory, and are read again by a run that is resumed. A checkpoint keeps
-    how far each part is, so that parts stay as they are: a run is resumed by as many ranks with tokens of their own as
-    it had, or not at all. Where shares of the tokens change, a step has other rows than it would have had; none is
-    trained on twice.
+    Ranks with different tokens read different parts of the stream. A checkpoint stores the position of each part, so a
+    run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows of a step
+    change too, but no row is trained on twice.
+
+    If the stream knows its texts, complete texts are held out, chosen among the first texts by a hash of their numbers.
+    Otherwise, or if there are only a few long texts, the first rows of each part are held out. The held-out rows and
+    the sample, which has the first training rows, stay in memory; a resumed run reads them again.
     """
 
     def __init__(
@@ -392,7 +397,7 @@ class StreamData(TrainingData):
     def note_trained(self, rows: Read) -> None:
         assert rows.mark is not None
         self._place = rows.mark.place
-        # Only the first is named, and there may be one in every batch.
+        # Only the first one is reported, and every batch may have one, so the list must not grow.
         if rows.mark.bad_row is not None and not self._bad:
             self._bad.append(rows.mark)
 
@@ -408,7 +413,7 @@ class StreamData(TrainingData):
         return [msgspec.json.decode(of_part, type=BufferPlace) for of_part in encoded]
 
     def _hold_out(self, rows: StreamRows, how: HowHeldOut) -> list[Chunk]:
-        """Return the rows that this rank holds out, and leave `rows` at the first training row."""
+        """Return this rank's held-out rows; afterwards the next row of `rows` is the first training row."""
         n_own = len(range(self._group.index, self.n_held_out, self._group.size))
         if how.hold_out == "texts" and self.n_held_out:
             if self._source.knows_texts and (chunks := self._of_whole_texts(rows, n_own, how.seed)):
@@ -423,8 +428,9 @@ class StreamData(TrainingData):
     def _of_whole_texts(self, rows: StreamRows, n_own: int, seed: int) -> list[Chunk]:
         """Hold out texts chosen by a hash among the first texts; return [] if these have too few rows.
 
-        All ranks hold out the same texts, each rank the rows in its part. Training leaves out chosen texts up to twice
-        the highest number read, since a run with fewer parts reads a little further to find as many rows.
+        All ranks choose the same texts, and each rank holds out the rows of these texts in its part. Training leaves
+        out chosen texts up to twice the highest text number read, because a run with fewer parts reads a little further
+        to find as many rows.
         """
         key, held, n_held, n_read, last = seed_key(seed), list[Chunk](), 0, 0, -1
         while n_held < n_own and n_read < MOST_READ * n_own and (chunk := rows.next_chunk()):
@@ -445,7 +451,8 @@ class StreamData(TrainingData):
     def _halves_and_texts(self) -> tuple[Indices, int]:
         """Return the half of each of this rank's held-out rows, and the number of texts held out on all ranks.
 
-        A text can have contexts in several parts. The labels of all ranks together put it into the same half on each.
+        A text can have contexts in several parts. All ranks compute the halves from the labels of all ranks, so that
+        each text is in the same half everywhere.
         """
         own = torch.from_numpy(self._clusters.labels)
         if not self._source.knows_texts or not self.n_held_out:
@@ -459,7 +466,7 @@ class StreamData(TrainingData):
         return halves_of(labels)[first : first + len(own)], len(np.unique(labels))
 
     def _whole_sample(self, own: Pair) -> Pair:
-        """Return the same number of rows of each part, on all ranks."""
+        """Gather the sample: the same number of rows from each part, the same on all ranks."""
         n = int(self._group.gather(torch.tensor(len(own[0]), device=self._device)).min())
         if not n:
             raise self._ended()
@@ -467,7 +474,7 @@ class StreamData(TrainingData):
         return x, x if own[1] is own[0] else y
 
     def _of_all_parts(self, rows: Tensor) -> Tensor:
-        # As bytes, since not every library sends every type of number.
+        # Send bytes, because not every communication library supports every dtype.
         as_bytes = rows.contiguous().view(torch.uint8).to(self._device)
         return self._group.gather(as_bytes).cpu().flatten(0, 1).view(rows.dtype)
 
@@ -476,7 +483,7 @@ class StreamData(TrainingData):
         return self._bad_sentence(index % n_each, index // n_each)
 
     def _bad_sentence(self, row: int, part: int) -> str:
-        """Say that a row, counted from the first that is not held out, is not finite."""
+        """Return a sentence that says that a row is not finite; `row` counts from the first row not held out."""
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
             where = f"row {row} (not counting held-out texts)"
@@ -491,7 +498,7 @@ class StreamData(TrainingData):
 
 
 class _StreamHook(HookRows):
-    """What a stream keeps of one hook, in memory."""
+    """The sample and the held-out rows of one hook of a stream, in memory."""
 
     def __init__(
         self,
@@ -533,14 +540,14 @@ class _StreamHook(HookRows):
 
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:
-    """Return whether each text, by its number int64 [n], is in the share that is held out, bool [n]."""
-    # Rows of one text are neighbours, so that each text is hashed once and not each row.
+    """Return whether the text of each row, by its number int64 [n], is in the held-out share, bool [n]."""
+    # Rows of one text are neighbours, so hash each text once and not each row.
     numbers, inverse = documents.unique_consecutive(return_inverse=True)
     return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]
 
 
 def _first(chunks: list[Chunk], n: int) -> list[Chunk]:
-    """Return the first n rows of chunks."""
+    """Return the first n rows of the chunks."""
     kept: list[Chunk] = []
     for chunk in chunks:
         if n > 0:
@@ -550,7 +557,7 @@ def _first(chunks: list[Chunk], n: int) -> list[Chunk]:
 
 
 def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
-    """Label the rows of chunks by their text, or if texts are unknown, by blocks of `BLOCK` neighbours."""
+    """Label the rows of chunks by their text or, if texts are unknown, by blocks of `BLOCK` neighbours."""
     documents = [chunk.documents for chunk in chunks if chunk.documents is not None]
     if not documents:
         return Clusters(np.arange(sum(len(chunk.x) for chunk in chunks)) // BLOCK, "blocks")
@@ -558,7 +565,7 @@ def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:
-    """Return this rank's place; raise `UserError` where the checkpoint is of other parts."""
+    """Return this rank's position; raise `UserError` if the checkpoint has another number of parts or no stream."""
     if isinstance(places, msgspec.UnsetType):
         raise UserError("data.source: the checkpoint is of a run on stored data, not on a stream; start a new run")
     if len(places) != group.size:

@@ -1,4 +1,4 @@
-"""Brings batches to the device that trains on them, while it takes the step before."""
+"""Transfers batches to the training device while it runs the previous step."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from torch import Tensor
 
 from trainer.activations.base import Empty, Pair, empty_rows, to_device
 
-# Batches whose training the host may have queued before the GPU has begun with the first of them.
+# The number of batches whose training the host may queue before the GPU starts with the first of them.
 AHEAD = 2
 
 
 class Event(Protocol):
-    """A point in what a device does."""
+    """A point in a device's queue of work."""
 
     def synchronize(self) -> None:
-        """Have the host wait until the device has passed it."""
+        """Block the host until the device has passed this point."""
 
 
 class Sent(NamedTuple):
-    """A batch on its way; on a GPU it is there once the device has passed `arrival`."""
+    """A batch in transfer; on a GPU it is complete once the device has passed `arrival`."""
 
     pair: Pair
     arrival: Event | None = None
 
 
 class Transfer:
-    """Where one thread does the work of a device: rows are read into new memory, and moved by the one that trains."""
+    """A transfer without overlap: rows are read into new memory, and the training thread moves them to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def begin(self) -> Empty:
-        """Return what gives memory to read the next batch into; called by the thread that reads, as `send` is."""
+        """Return an allocator of memory for the next batch; the reading thread calls this and `send`."""
         return empty_rows
 
     def send(self, pair: Pair) -> Sent:
-        """Start to move inputs and targets to the device."""
+        """Start to transfer inputs and targets to the device."""
         return Sent(pair)
 
     def receive(self, sent: Sent) -> Pair:
-        """Return a batch on the device, one tensor where there was one; called by the thread that trains."""
+        """Return a batch on the device; a shared tensor stays shared. The training thread calls this."""
         return to_device(sent.pair, self._device)
 
 
 class Lane(Protocol):
-    """A queue of copies from the host beside the one that trains; see `CudaLane`."""
+    """A queue of copies from the host, separate from the training queue; see `CudaLane`."""
 
     def pinned(self, n_bytes: int) -> Tensor:
-        """Return memory that can be copied while the host goes on, uint8 [n_bytes]."""
+        """Return memory that allows asynchronous copies, uint8 [n_bytes]."""
 
     def copy(self, rows: Tensor) -> Tensor:
-        """Return a copy on the device, which is made after the ones before."""
+        """Queue a copy to the device and return it; copies run in order."""
 
     def mark(self) -> Event:
-        """Return the point after the last copy."""
+        """Return the point after the last queued copy."""
 
     def meet(self, arrival: Event, rows: tuple[Tensor, ...]) -> None:
-        """Have the training wait for `arrival`, and keep the copies' memory until it has used it."""
+        """Make the training queue wait for `arrival`, and keep the copies' memory until training has used it."""
 
 
 class CudaLane:
-    """A stream of its own.
+    """A separate CUDA stream for copies.
 
-    A batch's memory is free once the GPU has trained on it, not once the host has queued that. So the host waits where
-    it is more than two batches ahead: else it would have memory made for each.
+    A batch's memory is only free once the GPU has trained on it, not as soon as the host has queued that work. So the
+    host waits if it is more than `AHEAD` batches ahead; otherwise each of these batches would need new memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,10 +98,10 @@ class CudaLane:
 
 
 class Overlapped(Transfer):
-    """Rows are read into pinned memory, and copied to a GPU by a lane beside its training.
+    """A transfer that overlaps with training: rows are read into pinned memory and copied to the GPU by a `Lane`.
 
-    Of two places in pinned memory one is read into while the other is copied; before it is written again, its copy has
-    been made.
+    There are two pinned buffers: one is filled while the other is copied. A buffer is only refilled after its copy has
+    finished.
     """
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
@@ -130,7 +130,7 @@ class Overlapped(Transfer):
 
 
 class _Place:
-    """Pinned memory for the rows of one batch, as much as the largest needed."""
+    """A pinned buffer for the rows of one batch; it grows to the size of the largest batch."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -139,13 +139,13 @@ class _Place:
         self.copied: Event | None = None
 
     def clear(self) -> None:
-        """Wait until what is here was copied."""
+        """Wait until the content has been copied, and mark the buffer as empty."""
         if self.copied:
             self.copied.synchronize()
         self._n_used = 0
 
     def empty(self, n: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return a part of the memory, [n, width]."""
+        """Allocate rows [n, width] in the buffer."""
         n_bytes = n * width * dtype.itemsize
         if self._n_used == len(self._memory):
             self._memory.append(self._lane.pinned(n_bytes))
@@ -155,7 +155,7 @@ class _Place:
         return self._memory[self._n_used - 1][:n_bytes].view(dtype).view(n, width)
 
     def holding(self, rows: Tensor) -> Tensor:
-        """Return rows in this memory: themselves where they were read into it, else a copy."""
+        """Return the rows in this buffer: the same tensor if it is already in the buffer, otherwise a copy."""
         if any(rows.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in self._memory):
             return rows
         n, width = rows.shape
@@ -163,5 +163,5 @@ class _Place:
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """Return the way to this device."""
+    """Return the kind of transfer for this device."""
     return Overlapped(device, CudaLane(device)) if device.type == "cuda" else Transfer(device)

@@ -1,1 +1,1 @@
-"""Metrics as sums over tokens and ranks; the registry in `trainer.contract.settings.catalog` names them."""
+"""Metrics computed from sums over tokens and ranks; `trainer.contract.settings.catalog` registers them."""

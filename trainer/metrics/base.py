@@ -1,4 +1,8 @@
-"""The interface of a metric. It carries sums: a ratio of sums is exact on uneven ranks, a mean of ratios is not."""
+"""The interface of a metric.
+
+Metrics are computed from sums: if ranks have different numbers of tokens, a ratio of sums is exact, and a mean of the
+ranks' ratios is not.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,11 @@ from trainer.saes.sparse_acts import Acts
 class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
-    Target `y` and `x_hat` [n_tokens, d_out] of this rank's tokens; `acts` and `dead` (bool [d_sae]) of its latents,
-    `acts` on the tokens of all ranks that share latents; `y_mean` [d_out], fixed for the run. What the pass knows
-    already is handed over: `mse`, Σ‖y − x_hat‖²; `counts`, on how many tokens each latent is active, float [d_sae]; and
-    `sums` of errors and targets. What several metrics use is computed once.
+    `y` (the target) and `x_hat` [n_tokens, d_out] are for this rank's tokens. `acts` and `dead` (bool [d_sae]) are for
+    this rank's latents; `acts` covers the tokens of all ranks that share latents. `y_mean` [d_out] is fixed for the
+    run. Values that the forward pass already computes are passed in: `mse` is Σ‖y − x_hat‖², `counts` the number of
+    tokens on which each latent is active, float [d_sae], and `sums` the sums of errors and targets. Values that several
+    metrics need are computed once, as cached properties.
     """
 
     y: Tensor
@@ -36,12 +41,12 @@ class Observation:
 
     @cached_property
     def n_tokens(self) -> Tensor:
-        """The number of tokens, 0-dim; filled on the device, since a copy from the host would make it wait."""
+        """The number of tokens, 0-dim; filled on the device, because a copy from the host would synchronise."""
         return self.y.new_full((), len(self.y))
 
     @cached_property
     def centred(self) -> Moments:
-        """y − y_mean: sums are taken about 0, since a mean far larger than the spread would cost fp32 its digits."""
+        """The moments of y − y_mean; without centring, a mean far larger than the spread would cost fp32 precision."""
         if self.sums and self.sums.centred:
             return self.sums.centred
         values = self.y - self.y_mean
@@ -49,12 +54,12 @@ class Observation:
 
     @cached_property
     def error(self) -> Moments:
-        """x_hat − y."""
+        """The moments of x_hat − y."""
         return self.sums.error if self.sums else Moments(self.mse, (self.x_hat - self.y).sum(dim=0))
 
     @cached_property
     def fired(self) -> Tensor:
-        """On how many tokens each latent is active, float [d_sae]."""
+        """The number of tokens on which each latent is active, float [d_sae]."""
         return self.acts.count_by_latent(self.acts.values > 0) if self.counts is None else self.counts
 
     @cached_property
@@ -64,9 +69,9 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity over a log interval: what its batches add up to on all ranks, or what the last of them had.
+    """A quantity over a log interval, from sums over its batches on all ranks, or from its last batch only.
 
-    `of_batch` stays on the device: asking it for a number would make the step wait.
+    `of_batch` must stay on the device, because reading a number on the host would stall the step.
     """
 
     # Whether only the last batch counts.
@@ -74,17 +79,17 @@ class Metric(ABC):
 
     @abstractmethod
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
-        """Return the sums of one batch, numbers (0-dim) and vectors; laid end to end they are the `sums` below."""
+        """Return the sums of one batch, as 0-dim tensors and vectors; concatenated they are `sums` in other methods."""
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        """Make of this rank's sums, float64 [n], those of all latents, over the tokens of all ranks that share them."""
+        """Combine the sums, float64 [n], of all ranks that share latents, so that they cover all latents and tokens."""
         return sum_of(sums, latents.group)
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:
-        """Return the quantity from sums [n] that were added over all ranks."""
+        """Return the quantity from sums [n] over all ranks."""
 
 
 def per_token(total: float, n_tokens: float) -> float:
-    """Return a mean; NaN where every batch was left out, so that 0 is not taken for a result."""
+    """Return a mean, or NaN if every batch was left out, so that 0 is not mistaken for a result."""
     return total / n_tokens if n_tokens else math.nan

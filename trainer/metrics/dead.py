@@ -1,4 +1,4 @@
-"""How much of the dictionary is unused."""
+"""The share of dead latents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from trainer.parallel.latents import Latents
 
 
 class DeadFraction(Metric):
-    """Share of latents that count as dead at the end of the interval; every rank knows the same ones."""
+    """The share of latents that count as dead at the end of the interval.
+
+    Ranks with the same latents agree on the dead ones, so the sum over these ranks does not change the share.
+    """
 
     is_of_last = True
 

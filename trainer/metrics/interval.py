@@ -1,4 +1,4 @@
-"""Everything about one SAE that is summed between two log rows."""
+"""The sums of one SAE's metrics and loss terms between two log rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from trainer.runtime.triton_kernels import working_kernels
 
 
 class Interval:
-    """The metrics of the registry, or only some `entries` of it, and named loss terms, as means per token.
+    """The registered metrics, or only some `entries`, and the named loss terms as means per token.
 
-    All their sums are one vector: a GPU takes as long to begin an operation on few numbers as to do it on many.
+    All sums are in one vector, because on a GPU launching an operation on a few numbers takes as long as running it on
+    many.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:
@@ -40,14 +41,14 @@ class Interval:
         if self._total is None:
             self._total = batch.new_zeros(len(batch), dtype=torch.float64)
             self._last = {name: tuple(map(torch.empty_like, of)) for name, of in last.items()}
-        # In place, so that a recorded step does it too.
+        # In place, so that the replay of a CUDA graph updates them too.
         add_if_finite(self._total, batch)
         for name, of_last in last.items():
             for kept, part in zip(self._last[name], of_last, strict=True):
                 kept.copy_(part)
 
     def sums(self, latents: Latents) -> dict[str, Tensor]:
-        """Return by name the sums to add over the ranks with the same latents, float64 [n], and start anew."""
+        """Return the sums by name, float64 [n], to be added over the ranks with the same latents; reset them to 0."""
         assert self._total is not None, "a log interval has at least one batch"
         total = self._total.clone()
         self._total.zero_()
@@ -58,11 +59,11 @@ class Interval:
         return wholes | {"terms": sum_of(of_terms, latents.group)}
 
     def lasting(self) -> list[Tensor]:
-        """Return the tensors in which it adds up, which stay the same once there was a batch."""
+        """Return the tensors that hold the sums; after the first batch they are never replaced."""
         return [*([] if self._total is None else [self._total]), *(one for of in self._last.values() for one in of)]
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return metrics and mean loss terms by name, from sums added over ranks."""
+        """Return the metrics and mean loss terms by name, from sums over all ranks."""
         *of_terms, n_tokens = totals["terms"].tolist()
         means = {name: per_token(total, n_tokens) for name, total in zip(self._term_names, of_terms, strict=True)}
         return means | {name: metric.value(totals[name]) for name, metric in self._metrics.items()}
@@ -73,14 +74,14 @@ class Interval:
 
 
 def add_if_finite(total: Tensor, numbers: Tensor) -> None:
-    """Add numbers [n] to a float64 `total` [n] in place, or none where one of them is NaN or infinite.
+    """Add numbers [n] to a float64 `total` [n] in place, unless any of them is NaN or infinite.
 
-    A batch with a NaN is not trained on either.
+    Training skips batches with such values too.
     """
     if total.is_cuda and (triton := _working_triton(total.device)):
         triton.add_if_finite(total, numbers)
     else:
-        # A NaN makes the sum of all a NaN, an infinity its product with 0; NaN alone is true of what is 0 otherwise.
+        # The sum times 0 is NaN, which counts as True, if any number is NaN or infinite; otherwise it is 0, so False.
         total += numbers.masked_fill((numbers.sum(dtype=torch.float64) * 0).bool(), 0)
 
 

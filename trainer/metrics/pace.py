@@ -1,4 +1,4 @@
-"""How fast a run goes, what it waits for, and how much memory it takes."""
+"""Measures the speed of a run, its waiting times, and its memory."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ if TYPE_CHECKING:
     from trainer.parallel.base import Parallel
     from trainer.parallel.waiting import Waits
 
-# Long against one step, short against the time in which a user expects to see that a run has become slower.
+# The time constant of a `Rate`: much longer than a step, but short enough for a user to notice soon that a run has
+# become slower.
 WINDOW_S = 5.0
-# Shares of the time in which all ranks wait for data, and for how many seconds before that is reported: 8 GPUs that
-# share latents and read all rows each need 9 ms of the host's memory for a step of 6 ms.
+# A long wait begins when all ranks spend more than MUCH_WAIT of their time waiting for data, for LASTING_S seconds. It
+# ends below LITTLE_WAIT. For example, if 8 GPUs share latents and each reads all rows, reading takes the host's memory
+# 9 ms for a step of 6 ms.
 MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 
 class Rate:
-    """An amount per second, mostly of the last `WINDOW_S`.
+    """An amount per second, as a moving average with exponential decay over `WINDOW_S`.
 
-    Amounts and seconds are summed and fade alike, so an interval counts by its length and not as one row of many.
+    Amounts and seconds are summed separately with the same decay, so each interval has a weight equal to its length.
     """
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> float:
-        """Take in an interval; return the rate up to its end."""
+        """Add an interval and return the rate at its end."""
         fade = math.exp(-seconds / WINDOW_S)
         self._amount = fade * self._amount + amount
         self._seconds = fade * self._seconds + seconds
         return self._amount / max(self._seconds, 1e-9)
 
 
-# The least share of an interval that counts as work: work and waiting are timed separately, and a rank that seems to
-# have done nothing but wait did something all the same.
+# The least share of an interval that counts as work. Work and waiting are timed separately, so the difference of both
+# can be 0 although the rank has worked.
 LEAST_BUSY = 0.01
 
 
 class Span(NamedTuple):
-    """A log interval of one rank: its tokens and steps, seconds it waited for data and for other ranks, and those in
-    which its thread had a core."""
+    """A log interval of one rank: its tokens and steps, the seconds that it waited for data and for other ranks, and
+    the CPU time of its thread."""
 
     watch: Stopwatch
     n_tokens: int
@@ -58,34 +60,34 @@ class Span(NamedTuple):
 
 
 class Pace:
-    """The clocks of one rank over a log interval."""
+    """Measures the log intervals of one rank."""
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._all, self._own = Rate(), Rate()
-        # What is not the allocator's after the first interval is NCCL's, the kernels' and the context's.
+        # After the first interval, GPU memory outside the allocator belongs to NCCL, the kernels and the CUDA context.
         self._foreign_at_first: int | None = None
         self.begin(0.0)
 
     def begin(self, waited_for_data_s: float) -> None:
-        """Start the clocks; called as the first step of an interval starts."""
+        """Start the clocks; called at the start of an interval's first step."""
         self._parallel.take_waits()
         self._watch, self._waited_before = stopwatch(self._parallel.device), waited_for_data_s
         self._on_core_before = time.thread_time()
 
     def end(self, n_tokens: int, n_steps: int, waited_for_data_s: float) -> Span:
-        """Stop the clocks as the last step of an interval is queued; n_tokens are this rank's own."""
+        """Stop the clocks after an interval's last step is queued; `n_tokens` counts this rank's tokens."""
         self._watch.stop()
         on_core_s = time.thread_time() - self._on_core_before
         data_s = waited_for_data_s - self._waited_before
         return Span(self._watch, n_tokens, n_steps, data_s, self._parallel.take_waits(), on_core_s)
 
     def sums(self, span: Span) -> dict[str, Tensor]:
-        """Return this rank's part of all ranks' pace in a span, on the CPU, to be added over them; wait for its end."""
+        """Return this rank's values for a span, on the CPU, to be summed over all ranks; wait for the span's end."""
         n_tokens, n_steps, data_s, seconds = span.n_tokens, span.n_steps, span.data_s, span.watch.seconds()
         own_s = max(seconds - span.of_ranks.seconds(), LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
-        # Ranks that share latents, or have other SAEs, have the same tokens.
+        # Ranks that share latents, or train different SAEs, have the same tokens.
         with_same = self._parallel.world_size / self._parallel.data.size
         total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot
@@ -101,17 +103,17 @@ class Pace:
         }
 
     def _more_foreign(self, device: torch.device) -> int:
-        """Return by how many bytes the memory outside this process's allocator has grown since the first interval."""
+        """Return the growth of GPU memory outside this process's allocator since the first interval, in bytes."""
         now = foreign_bytes(device)
         self._foreign_at_first = now if self._foreign_at_first is None else self._foreign_at_first
         return max(0, now - self._foreign_at_first)
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Return all ranks' tokens per second, the share of time spent waiting for data, the fullest rank's bytes."""
+        """Return the tokens per second of all ranks, the share of time waiting for data, and the largest memory use."""
         n_tokens, seconds, waited_s, ranks = totals["pace"].tolist()
         return {
             "tokens_per_s": self._all.add(n_tokens, seconds / ranks),
-            # The host waits a little before the GPU would.
+            # The host starts to wait a little earlier than the GPU would, so the quotient may exceed 1.
             "data_wait": min(1.0, waited_s / max(seconds, 1e-9)),
             "memory_bytes": float(totals["rank_memory_bytes"].max()),
         }
@@ -124,14 +126,17 @@ STREAM_REMEDY = (
 
 
 class DataWait:
-    """Finds a run whose ranks all wait for data; a rank that waits more than the others is a straggler."""
+    """Detects that all ranks wait for data; a single rank that waits longer than the others is a straggler instead."""
 
     def __init__(self) -> None:
         self._lasts_s = 0.0
         self._is_reported = False
 
     def look(self, share: float, seconds: float) -> bool | None:
-        """Judge a log interval by the share of time waited; return True or False once a long wait begins or is over."""
+        """Check the share of time waited in a log interval; return True when a long wait begins, False when it ends.
+
+        Return None at all other times.
+        """
         self._lasts_s = self._lasts_s + seconds if share > MUCH_WAIT else 0.0
         if not self._is_reported and self._lasts_s >= LASTING_S:
             self._is_reported = True
@@ -143,14 +148,14 @@ class DataWait:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the most bytes this process has held so far: on its GPU, or resident on the CPU."""
+    """Return the peak memory of this process in bytes: reserved on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return int(_reserved(device)["peak"])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def foreign_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory that this process's allocator has not reserved; 0 on a CPU."""
+    """Return the bytes in use on a GPU that this process's allocator has not reserved; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -158,6 +163,9 @@ def foreign_bytes(device: torch.device) -> int:
 
 
 def _reserved(device: torch.device) -> dict[str, int]:
-    """Return the bytes that the allocator has reserved; torch's functions for it sort a hundred figures each time."""
+    """Return the bytes that the allocator has reserved.
+
+    The usual functions of torch, such as `memory_reserved`, sort a hundred statistics at each call.
+    """
     of_all: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
     return of_all

@@ -1,4 +1,4 @@
-"""How well x_hat matches its target."""
+"""Metrics of reconstruction quality."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.metrics.base import Metric, Observation, per_token
 
 
 class Fvu(Metric):
-    """Σ‖y − x_hat‖² / Σ‖y − mean of y‖² over the interval."""
+    """Σ‖y − x_hat‖² / Σ‖y − mean(y)‖² over the interval."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.error.square, seen.centred.square, seen.n_tokens, seen.centred.total
@@ -20,7 +20,7 @@ class Fvu(Metric):
 
 
 class ExplainedVariance(Metric):
-    """1 − Σ Var(y − x_hat) / Σ Var(y), variances over tokens: unlike 1 − FVU, a constant error costs nothing."""
+    """1 − Σ Var(y − x_hat) / Σ Var(y), with variances over tokens; unlike 1 − FVU, it ignores a constant error."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.centred.square, seen.error.square, seen.n_tokens, seen.centred.total, seen.error.total

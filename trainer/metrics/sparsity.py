@@ -1,4 +1,4 @@
-"""How many latents are active, how strongly, and how often the same ones."""
+"""Metrics of sparsity: the number of active latents, their activations, and the share of dense latents."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trainer.metrics.base import Metric, Observation, per_token
 from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
 
-# Anthropic and SAELens call a latent dense that fires on more than a tenth of all tokens.
+# Anthropic and SAELens call a latent dense if it fires on more than a tenth of all tokens.
 DENSE = 0.1
 
 
 class L0(Metric):
-    """Latents with a positive activation per token."""
+    """The mean number of latents with a positive activation per token."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.fired.sum(), seen.n_tokens
@@ -25,7 +25,7 @@ class L0(Metric):
 
 
 class L1(Metric):
-    """Sum of activations per token."""
+    """The mean sum of activations per token."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.total_activation, seen.n_tokens
@@ -36,7 +36,7 @@ class L1(Metric):
 
 
 class DenseLatents(Metric):
-    """Share of latents that fire on more than a tenth of the interval's tokens."""
+    """The share of latents that fire on more than a tenth of the interval's tokens."""
 
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
         return seen.fired, seen.n_tokens

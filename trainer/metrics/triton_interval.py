@@ -1,4 +1,4 @@
-"""What `interval.add_if_finite` does, by a kernel where torch has four operations, each as long as this."""
+"""`interval.add_if_finite` as one kernel, which takes as long as each of the four torch operations that it replaces."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers that a program adds.
+# The number of elements per program.
 _PART = 1024
 
 
 def add_if_finite(total: Tensor, numbers: Tensor) -> None:
-    """Add to a float64 `total` [n], as `interval.add_if_finite` does."""
+    """Add numbers [n] to a float64 `total` [n], like `interval.add_if_finite`."""
     if n := len(total):
         together = numbers.sum(dtype=torch.float64)
-        # Triton launches on the current device, which need not be the tensors'.
+        # Triton launches on the current device, which may not be the tensors' device.
         with torch.cuda.device_of(total):
             _add[triton.cdiv(n, _PART),](total, numbers, together, n, PART=_PART, num_warps=4)
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Test the kernel; pass on errors from Triton, and raise `RuntimeError` if the results are wrong."""
     total, numbers = torch.ones(2, dtype=torch.float64, device=device), torch.tensor([2.0, 3.0], device=device)
     add_if_finite(total, numbers)
     add_if_finite(total, numbers / 0)
@@ -31,7 +31,7 @@ def try_out(device: torch.device) -> None:
 
 @triton.jit
 def _add(inout_total, numbers, together, n, PART: tl.constexpr):
-    """Add some numbers to their sums, unless that of all is not finite."""
+    """Add one block of numbers to the totals, unless the sum of all numbers, `together`, is not finite."""
     at = tl.program_id(0) * PART + tl.arange(0, PART)
     inside = at < n
     number = tl.load(numbers + at, mask=inside, other=0).to(tl.float64)

@@ -31,7 +31,7 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class StreamPlace(msgspec.Struct, frozen=True):
-    """The position of a rank in its shard of a stream: `skip` rows after the stream's own `state`."""
+    """The position of a rank in its part of a stream: `skip` rows after the stream's own `state`."""
 
     state: Any
     skip: Count
