@@ -169,7 +169,7 @@ class StreamSource(Source):
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         """Go to the first row of part `rank` of `n_ranks`; called once. No row is in two parts.
 
-        `device` trains on the rows, and also computes them if there are no `own_devices`.
+        Training runs on `device`, which also computes the rows if there are no `own_devices`.
         """
 
     @abstractmethod

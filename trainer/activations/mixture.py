@@ -75,10 +75,10 @@ class MixedSplit:
 class MixedOrder:
     """An endless sequence of epochs in a seeded order; an epoch has as many rows as all sources have training rows.
 
-    The share of each source in an epoch is exactly its relative weight, rounded to whole rows. No row of a source is
-    repeated before all others of the source have come as often: a pass over a source can span epochs, and each pass has
-    a different order. Without weights, an epoch has every row once. As in `Order`, a checkpoint only stores a position,
-    and `run` neighbouring rows mostly stay together.
+    The share of each source in an epoch is exactly its relative weight, rounded to complete rows. A row is repeated
+    only after all other rows of its source have been used as often: a pass over a source can span epochs, and each pass
+    has a different order. Without weights, an epoch has every row once. As in `Order`, a checkpoint only stores a
+    position, and `run` neighbouring rows mostly stay together.
     """
 
     def __init__(self, split: MixedSplit, seed: int, run: int = 1) -> None:

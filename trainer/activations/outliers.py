@@ -30,7 +30,7 @@ class LeftOut(NamedTuple):
 
     @classmethod
     def of(cls, counts: Tensor) -> LeftOut:
-        """Read `Outliers.counts`, or their sum over ranks."""
+        """Convert `Outliers.counts`, or their sum over ranks."""
         return cls(*map(int, counts.tolist()))
 
 
@@ -78,7 +78,7 @@ class Outliers:
         return replaced, replaced if y is x else y.index_select(0, rows)
 
     def note(self, n_rows: int) -> None:
-        """Add to the count of rows given to `replace`; the replay of a CUDA graph does not run this host code."""
+        """Count rows given to `replace`; this is separate, because replaying a CUDA graph runs no host code."""
         self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:

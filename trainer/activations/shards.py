@@ -194,7 +194,7 @@ def _map_of(content: Bytes) -> mmap.mmap | None:
 
 
 def _read_alone(contents: Iterable[Bytes]) -> None:
-    """Make the kernel read only the 4 KiB of a row, without the 128 KiB around it, which the page cache cannot keep."""
+    """Turn off read-ahead: the kernel would read 128 KiB for a row of 4 KiB, and the page cache could not keep it."""
     for content in contents:
         if mapped := _map_of(content):
             mapped.madvise(mmap.MADV_RANDOM)

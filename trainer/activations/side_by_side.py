@@ -21,7 +21,7 @@ class SideBySide(IndexedSource):
     """Concatenates row i of several sources, which have the same width and number of rows.
 
     In an extraction, row i is from the same token at every hook. If the sources have different orders, a row combines
-    different tokens; training works just as well.
+    different tokens; this does not affect training, because each hook has its own SAEs.
     """
 
     def __init__(self, sources: Sequence[IndexedSource]) -> None:

@@ -11,11 +11,11 @@ from trainer.contract.settings.sources import HoldOut
 
 # Neighbouring rows that are held out together, and count as one text if no text is known.
 BLOCK = 128
-# The fewest blocks from which rows are held out.
+# The fewest blocks that held-out rows are chosen from.
 LEAST_BLOCKS = 8
 # Texts are only held out if they make up at most this share of all rows, or at most twice the number of rows wanted.
 MOST_IN_TEXTS = 0.25
-# The least share of the held-out rows in each half.
+# The least share of the held-out rows that each half should have.
 LEAST_OF_HALF = 0.25
 # The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept together.
 N_STRETCHES = 16
@@ -96,7 +96,7 @@ def split_of(
 
 
 def halves_of(labels: Indices) -> Indices:
-    """Return the half, 0 or 1, of each row, given the label of its text: no text is in both halves.
+    """Return the half, 0 or 1, of each row, given the label of its text; no text is in both halves, if possible.
 
     The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
     less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves, so

@@ -259,7 +259,7 @@ class _IndexedRows(HookRows):
         self._source, self._split = source, split
         self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
         of_rank = slice(group.index, None, group.size)
-        # Read once at the start: a shard may be cut short later. All ranks find the same labels and halves.
+        # Read the labels only once, because a shard may be truncated later. All ranks get the same labels and halves.
         clusters = _clusters(source, split.held_out, source.split_sizes)
         self._own = split.held_out[of_rank]
         self._own_clusters = clusters._replace(labels=clusters.labels[of_rank])

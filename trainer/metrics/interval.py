@@ -19,8 +19,7 @@ from trainer.runtime.triton_kernels import working_kernels
 class Interval:
     """The registered metrics, or only some `entries`, and the named loss terms as means per token.
 
-    All sums are in one vector, because on a GPU launching an operation on a few numbers takes as long as running it on
-    many.
+    All sums are in one vector, because on a GPU an operation on a few numbers takes as long as on many.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:

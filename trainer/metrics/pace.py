@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 # The time constant of a `Rate`: much longer than a step, but short enough for a user to notice soon that a run has
 # become slower.
 WINDOW_S = 5.0
-# A long wait begins when all ranks spend more than MUCH_WAIT of their time waiting for data, for LASTING_S seconds. It
-# ends below LITTLE_WAIT. For example, if 8 GPUs share latents and each reads all rows, reading takes the host's memory
-# 9 ms for a step of 6 ms.
+# A long wait begins when all ranks have spent more than MUCH_WAIT of their time waiting for data for LASTING_S seconds,
+# and ends below LITTLE_WAIT. For example, if 8 GPUs share latents and each reads all rows, the host's memory bandwidth
+# allows one step per 9 ms, while a step takes 6 ms.
 MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 

@@ -69,7 +69,7 @@ class RankEnd:
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
 
     def _cut_shard(self) -> str | None:
-        """Return a sentence about a shard truncated while it was mapped, or None; the kernel then sends SIGBUS."""
+        """If SIGBUS killed the rank, return a sentence about the shard that was truncated while mapped, or None."""
         if self.code != -signal.SIGBUS:
             return None
         return cut_short(read_json(self._exit_file.with_name(DATA_RECORD), DataRecord) or [])

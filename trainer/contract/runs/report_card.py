@@ -39,8 +39,8 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
     """The quality of the reconstructions x̂ of rows y.
 
-    `explained_variance` is 1 − FVU by SAEBench's definition, `mse` the mean of ‖y − x̂‖² and `l2_ratio` the mean of
-    ‖x̂‖ / ‖y‖. `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; below 1, reconstructions are too short.
+    `explained_variance` is 1 − FVU, `mse` the mean of ‖y − x̂‖², and `l2_ratio` the mean of ‖x̂‖ / ‖y‖.
+    `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; below 1, reconstructions are too short.
     """
 
     explained_variance: float = math.nan
