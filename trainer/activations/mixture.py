@@ -62,7 +62,7 @@ class MixedSplit:
         return self._through(source, self.splits[source].rows(numbers))
 
     def sample(self, n: int, seed: int) -> Indices:
-        """Draw at most n training rows: from each source in proportion to its weight, up to all of its rows."""
+        """Draw at most n training rows, from each source in proportion to its weight."""
         parts = apportion(min(n, self.n_train), self.draws, self._sizes)
         drawn = (self.splits[source].sample(part, seed, source) for source, part in enumerate(parts))
         return np.concatenate([self._through(source, rows) for source, rows in enumerate(drawn)])

@@ -13,7 +13,7 @@ Words = NDArray[np.uint64]
 
 # The fewest rounds that are secure in both directions (Luby & Rackoff 1988).
 ROUNDS = 4
-# Fewer runs would not be mixed well, and so few rows fit in the page cache anyway.
+# Fewer runs would not be mixed well. They are not needed either, because so few rows fit in the page cache.
 _FEWEST_RUNS = 1024
 
 

@@ -16,7 +16,7 @@ _PLACES_PER_ROW = 4
 
 
 class Counts(NamedTuple):
-    """For each of n texts, its numbering, its number in that numbering, and its number of rows; [n] each."""
+    """Arrays [n] about n texts: the numbering that each belongs to, its number there, and its number of rows."""
 
     numbering: Indices
     number: Indices

@@ -1,7 +1,7 @@
 """The interface of a metric.
 
-Metrics are computed from sums: if ranks have different numbers of tokens, a ratio of sums is exact, and a mean of the
-ranks' ratios is not.
+Metrics are computed from sums: if ranks have different numbers of tokens, a ratio of sums is exact, but a mean of
+per-rank ratios is not.
 """
 
 from __future__ import annotations

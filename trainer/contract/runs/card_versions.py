@@ -50,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a folder so that only one process at a time changes its card."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # On a file system without locks, continue without one.
+        # Continue without a lock if the file system does not support locks.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -90,7 +90,7 @@ class State(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the early end of a run of `planned` steps, or None without one or if the length has changed."""
+        """Return the early end of a run of `planned` steps, or None if none was set or the length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
@@ -111,7 +111,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def newest_whole(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest intact checkpoint in it; raise `UserError` without one."""
+    """Return `path` if it is a checkpoint, else the newest intact checkpoint in it.
+
+    Raise `UserError` if there is no intact checkpoint.
+    """
     candidates = newest_first(path) or [path]
     reasons = {}
     for folder in candidates:
@@ -143,7 +146,7 @@ def read_state(folder: Path) -> State:
 def resumed_state(path: Path) -> State:
     """Return the state of the checkpoint that a run resumes from.
 
-    `path` is a checkpoint or a folder of checkpoints. Raise `UserError` without a usable one.
+    `path` is a checkpoint or a folder of checkpoints. Raise `UserError` if no checkpoint is usable.
     """
     return read_state(path if (path / STATE).exists() else newest_whole(path))
 

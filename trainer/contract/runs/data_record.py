@@ -18,8 +18,8 @@ from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
-# The number of bytes read from all shards together to recognise their content. Up to 256 MiB everything is read, else
-# evenly spread blocks. That takes 0.2 to 0.6 s from the page cache, during the first steps.
+# The total number of bytes read to recognise the content of all shards. Up to this size they are read completely;
+# beyond it, only evenly spread blocks are read. That takes 0.2 to 0.6 s from the page cache, during the first steps.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
@@ -145,7 +145,7 @@ def cut_sentence(file: Path, size: int, before: int) -> str:
 
 
 def _look(field: str, path: str) -> FolderRecord:
-    """Record the current headers and file times of a folder's shards."""
+    """Return a record of a folder's shards, from their headers and file attributes."""
     rows: Counter[Path] = Counter()
     for stretch in inspect_shards(path, field).shards:
         rows[stretch.file] += stretch.n_tokens
@@ -160,7 +160,10 @@ def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
 
 
 def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
-    """Return the current shards of a folder, recorded ones first; raise `JobFileError` if one of these has changed."""
+    """Return the current shards of a folder, the recorded shards first.
+
+    Raise `JobFileError` if a recorded shard has changed.
+    """
     by_name = {shard.name: shard for shard in new.shards}
     kept = []
     for shard in old.shards:
@@ -174,7 +177,7 @@ def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
 
 
 def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
-    """Describe how a shard differs from its record, without reading its rows; return None if no difference is found."""
+    """Describe how a shard differs from its record, without reading its rows, or return None if it does not."""
     if new is None:
         return "is missing"
     if new.rows != old.rows:

@@ -68,9 +68,10 @@ def planned(
     box: Box | None = None,
     cards: Iterable[Card] = (),
 ) -> dict[str, Planned]:
-    """Return the expected time of each stage of an evaluation that measures these parts on a device of this name.
+    """Return the expected time of each stage of an evaluation that measures these parts.
 
-    Times that earlier `cards` measured on such a device replace computed ones. Return {} if the data cannot be read.
+    `device` is "cuda" or "cpu", and `name` is the name of the GPU. Times in earlier `cards` from the same kind of
+    device replace estimates. Return {} if the data cannot be read.
     """
     try:
         shape, saes = job.data_shape(), list(members(job).values())
@@ -108,7 +109,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return the seconds that each part took on such a device, summed over the cards (one card per SAE)."""
+    """Return the seconds that each part took on this kind of device, summed over the cards (one card per SAE)."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():

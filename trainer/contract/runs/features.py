@@ -46,7 +46,7 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ids": ("I32", "i", None),
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
-    # An index: the latents with the k-th known token in a context end at index_ends[k] in index_latents.
+    # An inverted index: index_latents[index_ends[k - 1] : index_ends[k]] have the k-th known token in a context.
     "index_ends": ("I64", "q", None),
     "index_latents": ("I32", "i", None),
 }
@@ -275,8 +275,8 @@ class Features:
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
         """Return the latents whose contexts may have the words split over tokens.
 
-        Their contexts have a token that ends with the start of the words, and a token that starts with their end. With
-        more than `_MOST_JOINED` such latents, leave out latents in `found`.
+        Their contexts have a token that ends with the start of the words, and a token that starts with the end of the
+        words. If there are more than `_MOST_JOINED` candidates, leave out latents in `found`.
         """
         forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
         begins = tuple(form[:n] for form in forms for n in range(1, len(form)))

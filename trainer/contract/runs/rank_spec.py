@@ -60,7 +60,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     @property
     def n_devices(self) -> int:
-        """The number of GPUs of the job: one per rank, then the ones that only run a language model."""
+        """The number of GPUs of the job: one per rank, plus the GPUs that only run a language model."""
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:
@@ -134,7 +134,7 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
     if spec.device == "cuda":
         environment = _presets(spec, read_box(spec.box_file), base) | environment
     else:
-        # Torch frees and reallocates memory in each step. Huge pages save page faults then, 5 % of a step.
+        # Torch frees and reallocates memory in each step. Huge pages reduce the page faults, which saves 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
     return environment
 

@@ -126,7 +126,7 @@ class AllTokens(Losses, frozen=True, kw_only=True):
 class Spliced(Losses, frozen=True, kw_only=True):
     """The losses with only those rows replaced that an extraction for this SAE would keep.
 
-    The other rows stay unchanged and do not count: `left_out` names them ("first tokens"); None if they are unknown.
+    The other rows stay unchanged and do not count. `left_out` describes them ("first tokens"), or is None if unknown.
     Standard errors are over `n_texts` texts. For `ce_with_mean`, rows are replaced by the mean row of the data.
     `is_unseen` is set if the text is known to come after the extracted part. `rows` is the quality of the
     reconstructions, and `all_tokens` holds the figures for all rows.
@@ -219,7 +219,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The time, data and settings of the measurement of one part of a card.
 
     `measured` is in seconds since the epoch. `step` is the training step of the SAE, 0 if unknown. `n` is the amount of
-    data from `text`, counted in `unit`: rows, tokens, texts or latents. `model` is the language model, "" without one.
+    data from `text`, counted in `unit`: rows, tokens, texts or latents. `model` is the language model, "" if not used.
     `settings` has the settings that change the figures; `seconds` is the duration on `device`.
     """
 

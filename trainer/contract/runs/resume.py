@@ -53,7 +53,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.state.position
 
     def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
-        """Return the early end of the run with this job, or None without one or if the job's length has changed."""
+        """Return the early end of the run with this job, or None if none was set or the job's length has changed."""
         return self.state.cool_down_of(steps_of(job, devices))
 
     def total_steps(self, job: JobConfig, devices: int) -> int:

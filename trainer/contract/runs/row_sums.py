@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
-# The most sums that are stored; with more texts than that, some share a sum. 4,096 sums take 160 kB.
+# The maximum number of stored sums; with more texts, several share a sum. 4,096 sums take 160 kB.
 MOST_CLUSTERS = 4096
 
 

@@ -28,7 +28,7 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
     raw = read_toml(job_file, read)
     if is_extraction(raw):
         return []
-    # A run's file has all settings of its version, so a missing one did not exist then.
+    # A run's file has all settings of its version, so a missing setting did not exist in that version.
     before = {
         "sae.encoder_follows": "off",
         "train.lr_scaling": "off",
