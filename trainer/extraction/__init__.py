@@ -1,1 +1,1 @@
-"""From a language model and a text to shards of activations."""
+"""Extracts the activations of a language model on a text, and stores them as shards."""

@@ -1,4 +1,4 @@
-"""The chat template of a model: a program from the model's author, bounded in time and in the size of its values."""
+"""Runs a model's chat template, an untrusted program, with limits on its time and on the size of its values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from trainer.contract.errors import UserError, first_line
 from trainer.runtime.time_limit import TookTooLong, ended_after
 
-# Seconds. A template takes milliseconds, but may never end.
+# Seconds. A template normally takes milliseconds, but a bad one may never end.
 _LIMIT_S = 3.0
-# What an operator may make: bits of a number, characters of a text or entries of a list; and how large a number may be
-# that is passed to a filter or to a method of a text or number, such as a width.
+# Limits on the result of an operator: bits of an integer, and characters of a text or entries of a list. The last limit
+# is for integers passed to filters and to methods of texts or integers, such as a width.
 _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
 _HUGE = "it makes a huge number or text"
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
-    """Return the ids of a chat; raise `UserError` if the tokenizer has no template, or one that fails or takes long."""
+    """Return the token ids of a chat; raise `UserError` if its template is missing, fails or takes too long."""
     if tokenizer.chat_template is None:
         raise UserError("text.column: holds chats, but the model's tokenizer has no template for them")
     _bound_templates()
@@ -30,16 +30,16 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
         message = f"the model's chat template takes more than {_LIMIT_S:g} s for a chat; take another template"
         raise UserError(f"text.column: {message}") from None
     except Exception as error:
-        # A template may raise anything.
+        # A template may raise any exception.
         message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"
         raise UserError(f"text.column: {message}") from None
 
 
 @functools.cache
 def _bound_templates() -> None:
-    """Have transformers run templates in a sandbox that refuses huge values.
+    """Make transformers run templates in a sandbox that refuses huge values.
 
-    Making one, such as 9**9**9, is a single call of C, which no limit of time can end.
+    A value such as 9**9**9 is computed in a single C call, which no time limit can interrupt.
     """
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -54,7 +54,7 @@ def _bound_templates() -> None:
 
         @staticmethod
         def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-            n_before = 1 + hasattr(function, "jinja_pass_arg")  # the filtered value, and what Jinja puts before it
+            n_before = 1 + hasattr(function, "jinja_pass_arg")  # the filtered value, after any argument that Jinja adds
 
             @functools.wraps(function)
             def bounded(*arguments: Any, **named: Any) -> Any:
@@ -83,7 +83,7 @@ def _are_huge(arguments: Iterable[Any]) -> bool:
 
 
 def _makes_huge(operator: str, left: Any, right: Any) -> bool:
-    """Return whether the result of an operator is huge, or takes long since an operand is."""
+    """Return whether an operator's result would be huge, or slow to compute because an operand is huge."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length(), right.bit_length()
         return (bits[0] * max(right, 0) if operator == "**" else sum(bits)) > _MOST_BITS
@@ -91,7 +91,7 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
         left, right = right, left
     if not isinstance(left, str | bytes | list | tuple):
         return False
-    if operator == "%":  # a format with a width
+    if operator == "%":  # a format with a large width
         return isinstance(left, str) and bool(re.search(r"%[^%a-zA-Z]*(\*|\d{7})", left))
     if isinstance(right, int):
         return len(left) * right > _MOST_ENTRIES

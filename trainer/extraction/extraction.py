@@ -1,4 +1,4 @@
-"""Runs an extraction: batches through the model, rows chosen, shards written; resumed where the last shard ended."""
+"""Runs an extraction: reads batches with the model, selects rows, writes shards, and resumes after the last shard."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class Result(msgspec.Struct):
-    """What an extraction came to: a folder for each hook, the rows in each, and rows left out by reason.
+    """The result of an extraction: a folder for each hook, the rows in each, and the rows left out by reason.
 
-    `tokens_per_s` is what the model read in this process.
+    `tokens_per_s` is the reading speed since this process started. When the extraction has finished, rank 0 counts the
+    tokens of all ranks.
     """
 
     state: str
@@ -61,7 +62,7 @@ class Result(msgspec.Struct):
 
 
 class Asked(NamedTuple):
-    """A batch by its number, and the places in it whose rows are wanted, with their origin and those of no row."""
+    """A batch to read, with its number, the tokens whose rows are kept, and the origin of these rows."""
 
     number: int
     batch: Batch
@@ -70,7 +71,7 @@ class Asked(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """What is asked for, and on their way from the device: the rows of each hook [n, d_in] and their norms [n]."""
+    """A batch whose rows [n, d_in] and norms [n] for each hook are being copied from the device."""
 
     asked: Asked
     rows: list[HostCopy]
@@ -78,14 +79,14 @@ class Coming(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The rows of a batch for each hook [n, d_in], which of them are kept, all without `at`, and their origin."""
+    """The rows of a batch for each hook [n, d_in], the indices of the kept rows (None: all), and their origin."""
 
     rows: list[Tensor]
     at: Tensor | None
     origin: Origin
 
     def cut(self, first: int, last: int) -> Chosen:
-        """Return the kept rows `first` to `last`."""
+        """Return the kept rows from `first` up to, but not including, `last`."""
         origin = Origin(*(one[first:last] for one in self.origin))
         if self.at is not None:
             return Chosen(self.rows, self.at[first:last], origin)
@@ -93,7 +94,7 @@ class Chosen(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """A shard of each hook that is being written, with what is to be noted once it is: see `State`."""
+    """A shard of each hook that is being written, and the progress to save once it is written: see `State`."""
 
     shards: ShardsBegun
     batch: int
@@ -102,9 +103,9 @@ class Writing(NamedTuple):
 
 
 def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[[str], object]) -> Result:
-    """Run an extraction, or what is left of it, and return what it came to; `tell` gets sentences on the way.
+    """Run or resume an extraction and return its result; `tell` is called with progress messages.
 
-    With several processes, each runs its part. Raise `UserError` saying what to change.
+    With several processes, each reads its share of the text. Raise `UserError` with a remedy if something fails.
     """
     state = stored_state(job, peers.size)
     if state.is_finished:
@@ -127,20 +128,21 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
 
 
 def contexts_of(job: ExtractJob, model: LanguageModel) -> Iterator[Batch]:
-    """Yield the contexts of a job's text, each a batch of one; the same ones every time."""
+    """Yield the contexts of a job's text, each as a batch of one; every call yields the same contexts."""
     tokens = model.tokenizer.tokens(documents(job.text))
     return (pack if model.packs else separate)(tokens, job.text.context)
 
 
 def contexts_at_once(job: ExtractJob) -> int:
-    """Return how many contexts a batch of an extraction has."""
+    """Return the number of contexts in a batch of an extraction."""
     return max(1, job.extract.batch_tokens // job.text.context)
 
 
 class Extraction:
-    """One job on one device: all of it, or the part of one process of several.
+    """An extraction job on one device: the full job, or the share of one of several processes.
 
-    Part r of n has the contexts r, r + n, r + 2n and so on, as that of a stream has, and an even share of the rows.
+    Process r of n reads the contexts r, r + n, r + 2n and so on, like a rank of a stream. Each process keeps an equal
+    share of the rows.
     """
 
     def __init__(self, job: ExtractJob, device: torch.device, peers: Alone) -> None:
@@ -155,16 +157,16 @@ class Extraction:
         rank = peers.rank if peers.size > 1 else None
         self._blocks = Blocks(folders, job.extract.shard_rows, job.extract.seed, rank)
         self._share = share_of(job.extract.n_tokens, peers.rank, peers.size)
-        # Batches that a GPU reads before the rows of one are waited for; a CPU does one thing after the other.
+        # Batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each batch at once.
         self._ahead = 0 if device.type == "cpu" else 1
         self._n_kept, self._n_shards = 0, 0
         self._writing: Writing | None = None
-        # What others lack and this process is to give, once that is known.
+        # The rows that this process adds because other processes lack them; None until known.
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
 
     def run(self) -> Result:
-        """Extract until there are rows enough, the text ends, or a stop; return what it came to."""
+        """Extract until there are enough rows, the text ends, or a stop is requested; return the result."""
         with contextlib.ExitStack() as locks, contextlib.suppress(Stopped):
             self._peers.begin(lambda: self._prepare(locks))
             self._open(locks)
@@ -180,17 +182,17 @@ class Extraction:
         return result_of(self._job, self._state, "stopped", self._rate())
 
     def _prepare(self, locks: contextlib.ExitStack) -> None:
-        """Make the output folder this extraction's, before any process writes to it."""
+        """Lock the output folder for this extraction, before any process writes to it."""
         locks.enter_context(RunLock(private_folder(self._output, "extract.output")))
         state = stored_state(self._job, self._peers.size)
         if not state.n_stored:
             forget_parts(self._job)
         if self._peers.size > 1:
-            # A shard without this file beside it would be a stranger's.
+            # Without this file, a restart would refuse the folder's shards as files of something else.
             write_state(self._output, state)
 
     def _open(self, locks: contextlib.ExitStack) -> None:
-        """Take up this process's part where it was left."""
+        """Lock this process's own folder, and restore its saved progress."""
         if self._peers.size > 1:
             locks.enter_context(RunLock(private_folder(self._folder)))
         self._state = part_state(self._job, self._peers.rank, self._peers.size)
@@ -201,18 +203,18 @@ class Extraction:
         self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
 
     def _refuse_other_dtype(self) -> None:
-        """Raise `UsageError` where an extraction is to go on with rows of another type, as that of another device."""
+        """Raise `UsageError` if stored rows have another dtype than this device gives."""
         dtype = str(self._dtype).removeprefix("torch.")
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} hold {self._state.dtype}, and this device gives {dtype}"
             raise UsageError(f"extract.output: {was}; go on where they were made, or choose another folder")
 
     def _read(self) -> bool:
-        """Read until this process has its rows or its text ends; return False where it is to stop before."""
+        """Read until this process has its rows or its text ends; return False if it must stop before that."""
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
-                # Not before the first batch: one that is read again is not counted yet.
+                # Checked only after a batch: a batch that is read again on resumption is not yet in the counts.
                 if self._n_missing <= 0:
                     return True
         self._note_written()
@@ -224,7 +226,7 @@ class Extraction:
         return True
 
     def _coming(self, batches: Iterator[Asked]) -> Iterator[Coming]:
-        """Yield what the model makes of each batch, while it reads the next ones, until this is to stop."""
+        """Yield the model's rows for each batch while it reads the next ones; end early if a stop is requested."""
         ahead: deque[Coming] = deque()
         for asked in batches:
             if self._peers.is_stopped:
@@ -235,12 +237,12 @@ class Extraction:
         yield from ahead
 
     def _begin(self, asked: Asked) -> Coming:
-        """Have the model read a batch."""
+        """Start the model's forward pass on a batch."""
         rows = self._rows(asked.batch, asked.kept.places)
         return Coming(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
     def _read_batch(self, coming: Coming) -> None:
-        """Take the rows of a batch that are needed: of its share, and once that is complete, of what others lack."""
+        """Keep the rows of a batch that are needed for this process's share or, after that, for what others lack."""
         number, kept = coming.asked.number, coming.asked.kept
         if self._writing and self._writing.shards.is_done:
             self._note_written()
@@ -261,7 +263,7 @@ class Extraction:
         return self._share + (self._extra or 0) - self._n_kept
 
     def _batches(self) -> Iterator[Asked]:
-        """Yield the batches of this process, by their numbers, from where the state is; the same ones every time."""
+        """Yield this process's batches with their numbers, from the saved position on; every call yields the same."""
         own = enumerate(self._all_batches(self._peers.rank, self._peers.size))
         for number, batch in itertools.islice(own, self._first[0], None):
             kept = kept_places(batch, self.model.tokenizer.special, self._job.extract)
@@ -273,7 +275,7 @@ class Extraction:
         return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
     def _choose(self, coming: Coming) -> tuple[Chosen, int]:
-        """Wait for the rows of a batch; return them and which are kept, and how many are outliers."""
+        """Wait for the rows of a batch; return them with the indices to keep, and the number of outliers."""
         fits = self._within_limits([one.read() for one in coming.norms])
         rows, n_outliers = [one.read() for one in coming.rows], int((~fits).sum())
         if not n_outliers:
@@ -285,7 +287,10 @@ class Extraction:
         return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
 
     def _within_limits(self, norms: list[Tensor]) -> Tensor:
-        """Tell for each row, bool [n], whether no hook's norm [n] is infinite or beyond its limit."""
+        """Return for each row, as bool [n], whether its norms are finite and within the limits of all hooks.
+
+        `norms` has one tensor [n] for each hook. The first call sets the limits if the state has none.
+        """
         fits = torch.ones(len(norms[0]), dtype=torch.bool)
         if not len(fits):
             return fits
@@ -296,7 +301,7 @@ class Extraction:
         return fits
 
     def _first_norms(self) -> list[Tensor]:
-        """Return the norms of the first rows of the text, so that all processes have the limits of one alone."""
+        """Return the norms of the text's first rows, so that all processes use the limits that a single one would."""
         for batch in self._all_batches():
             places = kept_places(batch, self.model.tokenizer.special, self._job.extract).places
             if len(places):
@@ -304,7 +309,10 @@ class Extraction:
         raise AssertionError("some process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:
-        """Return the largest norm of each hook, by those of the first batch [n] each."""
+        """Return the norm limit of each hook, from the norms [n] of the first batch.
+
+        Raise `UserError` if all norms of a hook are infinite or NaN.
+        """
         most = self._job.extract.max_norm
         limits = []
         for hook, of_hook in zip(self._job.model.hooks, norms, strict=True):
@@ -316,9 +324,9 @@ class Extraction:
         return limits
 
     def _take(self, number: int, chosen: Chosen, first: int) -> int:
-        """Add what is missing of a batch's rows from `first` on to the blocks, and store those that are full.
+        """Add rows of a batch, from index `first` on, until no more are needed; store each full shard.
 
-        Return where it stopped.
+        Return the index after the last added row.
         """
         last = min(len(chosen.origin.token_ids), first + max(0, self._n_missing))
         if not self._n_kept:
@@ -327,25 +335,25 @@ class Extraction:
         self._blocks.add(own.rows, own.origin, own.at)
         self._n_kept += last - first
         while self._blocks.is_full:
-            # What waits after that is all of this batch.
+            # All rows that remain after this shard come from this batch.
             self._store(number, last - (self._blocks.n_waiting - self._blocks.shard_rows))
         return last
 
     def _store(self, batch: int, offset: int) -> None:
-        """Begin to write a shard of each hook, once the one before is written."""
+        """Begin to write a shard of each hook, after waiting for the previous one."""
         self._note_written()
         shards = self._blocks.begin_write(self._n_shards)
         self._writing = Writing(shards, batch, offset, dict(self._state.left_out))
         self._n_shards += 1
 
     def _note_written(self) -> None:
-        """Wait for the shard that is being written, and write down how far this process then is."""
+        """Wait for the shard that is being written, and save this process's progress."""
         if writing := self._writing:
             self._take_up(writing)
             write_state(self._folder, msgspec.structs.replace(self._state, left_out=writing.left_out))
 
     def _take_up(self, writing: Writing) -> None:
-        """Wait for a shard of each hook, and have the state count it."""
+        """Wait for a shard of each hook, and add it to the state."""
         self._writing = None
         written = writing.shards.end()
         self._state.batch, self._state.offset = writing.batch, writing.offset
@@ -354,7 +362,7 @@ class Extraction:
             self._state.sums[hook] = add_sums(self._state.sums[hook], sums)
 
     def _refuse_full_disk(self, rows: list[Tensor]) -> None:
-        """Raise `UserError` where the disk has not room for all rows of this process."""
+        """Raise `UserError` if the disk has too little free space for all rows of this process."""
         needed = self._share * self._blocks.row_bytes(rows)
         free = free_bytes(self._output)
         if needed > free:
@@ -363,7 +371,8 @@ class Extraction:
     def _complete(self) -> None:
         """Write the last shard of this process.
 
-        It is noted with the end: before, going on would read its batch once more.
+        The state file records it together with the end of the extraction. If it were recorded before, a resumed
+        extraction would read its batch again.
         """
         self._note_written()
         if self._blocks.n_waiting:
@@ -376,10 +385,10 @@ class Extraction:
             write_state(self._folder, self._state)
 
     def _finish(self) -> Result:
-        """Wait for the others, and in rank 0 write what is known of the rows of all beside them."""
+        """Wait for the other processes; rank 0 also writes the metadata of all rows next to them."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
-        # What follows is done once, however many rows there are: hashes of the model, what each token stands for.
+        # The rate excludes the work below, such as hashing the model, whose time does not depend on the rows.
         rate = self._rate()
         if self._peers.rank:
             return result_of(self._job, self._state, "finished", rate)
@@ -404,12 +413,12 @@ class Extraction:
             write_json(self._job.folder(hook) / META, of_all | facts)
 
     def _rate(self) -> float | None:
-        """Return the tokens that were read in a second so far; None where none were."""
+        """Return the tokens read per second so far, or None if none were read."""
         return self._n_read / (time.monotonic() - self._began) if self._n_read else None
 
 
 def share_of(n_tokens: int, rank: int, size: int) -> int:
-    """Return how many of all rows one process is to keep."""
+    """Return the number of rows that one process keeps."""
     return n_tokens * (rank + 1) // size - n_tokens * rank // size
 
 
@@ -418,6 +427,6 @@ def _norms(rows: list[Tensor]) -> list[Tensor]:
 
 
 def result_of(job: ExtractJob, state: State, word: str, rate: float | None = None) -> Result:
-    """Return what an extraction has come to."""
+    """Return the result of an extraction from its state."""
     outputs = {hook: str(job.folder(hook)) for hook in job.model.hooks}
     return Result(word, outputs, state.n_stored, state.left_out, rate)

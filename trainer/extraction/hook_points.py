@@ -1,4 +1,4 @@
-"""Finds a hook's module in a model and hands over what flows through it."""
+"""Finds the modules of hooks in a model, and reads or replaces the activations there."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ Taken = Callable[[int, Tensor], None]
 
 
 class Point(NamedTuple):
-    """A module by its path, and whether its input is read or its output."""
+    """The path of a module, and whether its input or its output is read."""
 
     path: str
     of_input: bool
 
 
 class Blocks(NamedTuple):
-    """The blocks of a model: the path of their list, and how many there are."""
+    """The blocks of a model: the path of their list, and their number."""
 
     path: str
     n: int
 
     def number(self, path: str) -> int | None:
-        """Return in which block a module is; None for one outside."""
+        """Return the index of the block that contains a module, or None for a module outside the blocks."""
         match = re.match(rf"{re.escape(self.path)}\.(\d+)(\.|$)", path)
         return int(match[1]) if match else None
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """Return the list of a model's blocks: the longest list of modules of one class; raise `UserError` without one.
+    """Return the list of a model's blocks: the longest list of modules of one class.
 
-    Lists inside a block do not count: experts may be more than blocks.
+    Lists inside a block are ignored, since a block may have more experts than the model has blocks. Raise `UserError`
+    if the model has no such list.
     """
     lists = [
         Blocks(path, len(module))
@@ -56,10 +57,10 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def find_point(model: nn.Module, blocks: Blocks, hook: Hook) -> Point:
-    """Return where in the model a hook is; raise `UserError` where the model has no such place."""
+    """Return the module that a hook reads; raise `UserError` if the model has no such module."""
     if hook.path:
         paths = dict(model.named_modules())
-        # With its unembedding, a model is a module of another.
+        # A model with an unembedding contains the base model as a module.
         nested = f"{getattr(model, 'base_model_prefix', '')}.{hook.path}"
         if hook.path not in paths and nested not in paths:
             raise UserError(f"model.hooks: the model has no module {show(hook.path)}; it has {_examples(model)}")
@@ -79,14 +80,15 @@ def find_point(model: nn.Module, blocks: Blocks, hook: Hook) -> Point:
 
 
 def _branch(block: nn.Module, site: str) -> str | None:
-    """Return the path inside a block of the module whose input or output the site is.
+    """Return the path, inside a block, of the module whose input or output the site is, or None if it has none.
 
-    What a branch adds to the residual stream: in blocks that normalise it before that, the output of the norm.
+    The output of a branch is what it adds to the residual stream. If the block normalises it first, this is the output
+    of the norm.
     """
     children = dict(block.named_children())
     if "post_feedforward_layernorm" in children and site in ("attn_out", "mlp_out"):
         return "post_attention_layernorm" if site == "attn_out" else "post_feedforward_layernorm"
-    # They have the parts of the MLP beside each other, and add the residual inside of `output`.
+    # BERT's blocks have no single module for the MLP, and they add the residual inside `output`.
     if _is_berts(block):
         return {"attn_out": "attention.output.dense", "mlp_in": "intermediate", "mlp_out": "output.dense"}[site]
     names = _ATTENTION if site == "attn_out" else _MLP
@@ -98,16 +100,17 @@ def _is_berts(block: nn.Module) -> bool:
 
 
 def name_of(model: nn.Module, blocks: Blocks, hook: Hook) -> str:
-    """Return what TransformerLens calls the rows of a hook in this model; our own name where it has none."""
+    """Return TransformerLens's name for a hook in this model, or our own name if TransformerLens has none."""
     if hook.site == "resid_post" and _is_berts(model.get_submodule(f"{blocks.path}.{hook.layer}")):
         return f"blocks.{hook.layer}.{POST_NORM}"
     return hook.transformer_lens or hook.name
 
 
 def output_paths(model: nn.Module, points: Sequence[Point], read: Callable[[], object]) -> list[str | None]:
-    """Return for each point a module that gives its rows as its output; None where the model makes them in between.
+    """Return for each point the path of a module whose output is the tensor there, or None if no module outputs it.
 
-    `read()` lets the model read something, where a point is the input of a module: another's output is looked for.
+    `read()` must run the model. It is called if a point is the input of a module, to find the module that produces
+    this tensor.
     """
     paths: list[str | None] = [None if point.of_input else point.path for point in points]
     inputs = [number for number, point in enumerate(points) if point.of_input]
@@ -132,9 +135,9 @@ def output_paths(model: nn.Module, points: Sequence[Point], read: Callable[[], o
 
 @contextlib.contextmanager
 def taking(model: nn.Module, points: Sequence[Point], take: Taken) -> Iterator[None]:
-    """Call `take(number, tensor)` with what flows through each point while the context lasts.
+    """Call `take(number, tensor)` with the tensor at each point while the context lasts.
 
-    The tensor is what the model goes on with, and may be changed by it once `take` has returned.
+    The model continues with the same tensor, and may change it once `take` has returned.
     """
     handles = [_watch(model.get_submodule(point.path), point, number, take) for number, point in enumerate(points)]
     try:
@@ -160,7 +163,7 @@ def _watch(module: nn.Module, point: Point, number: int, take: Taken) -> Any:
 
 @contextlib.contextmanager
 def replacing(model: nn.Module, point: Point, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Have the model go on with `change(tensor)` of what flows through a point while the context lasts."""
+    """Replace the tensor at a point by `change(tensor)` while the context lasts."""
 
     def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if arguments:
@@ -183,7 +186,10 @@ def replacing(model: nn.Module, point: Point, change: Callable[[Tensor], Tensor]
 
 
 def drop_blocks_above(model: nn.Module, blocks: Blocks, points: Sequence[Point]) -> int:
-    """Remove the blocks that no point needs, and return how many are left; all where a point is outside of them."""
+    """Remove the blocks above the highest point, and return the number of blocks left.
+
+    Remove none if a point lies outside the blocks.
+    """
     numbers = [blocks.number(point.path) for point in points]
     if None in numbers:
         return blocks.n
@@ -201,9 +207,9 @@ def _examples(model: nn.Module) -> str:
 
 
 def rows_of(tensor: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a copy of rows [n, d] of a tensor by their places in a batch of this shape, counted through.
+    """Return a copy of the rows [n, d] of a tensor at `places`, indices into the flattened batch of this shape.
 
-    The tensor is [n_contexts, n_tokens, ...] or [n_contexts * n_tokens, d]; raise `ValueError` for any other.
+    The tensor is [n_contexts, n_tokens, ...] or [n_contexts * n_tokens, d]; raise `ValueError` for any other shape.
     """
     n = shape[0] * shape[1]
     if tensor.shape[:2] != shape and (tensor.ndim != 2 or len(tensor) != n):

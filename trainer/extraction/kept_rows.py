@@ -1,4 +1,4 @@
-"""Which places of a batch give rows: not those of special tokens, nor the first of each document in a context."""
+"""Selects the tokens of a batch whose rows are kept; skips special tokens and the first tokens of each document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.extraction.packing import PADDING, Batch
 
 
 class KeptPlaces(NamedTuple):
-    """The places that give rows, int64 [n], counted through the batch, and how many tokens do not, by reason."""
+    """The indices of the kept tokens in the flattened batch, int64 [n], and the numbers of skipped tokens."""
 
     places: Tensor
     n_special: int
@@ -21,7 +21,7 @@ class KeptPlaces(NamedTuple):
 
 
 def kept_places(batch: Batch, special_ids: Sequence[int], settings: Extract) -> KeptPlaces:
-    """Choose among the places of a batch by `skip_first` and `keep_special`."""
+    """Select the tokens of a batch by `skip_first` and `keep_special`."""
     ids, positions = (torch.from_numpy(one).flatten() for one in batch[:2])
     is_token = positions != PADDING
     special = is_token & torch.isin(ids, torch.tensor(special_ids, dtype=torch.int64))
