@@ -182,7 +182,7 @@ class Extraction:
         return result_of(self._job, self._state, "stopped", self._rate())
 
     def _prepare(self, locks: contextlib.ExitStack) -> None:
-        """Lock the output folder for this extraction, before any process writes to it."""
+        """Lock and prepare the output folder, before any process writes to it."""
         locks.enter_context(RunLock(private_folder(self._output, "extract.output")))
         state = stored_state(self._job, self._peers.size)
         if not state.n_stored:

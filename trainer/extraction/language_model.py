@@ -1,4 +1,4 @@
-"""A language model of Hugging Face's or a GGUF file, cut off above the last hook, and its forward pass."""
+"""Loads a Hugging Face or GGUF language model, without the blocks above the last hook, and runs its forward pass."""
 
 from __future__ import annotations
 
@@ -41,32 +41,33 @@ from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# A packed document and the same alone differ by the rounding of sums: the rows of 30 blocks in bf16 by 0.01 of their
-# norm in the mean and 0.015 at most.
+# Limit for the difference between the rows of a packed document and of the same document alone, which round
+# differently: after 30 blocks in bf16 by 0.01 of their norm on average and by 0.015 at most.
 _ROUNDING = 0.05
-# How much a document's rows may change with the tokens of its neighbour. The same layout rounds alike, except in a
-# mixture of experts, where other rows share the products.
+# Limits for the change of a document's rows if only the tokens of its neighbour change. The same layout gives the same
+# rounding, except in a mixture of experts, where the tokens decide which rows are multiplied together.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
-# Where the second document begins in each context of the probe. Some kernels handle only a single context.
+# The start of the second document in each context of the probe, and the length of these contexts. The probe has two
+# contexts because some kernels handle only one.
 _CUTS, _PROBE = (12, 8), 24
-# The names of tokenizer files.
+# Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
-# What models raise that need other inputs than a text, or other positions.
+# Exceptions of models that need other inputs than a text, or do not accept restarting positions.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
 class NoLoss(UserError):
-    """A model that predicts no next token was to be read whole."""
+    """Logits are needed from a model that predicts no next token."""
 
 
 class _Read(Exception):
-    """All hooks have their rows, and nothing else of the forward pass is asked."""
+    """Ends a forward pass early, once all hooks have their rows."""
 
 
 class LanguageModel:
-    """A model with its tokenizer on a device, which reads contexts and hands over the rows of its hooks.
+    """A model on a device, with its tokenizer; it reads contexts and returns the rows of its hooks.
 
-    Blocks that no hook needs are removed, and it has no unembedding; a `whole` one has both, and gives logits.
+    It has neither an unembedding nor the blocks above the last hook, unless it is `whole`: then it can return logits.
     """
 
     def __init__(self, job: ExtractJob, device: torch.device, *, whole: bool = False) -> None:
@@ -78,7 +79,7 @@ class LanguageModel:
         self.window_before = _window_before(model.config, job.text.context)
         self._blocks = find_blocks(model)
         self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
-        # What TransformerLens calls them.
+        # The names of the hooks in TransformerLens.
         self.names = [name_of(model, self._blocks, hook) for hook in job.hooks]
         self._is_whole = whole
         if whole:
@@ -92,22 +93,22 @@ class LanguageModel:
         self.config = model.config
         self._accepted = {*inspect.signature(model.forward).parameters}
         self._n_ids = int(model.get_input_embeddings().num_embeddings)
-        # Whether several documents share a context without seeing each other.
+        # Whether several documents can share a context without influencing each other.
         self.packs = self._keeps_documents_apart()
 
     @property
     def class_name(self) -> str:
-        """The name of its class in transformers."""
+        """The name of the model's class in transformers."""
         return type(self._model).__name__
 
     @property
     def attention(self) -> str:
-        """The implementation of attention, by the name that transformers has for it."""
+        """The name of the attention implementation in transformers."""
         return str(getattr(self.config, "_attn_implementation", "unknown"))
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """The modules of an `AutoModelForCausalLM` whose outputs are the rows, or None."""
+        """For each hook, the module of an `AutoModelForCausalLM` whose output is its rows, or None."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]
@@ -117,23 +118,23 @@ class LanguageModel:
         self._forward(self._little(), packed=False)
 
     def _little(self) -> Batch:
-        """Return a document of twelve tokens."""
+        """Return a batch of one document with twelve tokens."""
         ids = (np.arange(12) * 7 + 11) % self._n_ids
         return Batch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
 
     @torch.inference_mode()
     def rows(self, batch: Batch, places: Tensor) -> list[Tensor]:
-        """Read a batch and return for every hook its rows [n, d] at `places` of the batch, counted through.
+        """Read a batch and return for each hook its rows [n, d] at `places`, indices into the flattened batch.
 
-        Raise `UserError` for ids that the model does not know, and for a hook that has not a row for each token.
+        Raise `UserError` for ids that the model does not know, and for a hook without one row for each token.
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)
-        # Once, and not by each hook.
+        # Copied once here, rather than for each hook.
         places = queued_copy(places, self.device)
 
         def take(number: int, tensor: Tensor) -> None:
-            # At once, since the model may go on with the same memory.
+            # Copies the rows at once, since the model may overwrite the tensor.
             try:
                 taken[number] = rows_of(tensor, places, batch.ids.shape)
             except ValueError as error:
@@ -149,30 +150,31 @@ class LanguageModel:
         return [taken[number] for number in range(len(self.points))]
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return the logits [n_contexts, n_tokens, n_ids] in fp32 of a whole model."""
+        """Return the logits [n_contexts, n_tokens, n_ids] in fp32; only a `whole` model has them."""
         self._require_known(batch.ids)
         return self._forward(batch, packed=self.packs).float()
 
     @torch.inference_mode()
     def unembedding(self) -> Tensor | None:
-        """Return what makes logits of a direction at the last block's output, [d_model, n_ids], of a whole model.
+        """Return the matrix [d_model, n_ids] that maps a direction at the last block's output to logits.
 
-        None where more than one norm lies between the two. See `unembedding.folded`.
+        Return None if there is more than one norm in between. Only a `whole` model has an unembedding; see
+        `unembedding.folded`.
         """
         ending = find_ending(self._model, self._blocks, self._read_a_little)
         return None if ending is None else folded(ending)
 
     @contextlib.contextmanager
     def replacing(self, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Have the model go on with `change(read, written)` at its last hook while the context lasts.
+        """Replace the tensor at the last hook by `change(read, written)` while the context lasts.
 
-        `written` is what flows through that hook, `read` what has flowed through the first one, which may be the same.
+        `written` is the tensor at the last hook and `read` the tensor at the first hook, which may be the same hook.
         """
         first, last = self.points[0], self.points[-1]
         taken: dict[int, Tensor] = {}
 
         def take(number: int, tensor: Tensor) -> None:
-            # A copy, since the model may go on with the same memory.
+            # A copy, since the model may overwrite the tensor.
             taken[number] = tensor.clone()
 
         def changed(written: Tensor) -> Tensor:
@@ -188,12 +190,12 @@ class LanguageModel:
             raise UserError(f"text.column: holds the token id {unknown[0]}; the model's are 0 to {self._n_ids - 1}")
 
     def _forward(self, batch: Batch, *, packed: bool) -> Tensor:
-        """Return the model's output [n_contexts, n_tokens, d] for a batch, which has no fillings where it is packed."""
+        """Return the model's output [n_contexts, n_tokens, d] for a batch; a packed batch has no padding."""
         is_token = batch.documents != PADDING
         given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
         if packed:
-            # Where these begin anew, transformers masks what comes before. Otherwise the model counts by itself, since
-            # RoBERTa's first position is 2.
+            # When positions restart, transformers masks the tokens before. Without packing, the model chooses the
+            # positions itself: those of RoBERTa start at 2.
             given["position_ids"] = self._tensor(batch.positions)
         elif not is_token.all():
             given["attention_mask"] = self._tensor(is_token.astype(np.int64))
@@ -208,9 +210,9 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _keeps_documents_apart(self) -> bool:
-        """Test that the rows of a packed document do not depend on the tokens of its neighbour.
+        """Return whether the rows of a packed document are independent of the tokens of its neighbour.
 
-        Raise `UserError` for a model that does not read even one.
+        Raise `UserError` if the model cannot read even a single document.
         """
         ids = (np.arange(len(_CUTS) * _PROBE).reshape(len(_CUTS), -1) * 7 + 11) % self._n_ids
         of_first = np.arange(_PROBE) < np.array(_CUTS)[:, None]
@@ -238,13 +240,13 @@ class LanguageModel:
 
 
 def _change(rows: Tensor, others: Tensor) -> float:
-    """Return the mean difference between rows and others, relative to the norms of the rows."""
+    """Return the mean distance between `rows` and `others`, relative to the norms of `rows`."""
     exact = rows.double()
     return float(((others.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
 
 def _prefix_of(model: Any) -> str:
-    """Return what a model is called in the one that has its unembedding, too."""
+    """Return the name of the base model's attribute in the model with an unembedding."""
     import transformers
 
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
@@ -252,14 +254,17 @@ def _prefix_of(model: Any) -> str:
 
 
 def _require_context(config: Any, context: int) -> None:
-    """Raise `UserError` where a model cannot see so many tokens at once."""
+    """Raise `UserError` if a context is longer than the model supports."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < context:
         raise UserError(f"text.context: must be at most {most}, which is what the model sees at once, not {context}")
 
 
 def _window_before(config: Any, context: int) -> int | None:
-    """Return the window above which positions depend on the longest context of a batch; None if all are shorter."""
+    """Return the length above which a batch's longest context changes the position embeddings of all its contexts.
+
+    Return None if the model has no such length, or no context is longer.
+    """
     of_text = config.get_text_config()
     rope = getattr(of_text, "rope_parameters", None) or getattr(of_text, "rope_scaling", None) or {}
     window = rope.get("original_max_position_embeddings") or getattr(of_text, "original_max_position_embeddings", None)
@@ -268,7 +273,7 @@ def _window_before(config: Any, context: int) -> int | None:
 
 
 def _require_weights(model: Any, blocks: Blocks, missing: set[str]) -> None:
-    """Raise `UserError` where parameters of the blocks are missing in the file: they would be random."""
+    """Raise `UserError` if the files lack parameters of the blocks, which would be random."""
     present = {name for name, _ in model.named_parameters()}
     lacking = sorted(name for name in missing & present if blocks.number(name) is not None)
     if lacking:
@@ -277,7 +282,7 @@ def _require_weights(model: Any, blocks: Blocks, missing: set[str]) -> None:
 
 
 def _require_unembedding(model: Any, missing: set[str]) -> None:
-    """Raise `NoLoss` for a model that predicts no next token: its unembedding would be random."""
+    """Raise `NoLoss` if the model has no unembedding, or if its weights are missing and would be random."""
     unembedding = model.get_output_embeddings()
     own = {id(parameter) for parameter in unembedding.parameters()} if unembedding else set()
     lacking = [name for name, parameter in model.named_parameters() if id(parameter) in own and name in missing]
@@ -286,9 +291,9 @@ def _require_unembedding(model: Any, missing: set[str]) -> None:
 
 
 def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, Any, set[str]]:
-    """Load a model, `whole` or without its unembedding, its tokenizer, and the names of parameters its files lack.
+    """Return a model, its tokenizer, and the names of the parameters that its files lack.
 
-    Raise `UserError` saying what to do.
+    Only a `whole` model has its unembedding. Raise `UserError` with a remedy if loading fails.
     """
     if lack := lack_of_model(settings.path) or _lack_of_tokenizer(Path(settings.path)):
         raise UserError(f"model.path: {lack}")
@@ -298,7 +303,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         raise UserError(f"model.path: reading a language model needs `{install('hf')}`") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # Of a hub that cannot be reached it tells each of ten attempts.
+    # If the hub cannot be reached, it logs each of ten attempts.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name, extra = settings.path, {}
     if settings.path.endswith(".gguf"):
@@ -307,7 +312,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     try:
         refuse_odd_files(Path(name))
         if extra:
-            # The gguf package takes seconds to read the header of such a file.
+            # The gguf package takes seconds to read the header of a GGUF file.
             size = model_size(settings.path)
             config = {"num_hidden_layers": size.n_layers} if size else {}
         else:
@@ -315,7 +320,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         refuse_odd_config(config, Path(name), allows_code=settings.remote_code)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
         dtype = _dtype(settings, device, transformers.AutoConfig.from_pretrained(name, **common))
-        # The progress of unpacking a GGUF file takes no notice of the setting above.
+        # The progress bar for unpacking a GGUF file ignores the setting above.
         quiet = contextlib.redirect_stderr(io.StringIO()) if extra else contextlib.nullcontext()
         with warnings.catch_warnings(), quiet:
             warnings.simplefilter("ignore")
@@ -324,13 +329,13 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     except UserError as error:
         raise UserError(f"model.path: {show(settings.path)} cannot be loaded: {error}") from None
     except Exception as error:
-        # Every part of a damaged or foreign model has errors of its own, as have the hub and the network.
+        # Damaged or unknown models, the hub and the network raise many kinds of exceptions.
         raise UserError(f"model.path: {_reason(settings, error)}") from None
     return model, tokenizer, set(loading["missing_keys"])
 
 
 def _lack_of_tokenizer(folder: Path) -> str:
-    """Return a sentence if a model's folder has no tokenizer file, else ""."""
+    """Return a message if a model's folder has no tokenizer file, else ""."""
     if not folder.is_dir() or any(file for one in _OF_TOKENIZER for file in folder.glob(one)):
         return ""
     return f"{folder} has no tokenizer; copy the model's tokenizer.json and tokenizer_config.json into it"
@@ -344,7 +349,7 @@ def _dtype(settings: Model, device: torch.device, config: Any) -> torch.dtype:
 
 
 def _reason(settings: Model, error: Exception) -> str:
-    """Say in a sentence why a model cannot be loaded, and what to do."""
+    """Return a message that explains why a model cannot be loaded, and what to do."""
     shown, text = show(settings.path), str(error)
     causes = list(_causes(error))
     kinds = {type(cause).__name__ for cause in causes}

@@ -1,4 +1,4 @@
-"""What is known of stored activations, for `meta.json` beside them."""
+"""Collects the metadata of stored activations for their `meta.json`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainer.extraction.text import is_data_set
 
 
 def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
-    """Return the facts that the rows of all hooks share: the model, its tokenizer, the text, and which rows are kept.
+    """Return the metadata shared by all hooks: the model, its tokenizer, the text, and the selection of rows.
 
-    Where a text is one file or a folder of them, it has no `dataset_split`.
+    `dataset_split` is None if the text is a file or a folder of files.
     """
     revision = job.model.revision or getattr(model.config, "_commit_hash", None)
     kept = job.extract
@@ -33,7 +33,7 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
         "tokens_after_text": model.tokenizer.after,
         "documents_share_contexts": model.packs,
         "context_size": job.text.context,
-        # Longer contexts of a batch change the positions of the others (longrope, dynamic NTK).
+        # A longer context in a batch changes the position embeddings of the others (longrope, dynamic NTK).
         **({"rows_depend_on_batch_above": model.window_before} if model.window_before else {}),
         "dataset_path": job.text.path or job.text.dataset,
         "dataset_subset": job.text.subset,
@@ -52,9 +52,9 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
 def facts_of_hook(
     job: ExtractJob, number: int, model: LanguageModel, sums: Sums, shards: list[ShardFile], limit: float
 ) -> dict[str, Any]:
-    """Return the facts of a hook's rows, by number; `limit` is the largest norm of a row that was kept.
+    """Return the metadata of the rows of hook `number`; `limit` is the largest norm allowed for a kept row.
 
-    `gamma` is ‖mean‖/‖std‖: how far the rows are from the origin, in their spread. `scale` is ‖std‖.
+    `gamma` is ‖mean‖/‖std‖: the distance of the rows from the origin, relative to their spread. `scale` is ‖std‖.
     """
     hook, spread = job.hooks[number], math.sqrt(max(0.0, sums.variance))
     return {

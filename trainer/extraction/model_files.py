@@ -1,4 +1,4 @@
-"""Checks the files of a language model before anything is built from them, since they may come from anywhere."""
+"""Checks the files of a language model before it is loaded, since they may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trainer.contract.settings.knobs import show
 # bytes for each added token: 12 MB for the 65,000 tokens of some speech models.
 _LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
 _CONFIGS = ("config.json", "generation_config.json")
-# Each block and most experts are built as modules of their own: millions take hours and all memory. The largest known
-# models have 200 blocks and 512 such experts; Doge has 16,384, each of which is a row of an embedding.
+# Each block is built as a separate module, as are most experts; millions would take hours and all memory. The largest
+# known models have 200 blocks and 512 experts. Doge has 16,384 experts, but each is only a row of an embedding.
 _MOST_LAYERS, _MOST_EXPERTS = 2048, 2**15
 _WEIGHTS = "model.safetensors"
 # Settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but not
@@ -81,8 +81,8 @@ def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def _n_weights(folder: Path) -> int:
-    """Return the number of tensors in the safetensors files from which a model is loaded; 0 if unknown."""
-    # A folder may hold other such files, such as an adapter, or an SAE of the model.
+    """Return the number of tensors in a model's safetensors files, or 0 if unknown."""
+    # A folder may also hold safetensors files of something else, such as an adapter or an SAE of the model.
     names, n = {_WEIGHTS} if (folder / _WEIGHTS).exists() else _files_in(folder / f"{_WEIGHTS}.index.json"), 0
     try:
         for name in names:

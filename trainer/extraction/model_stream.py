@@ -1,4 +1,4 @@
-"""Activations of a language model as it reads: a stream, nothing of which is stored."""
+"""Streams the activations of a language model while it reads a text, without storing them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ _NO_DOCUMENTS = torch.zeros(0, dtype=torch.int64)
 
 
 class ModelStream(StreamSource):
-    """The rows of its hooks, a forward pass after the other; part r of n has the contexts r, r + n, r + 2n and so on.
+    """A stream of rows from forward passes; share r of n has the contexts r, r + n, r + 2n and so on of the full text.
 
-    Each part goes through the whole text. A rank has a model of its own on the device that trains, or one on each of
-    its `own_devices`, which then read ahead; where several ranks read the same part, it reads every n-th batch of it
-    and gets what the others have read of the rest. The rows and their order are the same wherever models are. To go on,
-    the text is tokenized again from its start, which the model does not read again.
+    A rank has one model on its training device, or one on each of its `own_devices`, which then read ahead. If n ranks
+    need the same share, each reads every n-th batch of it, and they exchange the rows. The rows and their order do not
+    depend on the devices. To resume, the text is tokenized again from its start, but the model does not read it again.
     """
 
     is_divided = True
@@ -77,10 +76,10 @@ class ModelStream(StreamSource):
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
         self._job = job_of_stream(self._knobs, self._hooks)
-        # One after the other, so that the memory of the host holds the weights of one at a time.
+        # Loaded one after the other, so that host memory holds the weights of only one model at a time.
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
-        # Batches that a GPU reads before the rows of one are waited for; a CPU does one thing after the other.
+        # Batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each batch at once.
         self._ahead = 0 if device.type == "cpu" else 1
         self._models = [_Reader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models]
         for number, stream in enumerate(self._of_hooks):
@@ -88,7 +87,7 @@ class ModelStream(StreamSource):
         self.restore({"batch": 0})
 
     def _told_by_model(self, number: int) -> dict[str, Any]:
-        """Return what only the model tells of a hook's rows, as the meta.json of an extraction has it."""
+        """Return the metadata of a hook's rows that only the model knows, by its keys in an extraction's meta.json."""
         model, target = self._model, self.n_hooks + number
         facts = {
             "hook_name": model.names[number],
@@ -119,7 +118,7 @@ class ModelStream(StreamSource):
     def _next_of_all(self) -> list[tuple[Pair, Tensor]]:
         """Return the rows and documents of the next batches, one from each peer, in text order.
 
-        There are fewer at the end of the text.
+        At the end of the text, some peers have no batch.
         """
         own = self._next_own()
         documents = self._coming_documents.popleft() if own else _NO_DOCUMENTS
@@ -142,7 +141,7 @@ class ModelStream(StreamSource):
 
     @property
     def _hooks(self) -> list[str]:
-        """Those of all inputs, and then, of transcoders, those of all targets."""
+        """The hooks of all inputs, followed by the hooks of all targets for transcoders."""
         ends = [ends_of(stream._knobs.hook) for stream in self._of_hooks]
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
@@ -161,7 +160,7 @@ class ModelStream(StreamSource):
         self._own_batches = self._noting_documents(self._batches)
 
     def _noting_documents(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches, and note the documents of their rows."""
+        """Yield the batches, and record the documents of their rows."""
         for batch in batches:
             places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
             self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[places])
@@ -173,25 +172,25 @@ class ModelStream(StreamSource):
 
 
 def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
-    # Kernels that a model brings along run on the current device, which is that of the rank.
+    # A model's custom kernels run on the current device, which otherwise is the rank's training device.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return LanguageModel(job, device)
 
 
 class _Coming(NamedTuple):
-    """Rows on their way from a device; those of targets are None where they are the inputs."""
+    """Rows that are being copied from a device; `y` is None if the targets are the inputs."""
 
     x: HostCopy
     y: HostCopy | None
 
     def read(self) -> Pair:
-        """Return the rows on the CPU; wait until they are there."""
+        """Wait until the rows are copied, and return them on the CPU."""
         x = self.x.read()
         return x, x if self.y is None else self.y.read()
 
 
 class _Reader(NamedTuple):
-    """A language model, and which rows of what it reads are wanted: those of all inputs, and of all targets if any."""
+    """Reads batches with a language model, and returns the rows of all inputs, and of all targets if there are any."""
 
     model: LanguageModel
     job: ExtractJob
@@ -209,14 +208,14 @@ class _Reader(NamedTuple):
         return x, _side_by_side(of_hooks[self.n_hooks :]) if self.has_targets else x
 
     def begin(self, batch: Batch) -> _Coming:
-        """Have the model read a batch."""
+        """Start the model's forward pass on a batch."""
         x, y = self.rows_of(batch)
         return _Coming(HostCopy(x), None if y is x else HostCopy(y))
 
     def rows_on_cpu(self, batch: Batch) -> Pair:
-        """Read a batch in a thread that has this model's device for itself.
+        """Read a batch in the thread of this model's device, and return its rows on the CPU.
 
-        Raise `UserError` where its memory runs out, which a smaller SAE or batch would not mend.
+        Raise `UserError` if the device runs out of memory, since a smaller SAE or training batch would not help.
         """
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)

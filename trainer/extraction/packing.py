@@ -1,4 +1,4 @@
-"""Tokens of documents laid into contexts: packed end to end, never padded, or one piece of a document in each row."""
+"""Puts the tokens of documents into contexts: packed end to end without padding, or one piece of a document each."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainer.extraction.text import Document, mended
 from trainer.extraction.token_bytes import token_bytes
 
 Ids = NDArray[np.int64]
-# Of a place that holds no token.
+# The position and document number of a padding token.
 PADDING = -1
-# Documents that a tokenizer gets at once, which it shares over the cores.
+# Documents in one call of a tokenizer, which distributes them over the cores.
 _AT_ONCE = 64
 
 
 class Tokens(NamedTuple):
-    """The tokens of a document, and those that the tokenizer puts before and after each piece of it."""
+    """The tokens of a document, and the special tokens to put before and after each piece of it."""
 
     ids: list[int]
     before: list[int]
@@ -30,9 +30,10 @@ class Tokens(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Contexts beside each other, int64 [n_contexts, n_tokens] each.
+    """A batch of contexts, as arrays of int64 [n_contexts, n_tokens].
 
-    `positions` begin anew with each document, `documents` are their numbers; both are `PADDING` where no token is.
+    `positions` restart at 0 with each document, and `documents` are the documents' numbers; padding has `PADDING` in
+    both.
     """
 
     ids: Ids
@@ -41,12 +42,12 @@ class Batch(NamedTuple):
 
 
 class Tokenizer:
-    """A model's tokenizer, with the special tokens that its family puts around a text."""
+    """A model's tokenizer, with the special tokens that it puts around a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.name = type(tokenizer).__name__
-        # Documents are cut to contexts here, and longer than a model's window before.
+        # Prevents warnings: documents may be longer than the model's window, since they are cut into contexts later.
         tokenizer.model_max_length = 10**12
         bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
         start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)
@@ -58,13 +59,13 @@ class Tokenizer:
         self.n_mended = 0
 
     def require_room(self, context: int) -> None:
-        """Raise `UserError` where a context has no room for text beside the special tokens around it."""
+        """Raise `UserError` if the special tokens around a text would fill a context."""
         if context <= (n := len(self.before) + len(self.after)):
             around = f"the model's tokenizer puts {n} special tokens around each piece of a text"
             raise UserError(f"text.context: must be above {n}, since {around}")
 
     def tokens(self, documents: Iterable[Document]) -> Iterator[Tokens]:
-        """Yield the tokens of each document; raise `UserError` for a chat where the tokenizer has no template."""
+        """Yield the tokens of each document; raise `UserError` for a chat if the tokenizer has no template."""
         remaining = iter(documents)
         while some := [self._whole(one) for one in itertools.islice(remaining, _AT_ONCE)]:
             texts = iter(self._encode([one for one in some if isinstance(one, str)], special=False))
@@ -77,7 +78,7 @@ class Tokenizer:
                     yield Tokens(list(one), [], [])  # type: ignore[arg-type]
 
     def _whole(self, document: Document) -> Document:
-        """Return a document that a tokenizer takes; count it if it differs from the original."""
+        """Return a document with unpaired surrogates replaced; count it if this changes it."""
         is_chat = not isinstance(document, str) and bool(document) and isinstance(document[0], dict)
         if not is_chat and (not isinstance(document, str) or document.isascii()):
             return document
@@ -86,11 +87,11 @@ class Tokenizer:
         return whole
 
     def token_bytes(self) -> list[bytes]:
-        """Return what each token stands for, by its number: with the space before a word, where it has one."""
+        """Return the bytes of each token by id, including a space before a word."""
         return token_bytes(self._tokenizer)
 
     def rules(self) -> list[Any]:
-        """Return, in values that JSON has, all by which a text becomes ids."""
+        """Return everything that determines the ids of a text, as JSON-compatible values."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
         return [own, self.before, self.after, self._tokenizer.chat_template]
@@ -103,9 +104,9 @@ class Tokenizer:
 
 
 def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
-    """Yield contexts of `length` tokens, each a batch of one, filled with pieces of documents end to end.
+    """Yield contexts of `length` tokens, each as a batch of one, filled with pieces of documents end to end.
 
-    The last context is as long as the text is.
+    The last context may be shorter.
     """
     pieces: list[tuple[int, list[int]]] = []
     room = length
@@ -125,7 +126,7 @@ def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
 
 
 def separate(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
-    """Yield contexts of at most `length` tokens, each a batch of one that holds a piece of one document."""
+    """Yield contexts of at most `length` tokens, each as a batch of one with a piece of a single document."""
     for number, (ids, before, after) in enumerate(documents):
         n = length - len(before) - len(after)
         for at in range(0, len(ids), n):
@@ -133,9 +134,9 @@ def separate(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
 
 
 def batches(contexts: Iterable[Batch], n: int, *, fills: bool) -> Iterator[Batch]:
-    """Yield batches of up to `n` contexts, in their order.
+    """Yield batches of up to `n` contexts, in order.
 
-    With `fills` the shorter ones of a batch are filled up behind; without it, a batch has contexts of one length.
+    With `fills`, shorter contexts are padded at the end; without it, all contexts of a batch have the same length.
     """
     groups: Iterable[Iterable[Batch]] = [contexts]
     if not fills:
