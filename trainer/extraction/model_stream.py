@@ -33,11 +33,11 @@ _NO_DOCUMENTS = torch.zeros(0, dtype=torch.int64)
 
 
 class ModelStream(StreamSource):
-    """A stream of rows from forward passes; share r of n has the contexts r, r + n, r + 2n and so on of the full text.
+    """A stream of rows from forward passes; part r of n reads the contexts r, r + n, r + 2n and so on of the text.
 
-    A rank has one model on its training device, or one on each of its `own_devices`, which then read ahead. If n ranks
-    need the same share, each reads every n-th batch of it, and they exchange the rows. The rows and their order do not
-    depend on the devices. To resume, the text is tokenized again from its start, but the model does not read it again.
+    A rank has one model on its training device, or one on each of its `own_devices`, which then read ahead. If several
+    ranks need the same part, they take turns to read its batches, and exchange the rows. The rows and their order do
+    not depend on the devices. To resume, the text is tokenized again from its start, but not read again by the model.
     """
 
     is_divided = True

@@ -1,6 +1,7 @@
-"""The processes of an extraction, each of which reads its own contexts: what they tell each other, by files.
+"""Exchanges counts between the processes of an extraction through files.
 
-They meet only at the start and the end, hours apart, for which connections between processes are not made.
+Each process reads its own contexts. The processes synchronise only at the start and the end, hours apart. Connections
+between processes are not designed for such long pauses.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from trainer.contract.json_file import read_json
 from trainer.contract.paths import private_folder
 
 POLL_S = 0.1
-# Seconds between two reports of how many rows a process has.
+# Seconds between two reports of a process's number of rows.
 TELL_EVERY_S = 0.5
 
 
 class Stopped(Exception):
-    """The extraction is to stop while this process waits for others."""
+    """A stop was requested while this process waits for others."""
 
 
 class Alone:
-    """One process that extracts everything; `advance(n)` is told how many rows are kept so far."""
+    """A single process that extracts everything; it calls `advance(n)` with the number of rows kept so far."""
 
     rank, size = 0, 1
 
@@ -34,31 +35,34 @@ class Alone:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether to stop: after the batch that is being read."""
+        """Whether to stop after the batch that is being read."""
         return self._stop.is_set()
 
     def begin(self, prepare: Callable[[], object]) -> None:
-        """Call `prepare` in rank 0, and return in all ranks when that is done."""
+        """Call `prepare` in rank 0, and return in all ranks once it is done."""
         prepare()
 
     def kept(self, n: int) -> None:
-        """Tell how many rows of this rank are kept."""
+        """Report the number of rows that this rank has kept."""
         self._advance(n)
 
     def extra(self, lacking: int) -> int:
-        """Tell how many rows this rank lacks of its share, as its text has ended; return how many others leave to it.
+        """Report how many rows of this rank's share its text lacked; return how many rows it must add for others.
 
-        What is lacking is left to the first ranks that have text, one after the other.
+        The first ranks that still have text add the lacking rows, one rank after the other.
         """
         return 0
 
     def end(self, given: int, n_read: int) -> int:
-        """Tell how many rows beyond its share this rank has and how many tokens it has read; return those of all."""
+        """Report how many rows beyond its share this rank has, and how many tokens it has read.
+
+        Rank 0 waits for all ranks and returns the tokens that all have read. Other ranks return their own tokens.
+        """
         return n_read
 
 
 class Peers(Alone):
-    """One of several processes, which all see the folder; a new one each time that they are started."""
+    """One of several processes that communicate through a folder, which is a new one for each start."""
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class Peers(Alone):
 
     @property
     def is_stopped(self) -> bool:
-        # Requests reach rank 0 alone.
+        # Only rank 0 receives stop requests.
         if self.rank == 0 and self._stop.is_set() and not self._read("stopped"):
             self._write("stopped", 1)
         return self._stop.is_set() or self._read("stopped") is not None
@@ -92,7 +96,7 @@ class Peers(Alone):
         if (now := time.monotonic()) < self._told_at + TELL_EVERY_S:
             return
         self._told_at = now
-        # Where the disk is full, the next shard will tell.
+        # If the disk is full, writing the next shard reports it.
         with contextlib.suppress(OSError):
             self._write(f"kept-{self.rank}", n, durable=False)
         self._advance(self._sum_kept() if self.rank == 0 else n)
@@ -118,7 +122,7 @@ class Peers(Alone):
         return self._n_kept + sum(others)
 
     def _await(self, name: str) -> int:
-        """Wait for what another rank tells; raise `Stopped` where the extraction is to stop before."""
+        """Wait for a rank's value and return it; raise `Stopped` if a stop is requested before."""
         while (value := self._read(name)) is None:
             if self.is_stopped:
                 raise Stopped

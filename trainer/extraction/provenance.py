@@ -1,4 +1,4 @@
-"""Hashes by which the model and the tokenizer of stored activations are known again, wherever they lie."""
+"""Hashes that identify the model and the tokenizer of stored activations, independently of their paths."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 from trainer.contract.errors import UserError
 from trainer.extraction.packing import Tokenizer
 
-# Up to so many bytes a model's files are hashed whole, which takes a second or two; of more, pieces of each.
+# Up to this total size in bytes, a model's files are hashed completely, which takes a second or two. Of larger models,
+# only pieces of each file are hashed.
 WHOLE_BYTES = 2 * 2**30
 _PIECES, _PIECE_BYTES = 64, 2**16
-# The first of these that a folder has are its weights, as transformers chooses.
+# Patterns of weight files; the first that matches is used, as in transformers.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of what decides the ids of a text: vocabulary, merges, rules, and the template of chats."""
+    """Return the SHA-256 of all that determines the ids of a text: vocabulary, merges, rules and chat template."""
     return hashlib.sha256(json.dumps(tokenizer.rules(), sort_keys=True).encode()).hexdigest()
 
 
 def weights_facts(path: str) -> dict[str, Any]:
-    """Return hashes of a local model's files, by name; {} for one of the hub, which its revision identifies.
+    """Return the hashes of a local model's files by name, or {} for a hub model, which its revision identifies.
 
-    `weights_sha256` are of whole files. Of more than `WHOLE_BYTES` it is `weights_sample_sha256`, each of a file's size
-    and 64 pieces of 64 KiB from its beginning to its end.
+    `weights_sha256` has the hashes of complete files. Models above `WHOLE_BYTES` have `weights_sample_sha256` instead:
+    for each file the hash of its size and of 64 pieces of 64 KiB, spread evenly over the file.
     """
     files = _files(Path(path))
     if not files:
@@ -41,7 +42,7 @@ def weights_facts(path: str) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the configuration and the weights of a folder, or the one file that has both."""
+    """Return the configuration and weight files of a folder, or the single file that holds both."""
     if path.is_file():
         return [path]
     weights = next((found for pattern in _WEIGHTS if (found := sorted(path.glob(pattern)))), [])

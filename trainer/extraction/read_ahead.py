@@ -1,4 +1,4 @@
-"""What a text gives, made ahead in a thread while the model reads."""
+"""Prepares the next batches of a text in a thread while the model reads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-# What comes, or what ends it.
+# An item, or the exception that ends the iteration.
 _Item = tuple[T | None, BaseException | None]
-# Items that are made ahead: batches of tokens, of some hundred kilobytes each. A tokenizer gives those of 64 documents
-# at once, between which the model is not to wait.
+# Items prepared ahead: batches of tokens, of some hundred kilobytes each. A tokenizer processes 64 documents at once,
+# and the model must not wait for the next 64.
 AHEAD = 8
 
 
 class ReadAhead(Generic[T]):
-    """Gives the items of an iterator, which a thread asks for up to `AHEAD` of them ahead; an error comes in its place.
+    """Iterates over items, of which a thread prepares up to `AHEAD` in advance; raises an error in its turn.
 
-    The thread ends with the items, with `close`, and once nobody holds this any more; it keeps no process alive.
+    The thread ends after the last item, on `close`, or when this object is deleted. It is a daemon thread, which does
+    not keep the process alive.
     """
 
     def __init__(self, items: Iterator[T]) -> None:
@@ -43,7 +44,7 @@ class ReadAhead(Generic[T]):
         raise error
 
     def close(self) -> None:
-        """End the thread, once it has made the item that it is at: nobody else then uses the tokenizer."""
+        """End the thread after its current item; from then on it does not use the tokenizer."""
         self._end()
         self._thread.join()
 

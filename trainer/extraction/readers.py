@@ -1,4 +1,4 @@
-"""Language models on devices of their own, each in a thread that reads ahead while the SAE trains."""
+"""Runs language models on separate devices, each in a thread that reads ahead while the SAE trains."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from concurrent.futures import Future
 from trainer.activations.base import Pair
 from trainer.extraction.packing import Batch
 
-# Batches that a device reads, or has read, beyond the one that is asked for: one to read on, and one that is done.
+# Batches that each device reads in advance: one that it is reading, and one that is done.
 AHEAD = 2
 Read = Callable[[Batch], Pair]
 _Tasks = queue.SimpleQueue[tuple[Batch, Future[Pair]] | None]
 
 
 class Readers:
-    """Reads batch i of a text by function i mod n of `reads`, each in a thread; gives what they return in that order.
+    """Reads batch i of a text with function i mod n of `reads`, each in a thread; returns the results in text order.
 
-    No more than `AHEAD` batches are read ahead by each, and by whom a batch is read never changes what comes out. The
-    text is cut up in the caller's thread. The threads end with the text, with an error, with `close`, and once nobody
-    holds this any more; they keep no process alive.
+    Each function reads at most `AHEAD` batches in advance. The rows do not depend on which function reads a batch.
+    Batches are made in the caller's thread. The threads end with the text, on an error, on `close`, or when this object
+    is deleted. They are daemon threads, which do not keep the process alive.
     """
 
     def __init__(self, reads: Sequence[Read], batches: Iterator[Batch]) -> None:
@@ -37,7 +37,7 @@ class Readers:
             thread.start()
 
     def next(self) -> Pair | None:
-        """Return the rows of the next batch, None where the text has ended; raise the error of its reading."""
+        """Return the rows of the next batch, or None at the end of the text; raise the error if reading it failed."""
         while len(self._pending) <= AHEAD * len(self._tasks) and self._begin_next():
             pass
         if not self._pending:
@@ -50,7 +50,7 @@ class Readers:
             raise
 
     def close(self) -> None:
-        """End the threads, after the batch that each is reading: its model can then be used by others."""
+        """End the threads after their current batches; from then on they do not use the models."""
         self._end()
         for thread in self._threads:
             thread.join()
@@ -59,9 +59,9 @@ class Readers:
         self._end()
 
     def _begin_next(self) -> bool:
-        """Start to read the next batch; return False after the last.
+        """Queue the next batch for reading; return False after the last.
 
-        An error of the text comes when all batches before it have been given.
+        If the text raises an error, `next` raises it after returning all batches before it.
         """
         asked: Future[Pair] = Future()
         try:
@@ -78,7 +78,7 @@ class Readers:
         return True
 
     def _end(self) -> None:
-        """Have the threads end as soon as they can, and give nothing any more."""
+        """Make the threads end as soon as possible, and discard all pending results."""
         self._batches = iter(())
         while self._pending:
             self._pending.popleft().cancel()
@@ -87,7 +87,7 @@ class Readers:
 
 
 def _work(read: Read, tasks: _Tasks) -> None:
-    """Read what comes until None does."""
+    """Read batches from a queue until it contains None."""
     while (task := tasks.get()) is not None:
         batch, asked = task
         if not asked.set_running_or_notify_cancel():
@@ -96,5 +96,5 @@ def _work(read: Read, tasks: _Tasks) -> None:
             asked.set_result(read(batch))
         except BaseException as error:
             asked.set_exception(error)
-        # While it waits it shall hold no rows, which may be gigabytes.
+        # Release the rows, which may be gigabytes, before waiting for the next task.
         del task, batch, asked

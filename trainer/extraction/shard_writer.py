@@ -1,8 +1,7 @@
-"""Rows of several hooks, shuffled in blocks and written as shards, in the same order for each hook.
+"""Shuffles rows of several hooks in blocks and writes them as shards, in the same order for each hook.
 
-All that is done with every byte of a row is done beside the reading, by threads that hold no lock of Python's: a row is
-copied once as it comes, and once in its new place, from where its piece of a shard is written, hashed and summed at the
-same time.
+Threads do all work on the bytes of rows while the model reads, without holding Python's GIL. A row is copied once when
+it arrives and once into its shuffled position. Each piece of a shard is written, hashed and summed in parallel.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from trainer.checkpoints.atomic_folder import not_written, sync
 from trainer.contract.paths import file_mode, private_folder
 from trainer.contract.settings.shards import TENSOR
 
-# Bytes of a row, [n, bytes], whatever its type.
+# Rows as bytes, [n, bytes], of any dtype.
 Raw = NDArray[np.uint8]
-# Of a shard, what is put in its new order, hashed, summed and written at once.
+# Bytes of a shard that are shuffled, hashed, summed and written at a time.
 _PIECE_BYTES = 2**22
-# Rows whose sums are taken at once, few enough that they stay in a core's cache in float64: of 4096, which do not, the
+# Rows that are summed at a time, few enough to stay in a core's cache in float64. With 4096 rows, which do not, the
 # sums took half of the time of an extraction without its model.
 _ROWS_AT_ONCE = 256
-# Numbers that torch converts in the thread that asks: of more it starts threads for each thread that does.
+# The most numbers that torch converts in the calling thread; for more, it starts more threads for each calling thread.
 _NUMBERS_ALONE = 2**15 - 1
-# Of a row's token, position and document.
+# Bytes of a row's token id, position and document number.
 _BYTES_BESIDE = 12
 _MOST_THREADS = 16
 
 
 class Origin(NamedTuple):
-    """Of each row: its token, its position in the document's piece, and the document's number; int32 [n] each."""
+    """The token id of each row, its position in the piece of the document, and the document number; int32 [n] each."""
 
     token_ids: Tensor
     positions: Tensor
@@ -51,7 +50,7 @@ class Origin(NamedTuple):
 
 
 class Sums(msgspec.Struct):
-    """Sums over all rows of a hook, in float64: of each dimension, and of the squares of each."""
+    """The sum and the sum of squares of each dimension over all rows of a hook, in float64."""
 
     n: int
     total: list[float]
@@ -68,7 +67,7 @@ class Sums(msgspec.Struct):
 
 
 class ShardFile(msgspec.Struct, frozen=True):
-    """A finished shard: its name, rows and SHA-256."""
+    """A finished shard: its name, number of rows and SHA-256."""
 
     name: str
     n_tokens: int
@@ -76,12 +75,12 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class Block:
-    """Rows of each hook for one shard, in the order in which they came."""
+    """Rows of each hook for one shard, in the order of their arrival."""
 
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
         self.origins: list[Origin] = []
-        # Rows that are still being copied.
+        # Copies of rows that may still be in progress.
         self.coming: list[Future[None]] = []
 
     @property
@@ -89,7 +88,7 @@ class Block:
         return len(self.memory[0]) - self.n
 
     def origin(self) -> Origin:
-        """Return where its rows come from."""
+        """Return the origin of all rows."""
         return Origin(*(torch.cat([of[field] for of in self.origins]) for field in range(3)))
 
 
@@ -101,13 +100,13 @@ class ShardsBegun:
 
     @property
     def is_done(self) -> bool:
-        """Whether `end` would not wait."""
+        """Whether `end` would return without waiting."""
         return all(one.done() for one in self._writing)
 
     def end(self) -> list[tuple[ShardFile, Sums]]:
-        """Wait for the shards, and return them with the sums of their rows; called once.
+        """Wait for the shards, and return them with the sums of their rows; call this only once.
 
-        Raise `UserError` where the disk does not take one: then none of them counts.
+        Raise `UserError` if a shard cannot be written; then none of them may be used.
         """
         wait(self._writing)
         self._free()
@@ -115,22 +114,22 @@ class ShardsBegun:
 
 
 class Blocks:
-    """Rows that wait until there are enough for a shard of each hook, which are then shuffled and written."""
+    """Collects rows until there are enough for a shard of each hook, then shuffles and writes them."""
 
     def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
         self._folders, self.shard_rows, self._seed, self._rank = folders, shard_rows, seed, rank
         self._waiting: deque[Block] = deque()
-        # Memory of shards that are written, for those that come.
+        # The memory of written shards, which new shards reuse.
         self._free: list[list[Raw]] = []
         self.n_waiting = 0
-        # Those that write wait for those that copy, hash and sum, so that these are others.
+        # Two pools, since writers wait for the workers that copy, hash and sum.
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
     def add(self, rows: list[Tensor], origin: Origin, chosen: Tensor | None = None) -> None:
-        """Take rows [n, d_in] of each hook, which are of the same tokens and nobody changes any more.
+        """Add rows [n, d_in] of each hook, for the same tokens; the caller must not change them any more.
 
-        Of all rows, those at `chosen` [n] where it is given: of these is the origin.
+        If indices `chosen` [n] are given, add only these rows. `origin` covers only the added rows.
         """
         done, n = 0, len(origin.token_ids)
         raws = [_raw(one) for one in rows] if n else []
@@ -150,18 +149,18 @@ class Blocks:
         return self.n_waiting >= self.shard_rows
 
     def row_bytes(self, rows: list[Tensor]) -> int:
-        """Return the bytes that a row of all hooks takes on the disk."""
+        """Return the bytes that one row of all hooks takes on the disk."""
         return sum(of_hook.shape[1] * of_hook.element_size() + _BYTES_BESIDE for of_hook in rows)
 
     def write(self, number: int) -> list[tuple[ShardFile, Sums]]:
-        """Write the next shard of each hook and return them with the sums of their rows.
+        """Write the next shard of each hook, and return them with the sums of their rows.
 
-        Raise `UserError` where the disk does not take one: then none of this number counts.
+        Raise `UserError` if a shard cannot be written; then none with this number may be used.
         """
         return self.begin_write(number).end()
 
     def begin_write(self, number: int) -> ShardsBegun:
-        """Begin to write the next shard of each hook, whose memory is for other rows once that is ended."""
+        """Begin to write the next shard of each hook; `end` of the result frees their memory for other rows."""
         block = self._waiting.popleft()
         self.n_waiting -= block.n
         name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
@@ -174,12 +173,12 @@ class Blocks:
         return ShardsBegun(writing, lambda: self._free.append(block.memory))
 
     def close(self) -> None:
-        """Wait for what is being done, and end the threads."""
+        """Wait for all work in progress, and end the threads."""
         self._writers.shutdown()
         self._workers.shutdown()
 
     def _block(self, rows: list[Tensor]) -> Block:
-        """Return the block that the next row belongs to."""
+        """Return the block for the next row; begin a new one if the last is full."""
         if not self._waiting or not self._waiting[-1].n_free:
             widths = [of_hook.shape[1] * of_hook.element_size() for of_hook in rows]
             memory = self._free.pop() if self._free else [np.empty((self.shard_rows, one), np.uint8) for one in widths]
@@ -201,7 +200,7 @@ def _raw(rows: Tensor) -> Raw:
 
 
 def _copy(raw: Raw, at: Any, memory: Raw) -> None:
-    """Copy rows, by a slice or by their numbers."""
+    """Copy rows, selected by a slice or by indices."""
     if isinstance(at, slice):
         np.copyto(memory, raw[at])
     else:
@@ -209,19 +208,19 @@ def _copy(raw: Raw, at: Any, memory: Raw) -> None:
 
 
 def _pieces(raw: Raw, order: NDArray[np.int64]) -> Iterator[Raw]:
-    """Yield rows in an order, some at a time, each in the memory of the one before."""
+    """Yield the rows in the given order, in pieces; each piece overwrites the memory of the previous one."""
     n = max(1, _PIECE_BYTES // raw.shape[1])
     memory = np.empty((min(n, len(order)), raw.shape[1]), np.uint8)
     for first in range(0, len(order), n):
         numbers = order[first : first + n]
-        # Where it raises for a number that is none, it takes another copy.
+        # With the default mode, "raise", NumPy would make another copy.
         yield np.take(raw, numbers, axis=0, out=memory[: len(numbers)], mode="clip")
 
 
 def order_of_shard(seed: int, name: str, n: int) -> Tensor:
-    """Return the order, [n], in which a shard's rows are stored: row i is that of number `order[i]` in the text.
+    """Return the order [n] in which a shard stores its rows: stored row i is row `order[i]` in text order.
 
-    The numbers in its name decide: its own, and that of the process where several write.
+    The seed and the numbers in the shard's name determine it: the shard's and, with several processes, the process's.
     """
     numbers = [int(one) for one in re.findall("[0-9]+", name)]
     return torch.from_numpy(np.random.default_rng([seed, *numbers]).permutation(n))
@@ -230,9 +229,9 @@ def order_of_shard(seed: int, name: str, n: int) -> Tensor:
 def _write(
     file: Path, like: dict[str, Tensor], pieces: Iterator[Raw], sums: RunningSums, workers: ThreadPoolExecutor
 ) -> ShardFile:
-    """Write a safetensors file whole or not at all, and on the disk; return its name, rows and sum.
+    """Write a safetensors file atomically and sync it to disk; return its name, number of rows and SHA-256.
 
-    Its tensors are those of `like`, but for the rows, which come in pieces.
+    It has the tensors of `like`, except that its rows come from `pieces`.
     """
     temporary = file.with_name(f".{file.name}.new")
     digest, n = hashlib.sha256(), len(like["token_ids"])
@@ -262,9 +261,9 @@ def _write(
 
 
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
-    """Return the names of the tensors in the order of a file of `n` rows of each, and what it begins with.
+    """Return the names of the tensors in file order, and the header of a file with `n` rows of each tensor.
 
-    Both are as safetensors has them in a file of one row.
+    Both are derived from the file that safetensors writes for one row.
     """
     small = save({name: one[:1].contiguous() for name, one in like.items()})
     table = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])
@@ -279,7 +278,7 @@ def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
 
 
 def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
-    """Write bytes, of which a call may take only some, and hash them."""
+    """Write all bytes, since one call may write only some of them, and hash them if there is a digest."""
     left = memoryview(values).cast("B")
     if digest:
         digest.update(left)
@@ -288,7 +287,7 @@ def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
 
 
 class RunningSums:
-    """Sums over rows that come in pieces, in float64."""
+    """Sums over rows that arrive in pieces, in float64."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         self._dtype = dtype
@@ -296,7 +295,7 @@ class RunningSums:
         self._exact = np.empty((_ROWS_AT_ONCE, width))
 
     def add(self, raw: Raw) -> None:
-        """Add rows by their bytes."""
+        """Add rows, given as bytes."""
         rows = torch.from_numpy(raw).view(self._dtype)
         for part in rows.split(_ROWS_AT_ONCE):
             exact = self._exact[: len(part)]
@@ -307,12 +306,12 @@ class RunningSums:
             self._squares += np.einsum("ij,ij->j", exact, exact)
 
     def sums(self, n: int) -> Sums:
-        """Return them as those of n rows."""
+        """Return the sums over all `n` rows."""
         return Sums(n, self.total.tolist(), self._squares.tolist())
 
 
 def add_sums(first: Sums | None, second: Sums) -> Sums:
-    """Return the sums over the rows of both."""
+    """Return the sums over the rows of both arguments."""
     if first is None:
         return second
     pairs = zip((first.total, first.squares), (second.total, second.squares), strict=True)

@@ -10,11 +10,11 @@ from trainer.contract.wording import plural
 
 
 def spread(model: Any) -> Any:
-    """Place a model's blocks on the GPUs of this process one after the other, about as many bytes on each.
+    """Place a model's blocks in order on the GPUs of this process, with about the same number of bytes on each.
 
-    Raise `UserError` where they have too little free memory.
+    Raise `UserError` if the GPUs have too little free memory.
     """
-    # Not before it is needed: 2 s.
+    # Imported only when needed, since the import takes 2 s.
     from accelerate import dispatch_model
     from accelerate.utils import get_max_memory
 
@@ -22,13 +22,13 @@ def spread(model: Any) -> Any:
 
 
 def places(model: Any, room: Mapping[int | str, int]) -> dict[str, int]:
-    """Return the GPU of each module; `room` is the bytes that are free, by GPU."""
+    """Return the GPU of each module; `room` is the number of free bytes of each GPU."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
     gpus = {gpu: n_bytes for gpu, n_bytes in room.items() if gpu != "cpu"}
     whole = sorted(getattr(model, "_no_split_modules", None) or [])
-    # A module that has no room is on "cpu" or "disk" here, from which its weights would be fetched for every batch.
+    # Modules that fit on no GPU are assigned to "cpu" or "disk"; their weights would be copied for every batch.
     balanced = get_balanced_memory(model, {**gpus, "cpu": 0}, no_split_module_classes=whole)
     chosen: dict[str, int] = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
     if not set(chosen.values()) <= gpus.keys():

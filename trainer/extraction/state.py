@@ -1,4 +1,4 @@
-"""How far an extraction is: that of each process, and of all together."""
+"""The saved progress of an extraction: that of each process, and of all processes together."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
 
 
 class State(msgspec.Struct):
-    """How far an extraction is, written after each shard; with several processes, how far each of them is.
+    """The progress of an extraction, saved after each shard; with several processes, each saves its own.
 
-    It goes on with the batch of number `batch`, of which `offset` rows are stored. `left_out` counts the rows before
-    that batch that were left out, by reason. `limits` are the largest norms, by hook, `dtype` is that of the rows.
-    Of a process that has ended, `lacking` rows are those of its share that its text has not given.
+    The extraction continues with batch number `batch`, of which `offset` rows are stored. `left_out` counts the rows
+    left out before that batch, by reason. `limits` are the largest norms of kept rows by hook; `dtype` is the type of
+    the rows. `lacking` is the number of rows missing from a process's share because its text has ended.
     """
 
     job: dict[str, Any]
@@ -46,9 +46,9 @@ class State(msgspec.Struct):
 
 
 def stored_state(job: ExtractJob, n_ranks: int = 1) -> State:
-    """Return how far this job has come in its output folder; raise `UsageError` where that holds another extraction.
+    """Return this job's progress in its output folder; raise `UsageError` if the folder holds another extraction.
 
-    That of several processes is the sum of theirs.
+    With several processes, this is the sum of their progress.
     """
     output, asked = Path(job.extract.output), identity(job)
     if lack := lack_of_output(job):
@@ -72,19 +72,19 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> State:
 
 
 def part_folder(job: ExtractJob, rank: int, n_ranks: int) -> Path:
-    """Return where a process writes down how far it is: a process alone, in the output folder."""
+    """Return the folder for a process's progress; a single process uses the output folder."""
     output = Path(job.extract.output)
     return output if n_ranks == 1 else output / PARTS / str(rank)
 
 
 def part_state(job: ExtractJob, rank: int, n_ranks: int) -> State:
-    """Return how far one process is."""
+    """Return the saved progress of one process."""
     state = read_json(part_folder(job, rank, n_ranks) / STATE, State)
     return state if state and state.n_stored else _new_state(identity(job), n_ranks)
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write down how far an extraction is; raise `UserError` where the disk does not take it."""
+    """Save the progress of an extraction; raise `UserError` if it cannot be written."""
     try:
         write_json(folder / STATE, state)
     except OSError as error:
@@ -92,7 +92,7 @@ def write_state(folder: Path, state: State) -> None:
 
 
 def merged(parts: list[State]) -> State:
-    """Return what several processes have stored together."""
+    """Return the state of several processes together."""
     hooks = range(len(parts[0].shards))
     sums: list[Sums | None] = [None for _ in hooks]
     for part, hook in itertools.product(parts, hooks):
@@ -102,7 +102,7 @@ def merged(parts: list[State]) -> State:
         job=parts[0].job,
         dtype=next((part.dtype for part in parts if part.dtype), ""),
         limits=next((part.limits for part in parts if part.limits), []),
-        # The contexts that are read lie before the end of this batch, as if one process had read them.
+        # The number that a single process would have: all contexts read so far lie before the end of this batch.
         batch=len(parts) * (max(part.batch for part in parts) + 1) - 1,
         offset=0,
         left_out={reason: sum(part.left_out[reason] for part in parts) for reason in parts[0].left_out},
@@ -113,7 +113,7 @@ def merged(parts: list[State]) -> State:
 
 
 def forget_parts(job: ExtractJob) -> None:
-    """Remove what processes wrote down each for itself."""
+    """Remove the saved progress of the individual processes."""
     shutil.rmtree(Path(job.extract.output) / PARTS, ignore_errors=True)
 
 
@@ -135,7 +135,7 @@ def _new_state(asked: dict[str, Any], n_ranks: int) -> State:
 
 
 def _refuse_strangers(job: ExtractJob) -> None:
-    """Raise `UsageError` where shards lie in a hook's folder of which nothing is known: rows would be mixed."""
+    """Raise `UsageError` if a hook's folder holds unknown shards, whose rows would mix with the new ones."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             message = f"{folder} holds shards of something else; choose another folder or delete them"

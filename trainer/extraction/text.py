@@ -1,4 +1,4 @@
-"""Documents of a text, in an order that is always the same: local files or a data set of the hub."""
+"""Reads the documents of a text, from local files or a data set on the hub, always in the same order."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from trainer.contract.files import open_plain
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.language import TEXT_SUFFIXES, Text, lack_of_text
 
-# A text, the messages of a chat, or the ids of tokens.
+# A text, the messages of a chat, or token ids.
 Document = str | list[dict[str, Any]] | list[int]
-# What "auto" takes, the first that is there.
+# The columns that "auto" tries, in this order.
 COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
-# Beside ids of tokens: 0 where one only fills a row up.
+# The column next to token ids that is 0 for padding.
 MASK = "attention_mask"
-# By the names that ShareGPT has for who speaks: those of a chat template.
+# The roles of chat templates for ShareGPT's names of speakers.
 _ROLES = {"human": "user", "gpt": "assistant"}
-# Bytes. A longer text file is taken as several documents, cut at the ends of lines: it need not fit into memory.
+# Bytes. A longer text file is cut at ends of lines into several documents, so that it need not fit into memory.
 _LONGEST = 2**20
-# Bytes, or characters. A longer row is refused, since tokenizing holds it several times in memory.
+# Bytes or characters. A longer row is refused, since tokenizing keeps several copies of it in memory.
 _LONGEST_ROW = 16 * 2**20
-# Bytes. A JSON file is held in memory as a whole.
+# Bytes. A JSON file is loaded into memory completely.
 _LARGEST_JSON = 256 * 2**20
-# Rows of Parquet or Arrow read at once, and the bytes up to which they become texts together: dictionary values may be
-# larger by a factor of up to the number of rows.
+# Rows of Parquet or Arrow that are read at once, and the most bytes for which they are converted to Python objects at
+# once: expanding a dictionary can multiply the bytes by up to the number of rows.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
-# Bytes that a row group may take in memory, and how many times its stored size: a few bytes can encode billions of
-# equal numbers.
+# A column of a row group may take this many bytes in memory, or this multiple of its stored bytes if that is more. A
+# few bytes can encode billions of equal numbers.
 _LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
 _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; cut it into several"
 
 
 def documents(text: Text) -> Iterator[Document]:
-    """Yield the documents of a text; raise `UserError` where it cannot be read."""
+    """Yield the documents of a text; raise `UserError` if it cannot be read."""
     if text.path is None:
         yield from _of_rows(_hub_rows(text), text, str(text.dataset))
         return
@@ -52,9 +52,9 @@ def documents(text: Text) -> Iterator[Document]:
 
 
 def mended(value: Any) -> Any:
-    """Replace each unpaired surrogate of a text, or of the texts of a chat, by U+FFFD.
+    """Return a text or a chat with each unpaired surrogate replaced by U+FFFD.
 
-    JSON can hold them in texts that were cut within a character, and no tokenizer accepts them.
+    JSON texts that were cut within a character can contain such surrogates, and no tokenizer accepts them.
     """
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -64,7 +64,7 @@ def mended(value: Any) -> Any:
 
 
 def is_data_set(path: str) -> bool:
-    """Tell whether a folder is one that `save_to_disk` of the library datasets has written."""
+    """Return whether `save_to_disk` of the datasets library has written a folder."""
     return any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
@@ -102,7 +102,7 @@ def _of_file(file: Path, text: Text) -> Iterator[Document]:
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    # Long lines are cut at a whole character.
+    # Decodes incrementally, since a long line may be cut within a character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_plain(file) as stream:
         while lines := stream.read(_LONGEST) + stream.readline(_LONGEST_ROW):
@@ -153,11 +153,11 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
-    """Raise `UserError` for a row group if numbers in these columns (None: all) far exceed the stored bytes."""
+    """Raise `UserError` if numbers in these columns (None: all) take far more bytes in memory than in the row group."""
     columns = [group.column(place) for place in range(group.num_columns)]
     if names is not None:
         columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]
-    # Of these columns together: an attention mask of ones takes almost no bytes, unlike its token ids.
+    # Sum over these columns, since an attention mask of ones takes almost no bytes, unlike its token ids.
     stored = max(1, sum(one.total_uncompressed_size for one in columns))
     for column in columns:
         taken = 8 * column.num_values
@@ -215,22 +215,22 @@ def _decoded(value: Any) -> Any:
 
 
 def _hub_rows(text: Text) -> Iterator[Any]:
-    """Yield the rows of a data set of the hub as they come, without storing it."""
+    """Yield the rows of a data set on the hub while it is downloaded, without storing it."""
     datasets = _load_datasets()
     try:
         yield from datasets.load_dataset(text.dataset, text.subset, split=text.split, streaming=True)
     except Exception as error:
-        # datasets has dozens of classes for what can be wrong with a name, a split or the network.
+        # datasets raises dozens of exception classes for errors in a name, a split or the network.
         raise UserError(f"text.dataset: {text.dataset} cannot be read: {first_line(error)}") from None
 
 
 def _saved_rows(root: Path, text: Text) -> Iterator[Any]:
-    """Yield the rows of what `save_to_disk` of the library datasets has written."""
+    """Yield the rows of a data set that `save_to_disk` of the datasets library has written."""
     datasets = _load_datasets()
     try:
         stored = datasets.load_from_disk(str(root))
     except Exception as error:
-        # As of a damaged JSON file, a missing one, or Arrow's.
+        # For example for a damaged or missing JSON file, or an exception of Arrow.
         raise UserError(f"text.path: {root} cannot be read: {first_line(error)}") from None
     if isinstance(stored, dict):
         if text.split not in stored:
@@ -249,7 +249,7 @@ def _load_datasets() -> Any:
 
 
 def _of_rows(rows: Iterator[Any], text: Text, place: str) -> Iterator[Document]:
-    """Yield the document that each row holds in the column asked for; a row in which that is empty has none."""
+    """Yield the document in the requested column of each row; skip rows with no value there."""
     column = None if text.column == "auto" else text.column
     for number, row in enumerate(rows):
         if isinstance(row, str) and column is None:
@@ -287,7 +287,7 @@ def _is_chat(value: Any, *keys: str) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _unfilled(ids: list[int], mask: Any, place: str) -> list[int]:
-    """Return the ids that are not there only to fill a row up."""
+    """Return the ids without padding."""
     if mask is None:
         return ids
     if not isinstance(mask, list) or len(mask) != len(ids):

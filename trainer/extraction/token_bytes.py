@@ -1,4 +1,4 @@
-"""The bytes that each token stands for: of many tokenizers a part of a character, which is text only where joined."""
+"""The bytes of each token: in many tokenizers, a token may be only a part of a character and not valid text alone."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import msgspec
 
 from trainer.contract.json_file import read_json, write_json
 
-# What each token stands for, by its number.
+# The file with the bytes of each token, by id.
 TOKENS = "tokens.json"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 
 
 class Base64(msgspec.Struct):
-    """Bytes that are no UTF-8, as JSON has them."""
+    """Bytes that are not UTF-8, for storage in JSON."""
 
     base64: bytes
 
 
 def write_tokens(folder: Path, tokens: Sequence[bytes]) -> None:
-    """Write what each token stands for: its text, or its bytes where these are none; raise `OSError` as a disk does."""
+    """Write the text of each token, or its bytes if they are not UTF-8; raise `OSError` if writing fails."""
     write_json(folder / TOKENS, [_stored(one) for one in tokens])
 
 
 def read_tokens(folder: Path) -> list[bytes]:
-    """Return what each token stands for, by its number; nothing where that is not known."""
+    """Return the bytes of each token by id, or an empty list if the file is missing or not valid."""
     stored = read_json(folder / TOKENS, list[str | Base64]) or []
     return [one.encode() if isinstance(one, str) else one.base64 for one in stored]
 
@@ -43,10 +43,10 @@ def _stored(token: bytes) -> str | Base64:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return what each token stands for, by its number: with the space before a word, where it has one.
+    """Return the bytes of each token by id, including a space before a word.
 
-    How a name in the vocabulary is read, the tokenizer's own decoder says. Of one that says it in another way than is
-    known here, each token is decoded alone.
+    The tokenizer's decoder defines how to convert a name in the vocabulary to bytes. If it has steps that are not
+    supported here, each token is decoded alone.
     """
     numbers = list(range(len(tokenizer)))
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(numbers)]
@@ -54,7 +54,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     steps = list(_steps(_state(getattr(backend, "decoder", None))))
     if not _are_known(steps):
         return [one.encode("utf-8", "replace") for one in _decoded_alone(tokenizer, numbers, names)]
-    # Added tokens are found in the text as they are.
+    # Added tokens appear in the text unchanged.
     added = set(tokenizer.get_added_vocab().values())
     return [name.encode() if number in added else _bytes_of(name, steps) for number, name in enumerate(names)]
 
@@ -64,7 +64,7 @@ def _state(decoder: Any) -> dict[str, Any]:
 
 
 def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a decoder, those of a sequence one by one."""
+    """Yield the steps of a decoder, including the nested steps of sequences."""
     if decoder.get("type") == "Sequence":
         for one in decoder["decoders"]:
             yield from _steps(one)
@@ -73,7 +73,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _are_known(steps: Sequence[dict[str, Any]]) -> bool:
-    """Tell whether all steps look at one token alone, as far as they change more than the ends of a whole text."""
+    """Return whether all steps are supported: they convert each token alone, or change only the ends of a text."""
     kinds = [step.get("type") for step in steps]
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     of_ends = all(at > fused for at, kind in enumerate(kinds) if kind == "Strip")
@@ -82,7 +82,7 @@ def _are_known(steps: Sequence[dict[str, Any]]) -> bool:
 
 
 def _bytes_of(name: str, steps: Sequence[dict[str, Any]]) -> bytes:
-    """Return what a name in the vocabulary stands for."""
+    """Return the bytes of a token from its name in the vocabulary."""
     for step in steps:
         match step["type"]:
             case "ByteLevel":
@@ -98,7 +98,7 @@ def _bytes_of(name: str, steps: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character stands for in the names of byte-level tokens, as GPT-2 has it."""
+    """Return the byte that each character represents in the names of byte-level tokens, as in GPT-2."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -108,7 +108,7 @@ _BYTES = _byte_characters()
 
 
 def _decoded_alone(tokenizer: Any, numbers: list[int], names: list[str]) -> Iterator[str]:
-    """Yield each token's text as decoded alone, which loses the space before it."""
+    """Yield the text of each token decoded alone; add the space before a word, which such decoding drops."""
     texts = tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"

@@ -1,4 +1,4 @@
-"""What lies between the last block of a language model and its logits: one norm or none, and the unembedding."""
+"""Finds the layers between the last block of a language model and its logits: at most one norm, and the unembedding."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trainer.extraction.hook_points import Blocks
 
-# The size of the rows by which a norm is tried, and how far its output may move, in parts, where a constant is added to
-# a row and the norm takes the mean out.
+# The size of the values in the rows that probe a norm. The second is a relative tolerance: a norm subtracts the mean if
+# its output changes by less when a constant is added to a row.
 _SIZE, _ROUNDING = 64.0, 1e-2
 
 
@@ -24,7 +24,7 @@ class Ending(NamedTuple):
 
 
 def find_ending(model: Any, blocks: Blocks, read: Callable[[], object]) -> Ending | None:
-    """Watch what `read` has the model do; return None where more than a norm lies behind the last block."""
+    """Return the layers that follow the last block while `read` runs the model; None if there is more than a norm."""
     unembedding = model.get_output_embeddings()
     weight = getattr(unembedding, "weight", None)
     if weight is None or weight.ndim != 2:
@@ -43,7 +43,7 @@ def find_ending(model: Any, blocks: Blocks, read: Callable[[], object]) -> Endin
 
 
 def _scales(module: nn.Module) -> bool:
-    """Tell whether all parameters of a module are one number for each dimension, as those of a norm."""
+    """Return whether all parameters of a module have one value for each dimension, as in a norm."""
     own = [*module.parameters(recurse=False)]
     return bool(own) and not [*module.children()] and all(one.ndim == 1 for one in own)
 
@@ -54,7 +54,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """Collect what goes into modules and comes out of them while the context lasts."""
+    """Record the input and the output of each module while the context lasts."""
     flows: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def take(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -75,8 +75,8 @@ def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, T
 def folded(ending: Ending) -> Tensor:
     """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
 
-    The weight of the norm is multiplied in, and for one that subtracts the mean, that is taken out, as TransformerLens
-    folds it (`fold_ln`). What is left out is the division by the size of the row, which is no part of a direction.
+    The result includes the norm's weight and its subtraction of the mean, if any, as in TransformerLens (`fold_ln`). It
+    does not include the division by the size of the row, which is unknown for a direction.
     """
     w_u = ending.weight.detach().float().T
     if ending.norm is None:
@@ -87,16 +87,16 @@ def folded(ending: Ending) -> Tensor:
 
 
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
-    """Return the factor [d] of each dimension, whatever the norm calls its parameters, and whether it takes the mean.
+    """Return the weight [d] of a norm, and whether it subtracts the mean.
 
-    A row of mean 0 is left as it is by a norm, but for its size, the weight and the bias; the bias is the same for the
-    opposite row.
+    Both are measured, since norms name their parameters differently. A norm scales a row of mean 0, multiplies it by
+    the weight and adds the bias. The bias cancels in the difference from the output for the opposite row.
     """
     row = torch.ones(d, dtype=like.dtype, device=like.device)
     row[1::2] = -1
     if d % 2:
         row[-3:] = torch.tensor([1, 1, -2]).to(row)
-    # Large enough that what a norm adds to the size, to divide by no zero, does not count.
+    # Large enough that the norm's epsilon, which prevents division by zero, has no effect.
     row *= _SIZE
     up, down, moved = (norm(one[None])[0].float() for one in (row, -row, row + 3 * _SIZE))
     weight = (up - down) / 2 * row.float().square().mean().sqrt() / row.float()
