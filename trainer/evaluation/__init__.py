@@ -1,1 +1,1 @@
-"""What a trained SAE is worth: figures over rows it was not trained on, with their errors, and a card of them."""
+"""Evaluates trained SAEs on held-out rows, and writes the figures with their standard errors to report cards."""

@@ -1,4 +1,4 @@
-"""Makes the cards of a finished run's SAEs, by the way: whatever fails here is told, and costs the run nothing."""
+"""Writes the report cards of a finished run's SAEs; a failure is reported, but does not fail the run."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# Rows that are measured: as many as are held back where nothing else is asked for.
+# The most rows to measure: the most rows that are held out by default.
 MOST_ROWS = 32_768
-# A row takes a third of the work that it takes in training.
+# At most one row is measured for this many training tokens; a row takes a third of the work that it takes in training.
 SHARE_OF_TOKENS = 20
-# Texts to keep of each latent: half of what an evaluation keeps, of fewer rows.
+# Texts to keep for each latent: half as many as the command `eval` keeps, since fewer rows are read.
 N_CONTEXTS = 10
 
 
 class Cards:
-    """The cards of one finished run; every rank has one and calls it alike."""
+    """Writes the report cards of a finished run; every rank creates one and makes the same calls."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Cards:
         self._at = trainer.position
 
     def write(self) -> None:
-        """Write a card beside every SAE that this rank has exported, and tell of it; never fail.
+        """Write a card next to every SAE that this rank has exported, and report it; never fail.
 
-        Ranks that add only tokens or latents have nothing to do here.
+        Ranks that only add tokens or latents to the SAEs of another rank write no card.
         """
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
         self._progress.beat(JUDGING, self._at.step, self._at.tokens)
-        # Whoever ends the run from here on ends a finished one.
+        # From here on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
             told = self._parallel.everybodys(self._own())
@@ -77,13 +77,13 @@ class Cards:
         self._progress.beat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Return by label the level and the words of what came of each SAE of this rank, and its FVU's error."""
+        """Write the cards of this rank's SAEs; return by label an event's level and message, and the FVU's error."""
         told: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return told
         for label in self._trainer.learners:
             folder = self._trainer.output / label if label else self._trainer.output
-            # One whose training was given up was not exported.
+            # An SAE whose training was abandoned was not exported.
             if exported_tokens(folder) == self._at.tokens:
                 told[label] = self._try_one(folder, label)
                 rank_log.say(told[label][1])
@@ -118,7 +118,7 @@ class Cards:
         return write_card(folder, card)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
-        """Find what the latents of an SAE fire on, in as many rows as are measured.
+        """Find the texts on which the latents of an SAE fire most, in as many rows as are measured.
 
         Return None if the tokens of the data are unknown, or if the SAE has too many latents for its training time:
         each latent is compared with all others, which takes as long as reading `d_sae` rows.
@@ -130,27 +130,27 @@ class Cards:
         def acts_of(x: Tensor) -> Acts:
             if self._stop.is_set():
                 raise StopAsked("a stop was asked for")
-            # At the scale of the training, as those of an evaluation are.
+            # At the scale of the training, as in the command `eval`.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
         return contexts_of(acts_of, texts_of(data, most), self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
 
     def _held_out(self) -> TrainingData:
-        """Return the data with the held-out rows of all ranks; of a stream this rank has only its own."""
+        """Return the data with the held-out rows of all ranks, or for a stream with those of this rank."""
         if isinstance(self._source, StreamSource):
             return self._trainer.data
         return open_data(self._source, self._job, Parallel(self._parallel.device))
 
 
 def most_rows(tokens: int, world_size: int) -> int:
-    """Return on how many rows a run of so many tokens and ranks is measured, for a small share of its time."""
+    """Return the number of rows to measure, few enough to take only a small share of the run's time."""
     return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
 
 
 def error_of_all(card: Card) -> float | None:
-    """Return the standard error of the FVU; None if it is unknown.
+    """Return the standard error of the FVU, or None if it is unknown.
 
-    The error on all held-out rows is hardly smaller than on the measured ones, which come from the same texts.
+    The error on all held-out rows would be only slightly smaller, since the measured rows come from the same texts.
     """
     error = card.figures.fvu_error
     return error if math.isfinite(error) else None

@@ -42,7 +42,7 @@ def write_card(
 
     Earlier measurements of the same weights stay unless they were repeated. The same holds for `tensors`: the texts
     that latents fire on and the tokens that they promote. The previous card becomes an older version, unless the same
-    evaluation wrote it (`replaces`). Only one process writes at a time, and each file is written whole. Raise
+    evaluation wrote it (`replaces`). Only one process writes at a time, and each file is written atomically. Raise
     `UserError` if the disk fails or the weights have changed. A README.md that `eval` did not write stays.
     """
     try:
@@ -80,7 +80,7 @@ def _add(folder: Path, card: Card, tensors: Mapping[str, Tensor], before: Versio
 
 
 def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> None:
-    """Write what latents fire on; without tensors, remove the old file, which is damaged or of other weights."""
+    """Write the features file; without tensors, remove the old file, which is damaged or belongs to other weights."""
     if tensors:
         write_features(folder, tensors, weights)
     else:
@@ -105,14 +105,14 @@ def rows_part(timed: Callable[..., Part], figures: Figures, data: Data) -> Part:
 
 
 def with_latents(card: Card, folder: Path) -> Card:
-    """Return the card with some latents and what they fire on, where that is known of the SAE in a folder."""
+    """Return the card with a sample of latents and their texts, if the folder has a valid features file."""
     with contextlib.suppress(UserError):
         return msgspec.structs.replace(card, latents=sample_latents(folder / FEATURES))
     return card
 
 
 def model_card(card: Card) -> str:
-    """Write the card as the Markdown of a model card."""
+    """Return the card as the Markdown text of a model card."""
     origin = {name: public_name(value) for name, value in card.origin.items() if value is not None}
     if card.spliced:
         card = msgspec.structs.replace(
@@ -137,7 +137,7 @@ Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 
 
 def _left_out(data: Data) -> str:
-    """Return a sentence part with the rows that no figure counts."""
+    """Return the part of a sentence that lists the rows left out of all figures."""
     others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
@@ -148,7 +148,7 @@ def _left_out(data: Data) -> str:
 
 
 def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
-    """Write the latents as a table with their texts."""
+    """Yield the lines of a table of the latents with their texts."""
     if not latents:
         return
     yield f"\n{len(latents)} of the latents that fire, drawn by chance, and where each fires most:\n\n"

@@ -1,4 +1,4 @@
-"""The command `eval`: the cards of a run's SAEs, written beside their weights and returned in lines and as JSON."""
+"""The command `eval`: writes the report cards of SAEs next to their weights, and returns them as lines and as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from trainer.sharing.finding import in_folder
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, output_of
 
-# Texts to keep of each latent where nobody says how many.
+# The default number of texts to keep for each latent.
 N_CONTEXTS = 20
 
 
@@ -61,12 +61,12 @@ def evaluate(
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     A transcoder in a folder is measured against `targets`; `given` corrects the settings in the files of the folder.
-    Return each as `card`, as `lines` and where it was `written_to`.
-    A model's own code, which the job file of a run or of `model` asks for, runs only if `allows_code`.
+    Return for each SAE its `card`, the same as `lines`, and the folder that it was `written_to`.
+    A job file may ask for a language model's own Python code, which runs only if `allows_code`.
     With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.
-    With `is_probed` the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
-    Cards, and up to `n_contexts` (20) texts on which each latent fires, are written where the run has exported the
-    SAE. Raise `UserError` where something cannot be read.
+    With `is_probed`, the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
+    Cards, and up to `n_contexts` (20) texts on which each latent fires, are written if the run has exported the SAE.
+    Raise `UserError` if something cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: says how many --model reads; give that too, or leave it out")
@@ -147,11 +147,11 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
 
 
 def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card | None) -> Card:
-    """Write what the latents fire on or promote, and return the resulting card of the folder."""
+    """Write the features file with the latents' texts and promoted tokens; return the resulting card of the folder."""
     has_rows, is_there = ROWS in card.parts, (one.folder / FEATURES).exists()
     if not has_rows and is_there:
         n_contexts = 0
-    # Promoted tokens alone are only shown next to what latents fire on: without a file of these they are not written.
+    # Promoted tokens are only shown next to the latents' texts, so they are not written if there is no features file.
     tensors, parts = one.features(n_contexts) if n_contexts or (is_there and not has_rows) else ({}, {})
     if written and not tensors:
         return written
@@ -160,7 +160,7 @@ def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card |
 
 
 def is_folder_of_saes(path: Path) -> bool:
-    """Tell whether a folder holds SAEs as they are exported, and no run."""
+    """Return whether a folder holds exported SAEs, and is not a run."""
     return bool(saes_in(path)) and not RunPaths(path).job_file.exists()
 
 

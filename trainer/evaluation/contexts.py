@@ -1,4 +1,4 @@
-"""What each latent of an SAE fires on: how often, how strongly, and the texts in which it fires most."""
+"""Finds how often and how strongly each latent of an SAE fires, and the texts in which it fires most."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.training.learner import Learner
 # Tokens of a context before and after the one on which a latent fires most.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# Rows that are looked at, of the first shards.
+# The most rows to read, from the first shards.
 MOST_ROWS = 2**18
 N_BINS = 16
 N_NEAREST = 5
@@ -37,14 +37,14 @@ _AT_ONCE = 1024
 
 
 class Text(NamedTuple):
-    """Rows x [n, d_in] in the order of their text, and of each its token, position and document."""
+    """Rows x [n, d_in] in text order, with the token, position and document of each row."""
 
     x: Tensor
     origin: Origin
 
 
 class Entries(NamedTuple):
-    """Where latents fire, [n] each: sorted by latent, then row; and how many rows there are that count."""
+    """All nonzero activations, as tensors [n] sorted by latent and then row, and the number of rows that count."""
 
     latents: Tensor
     rows: Tensor
@@ -60,7 +60,7 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
 
 
 def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[Text]:
-    """Yield the shards of a folder of activations that tell the tokens of their rows, up to `most` rows; else none."""
+    """Yield the rows of a folder's shards in text order, up to `most`; stop at a shard that records no tokens."""
     meta, room = read_json(place / META, dict[str, object]) or {}, most
     for shard in inspect_shards(place).shards:
         if room <= 0 or not shard_tells_tokens(shard.file):
@@ -80,7 +80,10 @@ def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[Text]:
 
 
 class Contexts:
-    """Collects, text by text, what the latents of an SAE fire on; the best `n_contexts` documents of each."""
+    """Collects, text by text, the contexts in which each latent of an SAE fires most, at most one for each document.
+
+    `n_contexts` is the number of contexts to keep for each latent.
+    """
 
     def __init__(self, d_sae: int, n_contexts: int) -> None:
         self._d_sae, self._n_contexts = d_sae, n_contexts
@@ -89,7 +92,7 @@ class Contexts:
         self.n_rows = 0
 
     def add(self, text: Text, entries: Entries) -> None:
-        """Take a text, and where the latents fire in it."""
+        """Add a text, with the activations of the latents in it."""
         self.n_rows += entries.n_rows
         if not len(entries.values):
             return
@@ -99,7 +102,7 @@ class Contexts:
         latents = entries.latents[which]
         best, token_ids, all_acts = _no_contexts(self._d_sae, self._n_contexts)
         best[latents, rank], token_ids[latents, rank], all_acts[latents, rank] = entries.values[which], ids, acts
-        # Of those of the texts before and those of this one the best stay.
+        # Keep the best contexts of the texts so far and of this one.
         both = torch.cat([self._best, best], 1).sort(dim=1, descending=True, stable=True)
         self._best, order = (one[:, : self._n_contexts] for one in both)
         wide = order[:, :, None].expand(-1, -1, WIDTH)
@@ -107,9 +110,9 @@ class Contexts:
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """Return what `trainer.contract.runs.features` reads; `tokens` are what they stand for, by number.
+        """Return the tensors that `trainer.contract.runs.features` reads; `tokens` has the bytes of each token by id.
 
-        `moved` are the tokens that `logit_lens.moved_tokens` returns, where they are known.
+        `moved` is the result of `logit_lens.moved_tokens`, if known.
         """
         told = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
         of_texts = _texts(torch.cat([ids.flatten() for ids in told]), tokens)
@@ -141,7 +144,10 @@ class Contexts:
 def contexts_of(
     acts_of: Callable[[Tensor], Acts], texts: Iterable[Text], outliers: Outliers, d_sae: int, n_contexts: int
 ) -> Contexts | None:
-    """Return what latents fire on in texts; None where there is no text. Outliers and rows not finite are left out."""
+    """Return the contexts in which latents fire most, or None if there is no text.
+
+    Outliers and rows that are not finite are left out.
+    """
     contexts = None
     for text in texts:
         contexts = contexts or Contexts(d_sae, n_contexts)
@@ -150,14 +156,14 @@ def contexts_of(
 
 
 def _no_contexts(d_sae: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return room for `n` contexts of each latent: largest activations, token ids, and activations on them."""
+    """Return empty tensors for `n` contexts of each latent: largest activations, token ids, and activations on them."""
     ids = torch.full((d_sae, n, WIDTH), NO_TOKEN, dtype=torch.int32)
     return torch.zeros(d_sae, n), ids, torch.zeros(d_sae, n, WIDTH)
 
 
 @torch.no_grad()
 def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> Entries:
-    """Return where latents fire in rows [n, d_in] of one text; outliers and rows not finite are left out."""
+    """Return the nonzero activations on rows [n, d_in] of one text, without outliers and rows that are not finite."""
     parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
     n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):
@@ -173,7 +179,7 @@ def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outlie
 
 
 def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return latent, token and value, on the CPU, of each activation above 0."""
+    """Return the latent, token and value of each activation above 0, on the CPU."""
     if isinstance(acts, SparseActs):
         fires = acts.values > 0
         parts = acts.places.latents[fires], acts.places.tokens[fires], acts.values[fires]
@@ -185,9 +191,9 @@ def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _best_by_document(entries: Entries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return the entries that are the strongest of their latent in a document, for each latent the best `n`.
+    """Return the indices of each latent's strongest entry in each document, for each latent only the best `n`.
 
-    With them comes their rank among those of their latent.
+    Also return the rank of each of these entries within its latent.
     """
     _, numbered = document.unique(return_inverse=True)
     group = entries.latents * (int(numbered.max()) + 1) + numbered[entries.rows]
@@ -204,12 +210,12 @@ def _best_by_document(entries: Entries, document: Tensor, d_sae: int, n: int) ->
 
 
 def _windows(origin: Origin, entries: Entries, which: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens around entries, [n, WIDTH], and how strongly their latents fire on each."""
+    """Return the tokens around entries, [n, WIDTH], and the activation of the entry's latent on each token."""
     n_rows, here = len(origin.token_ids), entries.rows[which][:, None]
     offsets = torch.arange(-BEFORE, AFTER + 1)
     at = (here + offsets).clamp(0, n_rows - 1)
     apart = origin.positions[at] - origin.positions[here]
-    # Rows that were left out make a step of more than one; one back, or far away, is another piece of text.
+    # Positions skip the rows that were left out. A step backwards or a large step leads to another piece of text.
     follows = (apart.sign() == offsets.sign()) & (apart.abs() <= 2 * WIDTH)
     is_same = follows & (origin.document[at] == origin.document[here]) & (at == here + offsets)
     ids = origin.token_ids[at].where(is_same, NO_TOKEN).int()
@@ -219,7 +225,7 @@ def _windows(origin: Origin, entries: Entries, which: Tensor) -> tuple[Tensor, T
 
 
 def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "") -> None:
-    """Write what latents fire on next to the weights of an SAE, whole or not at all; `weights` is their hash.
+    """Write the features file next to the weights of an SAE, atomically; `weights` is their hash.
 
     Raise `UserError` if the disk fails.
     """
@@ -234,8 +240,8 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
     """Complete `tensors` for `write_features` from an older file of the same weights.
 
-    Either may lack what latents fire on, or the tokens that they promote. Return {} if both lack what latents fire on.
-    A damaged older file counts as missing.
+    Either may lack the texts of the latents, or the tokens that they promote. Return {} if both lack the texts. A
+    damaged older file counts as missing.
     """
     before: dict[str, Tensor] = {}
     if older is not None:
@@ -259,7 +265,7 @@ def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[st
 
 
 def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]]:
-    """Yield each token whose bytes are stored, with these bytes."""
+    """Yield the id and the bytes of each token whose bytes are stored."""
     if "text_ids" in tensors:
         text, begin = bytes(tensors["text"].tolist()), 0
         for token, end in zip(tensors["text_ids"].tolist(), tensors["text_ends"].tolist(), strict=True):
@@ -269,7 +275,7 @@ def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]
 
 @torch.no_grad()
 def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each latent those with the most similar decoder directions, [d_sae, n], and their cosines."""
+    """Return for each latent the latents with the most similar decoder directions, [d_sae, n], and their cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
     nearest = []
@@ -282,7 +288,7 @@ def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _texts(token_ids: Tensor, tokens: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return the bytes of the tokens that occur: their numbers, ascending, and where their bytes end in `text`."""
+    """Return the bytes of all tokens that occur, as `text`, with their ids in ascending order and where each ends."""
     return _table_of_texts({one: tokens[one] for one in token_ids.unique().tolist() if 0 <= one < len(tokens)})
 
 
@@ -298,11 +304,11 @@ def _table_of_texts(texts: Mapping[int, bytes]) -> dict[str, Tensor]:
 
 
 def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
-    """Return for each text, by its ascending `text_ids`, the latents that have its token in a context, each once."""
+    """Return an index from each token in `text_ids`, which ascend, to the latents that have it in a context."""
     d_sae = len(token_ids)
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
     pairs = (token_ids[known].long() * d_sae + latents[known]).unique()
-    # Tokens of unknown text have the largest numbers, and come after all others.
+    # Tokens whose bytes are unknown have the largest ids, so they come after all others.
     ends = torch.searchsorted(pairs, (text_ids.long() + 1) * d_sae)
     return {"index_ends": ends, "index_latents": (pairs[: int(ends[-1]) if len(ends) else 0] % d_sae).int()}

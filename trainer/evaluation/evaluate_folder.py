@@ -1,4 +1,4 @@
-"""Makes the card of an SAE from the files that a run, or another tool, has written of it."""
+"""Makes the report card of an SAE from the files that a run or another tool has written."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def cards_in(
     *,
     allows_code: bool = False,
 ) -> Iterator[tuple[Path, Card]]:
-    """Measure the SAE in a folder, or each in the folders in it, and yield where it is and its card.
+    """Measure the SAE in a folder, or the SAEs in its subfolders; yield the folder and the card of each.
 
-    It is measured on the activations in the folder `data`, a transcoder against those in `targets`; without `data` on
-    the rows that its run held out. `given` corrects the settings in its files. Raise `UserError` if it has no run, or a
-    file cannot be read.
+    An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`.
+    Without `data`, they are measured on the held-out rows of their run. `given` corrects the settings in their files.
+    Raise `UserError` if there is neither `data` nor a run, or a file cannot be read.
     """
     folders = saes_in(path)
     run = None if data else _run_beside(path)
@@ -72,12 +72,12 @@ def cards_in(
 
 
 def saes_in(path: Path) -> list[Path]:
-    """Return the folders of the SAEs that a folder is, or holds as those of a sweep."""
+    """Return the folder itself if it holds an SAE, or else its subfolders that hold one, as in a sweep."""
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
 def _job_on(data: str, targets: str | None) -> JobConfig:
-    """Return a job of which all rows of a folder are the data."""
+    """Return a job whose data is all rows of a folder."""
     stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
     job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:
@@ -106,7 +106,7 @@ def card_of(
     step: int = 0,
     is_trained_on: bool = True,
 ) -> Card:
-    """Measure the SAE of a folder on rows of a source; raise `UserError` where it is not one of such rows."""
+    """Measure the SAE in a folder on rows of a source; raise `UserError` if it does not fit these rows."""
     _refuse_other_rows(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
     figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, is_trained_on=is_trained_on)

@@ -1,4 +1,4 @@
-"""Makes the cards of the SAEs of a run, or of one of its checkpoints."""
+"""Makes the report cards of the SAEs of a run, or of one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def evaluations_of(
 ) -> Iterator[Evaluation]:
     """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
 
-    `model` is the job file of an extraction, or "auto" for the one that wrote the data or the model that streamed it:
-    the SAE is then measured in its language model too, on about `n_tokens` (0: not), and probed on `n_sets` sets of
-    texts that the model reads. With `keeps_rows`, rows are not measured again if the card in the folder has figures on
-    rows for the same weights. Raise `UserError` if something cannot be read.
+    `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
+    it. With it, each SAE is also measured in its language model, on about `n_tokens` tokens (0: not), and probed on
+    `n_sets` sets of texts that the model reads. With `keeps_rows`, rows are not measured again if the card in the
+    folder has figures on rows for the same weights. Raise `UserError` if something cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
@@ -124,9 +124,10 @@ def evaluations_of(
 
 
 class _Hooks:
-    """What the SAEs of a hook share: the model, dense probes and rows with tokens. Each is created on first use.
+    """Provides the language model, dense probes and rows with tokens of each hook, which all its SAEs share.
 
-    The SAEs of a hook are evaluated one after another, so only the latest model and probes stay in memory.
+    Each is created on first use. The SAEs of a hook are evaluated one after another, so only the latest model and
+    probes stay in memory.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class _Hooks:
         return self._source.of_hook(hook)
 
     def _load_model(self, hook: int) -> SplicedModel | None:
-        """Return the model whose activations the data of a hook has, with its text; None without --model."""
+        """Return the language model that produced a hook's data, with its text, or None without --model."""
         if self._model is None:
             return None
         stage(LOADING)
@@ -160,7 +161,7 @@ class _Hooks:
         return SplicedModel(extraction, at, self._device, hook_out, only_reads=bool(self._sets))
 
     def _train_probes(self, hook: int) -> DenseProbes | None:
-        """Return probes of the raw rows of each set of texts; None without --probe."""
+        """Return probes of the raw rows of each set of texts, or None without --probe."""
         model = self.model(hook)
         if model is None or not self._sets:
             return None
@@ -203,7 +204,7 @@ class _Measured:
             yield _with(card, PROBES, part, probing=probing)
 
     def features(self, n_contexts: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
-        """Return what the latents fire on and, with a language model, the tokens that they promote; and the parts."""
+        """Return tensors with the latents' texts and, with a language model, their promoted tokens; and the parts."""
         learner, path = self._learner, self._hooks.texts(self._learner.hook)
         if path is None or not path.is_dir():
             return {}, {}

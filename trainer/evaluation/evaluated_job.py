@@ -1,4 +1,4 @@
-"""Reads the job file of a run whose SAEs are measured: it may be somebody else's, and no code of theirs is run."""
+"""Reads the job file of a run to evaluate. It may belong to another user, so no code that it names runs unasked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.settings.toml import read_own_text, read_plain_text
 def evaluated_job(file: Path, *, allows_code: bool = False) -> JobConfig:
     """Return the job of a run, in fp32.
 
-    Raise `UserError` if it runs a model's own code and that is not allowed, or other users may write the file.
+    Raise `UserError` if the job runs a model's own code without permission, or if other users can write its file.
     """
     job = load_run_job(file, read=read_plain_text)
     if any(isinstance(knobs, ModelKnobs) and knobs.remote_code for knobs in job.hooks.values()):

@@ -1,4 +1,4 @@
-"""An SAE as its files have it, in any format that can be read, to run on rows."""
+"""Loads an exported SAE of any supported format, and runs it on rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.training.thresholds import OF_HALVES
 
 
 class ExportedSae:
-    """An SAE to run on raw rows, fp32; `architecture` and `tokens` are what it was trained as, and on how many."""
+    """An SAE that runs on raw rows in fp32, with its `architecture` and its number of `tokens` in training."""
 
     def __init__(self, shared: Shared, device: torch.device) -> None:
         self.metadata = shared.metadata
@@ -35,7 +35,7 @@ class ExportedSae:
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Use, for one half of the held-out rows of its run, the threshold that was set on the other half."""
+        """Use the threshold for this half of the run's held-out rows, which was set on the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
@@ -56,7 +56,7 @@ class ExportedSae:
         return self.W_dec if self.dimension_scales is None else self.W_dec * self.dimension_scales
 
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
-        """Return the activations and the reconstruction [n, d_out] of rows x [n, d_in]; `y` is not looked at."""
+        """Return the activations and the reconstruction [n, d_out] of rows x [n, d_in]; ignore `y`."""
         acts = self.encode(x)
         x_hat = acts.values @ self.W_dec + self._b_dec
         return acts, x_hat + x @ self._weights["W_skip"].T if "W_skip" in self._weights else x_hat
@@ -87,5 +87,5 @@ def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:
 
 
 def read_exported(folder: Path, device: torch.device, given: Given = NOTHING_GIVEN) -> ExportedSae:
-    """Read the SAE in a folder; raise `UserError` if it is missing or no architecture here can compute it."""
+    """Read the SAE in a folder; raise `UserError` if it is missing or its architecture is not supported."""
     return ExportedSae(in_folder(folder).read(given), device)

@@ -1,4 +1,4 @@
-"""Measures an SAE on rows of activations, all sums in float64, by the definitions that SAELens and SAEBench have."""
+"""Measures an SAE on rows of activations by the definitions of SAELens and SAEBench, with all sums in float64."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trainer.contract.runs.report_card import (
 )
 from trainer.saes.sparse_acts import Acts
 
-# Takes inputs [n, d_in] and targets [n, d_out]; gives the activations of all latents and the targets' reconstruction.
+# Takes inputs [n, d_in] and targets [n, d_out]; returns the activations and the reconstruction of the targets.
 Reconstruct = Callable[[Tensor, Tensor], tuple[Acts, Tensor]]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-# Decoder directions that are compared with all others.
+# The most decoder directions that are compared with all others.
 MOST_COMPARED = 2048
 _AT_ONCE = 256
 
@@ -39,7 +39,7 @@ class Grouped(NamedTuple):
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """What single rows and latents came to: error, spread and L0 of each row, and on how many rows a latent fires."""
+    """The error, spread and L0 of each row, and the number of rows on which each latent fires."""
 
     error: Tensor
     spread: Tensor
@@ -99,10 +99,10 @@ def measure(
     grouped: Callable[[Tensor, Tensor], Grouped] | None = None,
     scales: Tensor | None = None,
 ) -> Figures:
-    """Measure an SAE on the rows of `batches()`, which is called twice and gives the same rows; `w_dec` [d_sae, d_out].
+    """Measure an SAE with `w_dec` [d_sae, d_out] on the rows of `batches()`, which must yield the same rows twice.
 
-    `grouped` sums errors and spreads [n] over groups of dependent rows; without it all rows count as independent. With
-    the dimension scales of the training, `scales` [d_out], all figures but `fvu_all_dimensions` are of scaled targets.
+    `grouped` sums errors and spreads [n] over groups of dependent rows; without it all rows count as independent.
+    `scales` [d_out] are the dimension scales of the training: all figures but `fvu_all_dimensions` use scaled targets.
     Raise `ValueError` if there is no row.
     """
     mean = _mean(y for _, y in batches())
@@ -186,7 +186,10 @@ def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
 
 
 def histogram(density: Tensor) -> list[int]:
-    """Count latents [d_sae] that fire by log10 of their density, in bins up to 0; below the lowest, in the first."""
+    """Return the number of latents in each bin of log10 density; the first bin also counts all lower densities.
+
+    `density` is [d_sae]. Latents that never fire are not counted. The last bin ends at 0.
+    """
     fire = density[density > 0].double().log10()
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
     bins = ((fire - LOWEST_DECADE) * BINS_PER_DECADE).floor().clamp(0, n_bins - 1).long()
@@ -220,6 +223,6 @@ def recovered(features: Tensor, w_dec: Tensor) -> float:
 
 
 def recovery(source: Source, w_dec: Tensor) -> float | None:
-    """Return how much of the features that a source is made of is recovered; None where none is known."""
+    """Return the MMCS with the true features of a source, or None if they are unknown."""
     features = getattr(source, "features", None)
     return None if features is None else recovered(features, w_dec)

@@ -1,4 +1,4 @@
-"""Where the latents of an SAE fire in the texts of its data, for tools that look at all of it."""
+"""Finds where the latents of an SAE fire in the texts of its data, for tools that read all activations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainer.evaluation.rows import Rows
 from trainer.sharing.base import Firings
 from trainer.training.learner import Learner
 
-# Tokens of a context: a multiple of the 32 and 64 that tools show at once.
+# Tokens of a context: a multiple of 32 and 64, the lengths that tools show at once.
 CONTEXT = 256
 
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
-    """Return what finds where the latents of a job's SAE fire; None where the data does not tell its tokens."""
+    """Return a function that finds where the latents of a job's SAE fire, or None if the data records no tokens."""
     folders = [folder_of(knobs) for knobs in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
@@ -37,9 +37,10 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
 
 
 def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
-    """Return where latents fire in the first texts of a folder, which is cut into contexts.
+    """Return where latents fire in the first texts of a folder, cut into contexts.
 
-    What is left at the end is dropped, and a row that is an outlier fires nothing. Activations are those for raw data.
+    An incomplete context at the end is dropped. Outlier rows have no activations. Activations are at the scale of the
+    raw data.
     """
     tokens, rows, latents, activations, n_rows = [], [], [], [], 0
     for text in texts_of(path):

@@ -1,7 +1,7 @@
-"""Which tokens the latents of an SAE promote and suppress, as read off their decoder directions (the logit lens).
+"""Finds the tokens that the latents of an SAE promote and suppress, from their decoder directions (the logit lens).
 
-nostalgebraist 2020, "interpreting GPT: the logit lens"; of decoder directions as SAEDashboard and Neuronpedia show it:
-W_dec @ W_U. Here W_U has the weight of the model's final norm folded into it, as TransformerLens' `fold_ln` does.
+nostalgebraist 2020, "interpreting GPT: the logit lens"; applied to decoder directions as in SAEDashboard and
+Neuronpedia: W_dec @ W_U. Here W_U includes the weight of the model's final norm, as with TransformerLens' `fold_ln`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Tokens at either end.
+# Tokens to keep of each kind, promoted and suppressed.
 N_TOKENS = 10
-# Logits that are held at once, in fp32.
+# The most logits to hold in memory at once, in fp32.
 _AT_ONCE = 2**25
 
 
 @torch.inference_mode()
 def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
-    """Return what `trainer.contract.runs.features` reads of the tokens that directions move most, [d_sae, n] each.
+    """Return the tokens that each direction promotes and suppresses most, and their logits, [d_sae, n] each.
 
-    `w_dec` [d_sae, d_model] are the directions, `w_u` [d_model, n_ids] what makes logits of them.
+    The names are those that `trainer.contract.runs.features` reads. `w_dec` [d_sae, d_model] has the directions, and
+    `w_u` [d_model, n_ids] maps them to logits.
     """
     n, at_once = min(N_TOKENS, w_u.shape[1]), max(1, _AT_ONCE // w_u.shape[1])
     up, down = [], []

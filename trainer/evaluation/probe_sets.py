@@ -1,6 +1,6 @@
-"""The labelled texts that probes are trained on: those of the package sae-probes, read as files.
+"""Reads the labelled texts that probes are trained on from the files of the package sae-probes.
 
-To import it would load SAELens, TransformerLens and XGBoost for what is a folder of tables.
+Only its folder of tables is needed. Importing the package would also load SAELens, TransformerLens and XGBoost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PACKAGE = "sae_probes"
 _NEEDED = {PACKAGE: "sae-probes", "sklearn": "scikit-learn", "zstandard": "zstandard"}
 _TABLES = "data/cleaned_data"
 _ENDING = ".csv.zst"
-# Texts of each class that are read, those that come first.
+# The most texts of each class to use, from the beginning of a table.
 PER_CLASS = 192
-# A set with fewer would have a fold of a dozen to choose the penalty by.
+# With fewer texts, only a dozen of them would remain to choose the penalty by.
 _FEWEST_PER_CLASS = 64
-# Short texts with labels that a reader would give too, of as many subjects as there are.
+# Sets of short texts on as many subjects as possible, with labels that a human reader would give too.
 DEFAULTS = (
     "5_hist_fig_ismale",
     "7_hist_fig_ispolitician",
@@ -42,7 +42,7 @@ DEFAULTS = (
 
 
 class TextSet(NamedTuple):
-    """Texts of two classes, as many of each; `labels` are 0 or 1."""
+    """Texts of two classes, the same number of each; `labels` are 0 or 1."""
 
     name: str
     texts: list[str]
@@ -50,9 +50,9 @@ class TextSet(NamedTuple):
 
 
 def read_sets(n: int) -> list[TextSet]:
-    """Return `n` sets: the `DEFAULTS` first, then the others of two classes by their numbers.
+    """Return `n` sets: the `DEFAULTS` first, then other sets with two classes, ordered by number.
 
-    Raise `UserError` where what is needed is not installed, a set cannot be read, or there are not so many.
+    Raise `UserError` if a package is not installed, a set cannot be read, or there are fewer than `n` sets.
     """
     sets: list[TextSet] = []
     for file in _in_order(_folder()):
@@ -86,14 +86,14 @@ def _number(name: str) -> int:
 
 
 def _read(file: Path) -> TextSet | None:
-    """Return a set; None where it has not two classes, or too few texts of one."""
+    """Return a set, or None if it does not have two classes, or has too few texts of one."""
     try:
         by_label: dict[str, list[str]] = {}
         for row in _rows(file):
             if (text := row["prompt"]) and row["target"]:
                 by_label.setdefault(row["target"], []).append(text)
     except Exception as error:
-        # A damaged file fails as one of zstd, of UTF-8, as a table or by its columns.
+        # A damaged file may fail in zstd, in decoding UTF-8, in parsing the table, or for a missing column.
         raise UserError(f"--probe: {file} cannot be read ({first_line(error)}); {_again()}") from None
     n = min(map(len, by_label.values()), default=0)
     if len(by_label) != 2 or n < _FEWEST_PER_CLASS:

@@ -1,8 +1,8 @@
-"""How well a few latents tell what a text is about: k-sparse probing, beside a probe of the raw activations.
+"""k-sparse probing: measures how well a few latents classify texts, compared with a probe of the raw activations.
 
-The definitions are those of sae-probes (Kantamneni et al. 2025, "Are sparse autoencoders useful? A case study in sparse
-probing"), by its way of choosing latents and of choosing the penalty of a logistic regression. Its columns are
-standardised here, since the raw rows of some models have a few columns that are larger than all others by far.
+The definitions follow sae-probes (Kantamneni et al. 2025, "Are sparse autoencoders useful? A case study in sparse
+probing"), including its choice of latents and of the penalty of a logistic regression. Unlike there, columns are
+standardised, since the raw rows of some models have a few columns that are far larger than all others.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Encode = Callable[[Tensor], Tensor]
 KS = (1, 16)
 SEEDS = (0, 1, 2)
 TEST_SHARE = 1 / 3
-# What the inverse of the L2 penalty is chosen from, by the AUC on the last part of the training texts.
+# Candidates for the inverse of the L2 penalty; the AUC on the last part of the training texts decides.
 _STRENGTHS = np.logspace(1, -5, 7)
 _VALIDATION_SHARE, _MOST_VALIDATION = 0.2, 100
 _ROWS_AT_ONCE = 1024
 
 
 class LabelledRows(NamedTuple):
-    """What a model has at a hook after each text of a set: rows [n, d_in] with labels 0 or 1."""
+    """A model's rows [n, d_in] at a hook, one for the end of each text of a set, with labels 0 or 1."""
 
     name: str
     rows: Tensor
@@ -41,7 +41,7 @@ class LabelledRows(NamedTuple):
 
 
 class DenseProbes(NamedTuple):
-    """Sets of rows with the AUCs [n_sets, n_seeds] of probes on all of them, which is the same for every SAE."""
+    """Sets of rows with the AUCs [n_sets, n_seeds] of probes of the raw rows, which are the same for every SAE."""
 
     sets: list[LabelledRows]
     aucs: Floats
@@ -72,7 +72,7 @@ def probe(dense: DenseProbes, encode: Encode) -> Probing:
 
 
 def _one_thread() -> Any:
-    """Have BLAS compute on one thread: on two, fits of so few rows take five times as long."""
+    """Limit BLAS to one thread; with two threads, fits of so few rows take five times as long."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1, "blas")
@@ -90,7 +90,7 @@ def _of_latents(one: LabelledRows, encode: Encode) -> list[list[float]]:
 
 
 def _sparse(rows: Tensor, encode: Encode) -> Any:
-    """Return activations as a sparse matrix [n, d_sae]: most are zero, and of wide SAEs too many to keep."""
+    """Return activations as a sparse matrix [n, d_sae]; the dense matrix of a wide SAE would take too much memory."""
     from scipy import sparse
 
     parts = [sparse.csr_matrix(encode(some).double().cpu().numpy()) for some in rows.split(_ROWS_AT_ONCE)]
@@ -98,10 +98,10 @@ def _sparse(rows: Tensor, encode: Encode) -> Any:
 
 
 def by_difference(acts: Any, labels: Ints) -> Ints:
-    """Return latents by how much the means of the two classes differ, the largest first.
+    """Return the latents in order of the difference between their means in the two classes, the largest first.
 
-    `acts` is a sparse matrix [n, d_sae]. What a latent's activations are is divided by the mean of those that are not
-    zero, since its scale means nothing.
+    `acts` is a sparse matrix [n, d_sae]. A latent's difference is divided by the mean of its nonzero activations, since
+    the scale of a latent has no meaning.
     """
     size = np.asarray(abs(acts).sum(0)).ravel() / (acts.getnnz(axis=0) + 1e-6)
     means = [np.asarray(acts[labels == label].mean(0)).ravel() for label in (0, 1)]
@@ -110,7 +110,7 @@ def by_difference(acts: Any, labels: Ints) -> Ints:
 
 
 class Split(NamedTuple):
-    """Which rows of a set a probe is trained and tested on, each in random order, and their labels."""
+    """The indices of the training rows of a probe, in random order, and of its test rows, with their labels."""
 
     train: Ints
     test: Ints
@@ -119,7 +119,7 @@ class Split(NamedTuple):
 
 
 def _split(labels: Sequence[int], seed: int) -> Split:
-    """Split a set of as many rows of each class into two of which that is true as well."""
+    """Split a set into training and test rows; each has the same number of rows of both classes, as the set does."""
     generator, y = np.random.default_rng(seed), np.array(labels)
     of_classes = [generator.permutation(np.flatnonzero(y == label)) for label in (0, 1)]
     n_test = round(len(of_classes[0]) * TEST_SHARE)
@@ -133,7 +133,7 @@ def _auc_of(x: Floats, split: Split) -> float:
 
 
 def auc_of_probe(x_train: Floats, y_train: Ints, x_test: Floats, y_test: Ints) -> float:
-    """Train a logistic regression on rows in random order and return its AUC on others."""
+    """Train a logistic regression on rows in random order, and return its AUC on the test rows."""
     n = len(x_train) - min(int(_VALIDATION_SHARE * len(x_train)), _MOST_VALIDATION)
     aucs = [_fitted_auc(c, x_train[:n], y_train[:n], x_train[n:], y_train[n:]) for c in _STRENGTHS]
     return _fitted_auc(_STRENGTHS[int(np.argmax(aucs))], x_train, y_train, x_test, y_test)
@@ -147,14 +147,14 @@ def _fitted_auc(strength: float, x_train: Floats, y_train: Ints, x_test: Floats,
     from sklearn.preprocessing import StandardScaler
 
     with warnings.catch_warnings():
-        # A weak penalty of classes that a plane separates need not converge, and ranks the texts all the same.
+        # With a weak penalty and separable classes, the fit may not converge, but it still ranks the texts.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000)).fit(x_train, y_train)
     return float(roc_auc_score(y_test, model.decision_function(x_test)))
 
 
 def _summary(names: list[str], aucs: Floats) -> Auc:
-    """Sum up AUCs [n_sets, n_seeds]."""
+    """Return the mean of AUCs [n_sets, n_seeds] and its errors."""
     of_sets = aucs.mean(1)
     return Auc(
         auc=float(of_sets.mean()),

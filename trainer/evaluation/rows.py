@@ -1,4 +1,4 @@
-"""The rows on which an SAE is measured, the same ones each time that they are gone through."""
+"""The rows on which an SAE is measured; each pass over them yields the same rows."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.training.row_sample import Sampler
 
-# Rows that pass through an SAE at once.
+# Rows in one forward pass of an SAE.
 BATCH = 1024
-# How many numbers of a row are hashed: enough to identify it. A hash of whole rows would take seconds.
+# The number of values of a row that are hashed, enough to identify it. Hashing all values would take seconds.
 _HASHED = 32
 
 
 class StopAsked(UserError):
-    """The run was asked to stop while it was measured."""
+    """A stop was requested while an SAE was measured."""
 
 
 class Rows:
-    """The rows that a run has held back, about `most` of them from everywhere, or else a sample of all others.
+    """The held-out rows of a run, or about `most` of them, evenly spaced; a sample of all rows if none are held out.
 
-    Rows that are not finite and outliers are left out and counted each time that `batches` goes through them, which
-    ends with `StopAsked` once `stop` is set.
+    Each pass of `batches` leaves out and counts outliers and rows that are not finite. It raises `StopAsked` once
+    `stop` is set.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Rows:
         self.outliers, self._data, self._job, self._device = outliers, data, job, device
         self._stop = stop or threading.Event()
         self.n_held_out = data.n_held_out
-        # Held-out rows are in the order of the text, whose beginning is not like the rest.
+        # Take every n-th row: held-out rows are in text order, and the beginning of a text differs from the rest.
         self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
-        # Of the last pass over the rows: the label of the text or block of each row, and a hash of rows and labels.
+        # From the last pass: the label of the text or block of each row, and a hash of rows and labels.
         self._labels: list[Indices] = []
         self._digest = hashlib.sha256()
         self._of = ""
@@ -71,7 +71,7 @@ class Rows:
 
     @classmethod
     def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[Rows]:
-        """Return those of the data that a job names, for each of its hooks."""
+        """Return the rows of a job's data for each of its hooks."""
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
         found = [Sampler(one, device).find_outliers(job) for one in hooks]
@@ -83,9 +83,9 @@ class Rows:
     def batches(
         self, measuring_half: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
     ) -> Iterator[Pair]:
-        """Yield inputs and targets, fp32 on the device; the same ones every time.
+        """Yield inputs and targets in fp32 on the device; every call yields the same.
 
-        `measuring_half(half)` is entered while the held-out rows of a half are yielded.
+        The context `measuring_half(half)` is active while the held-out rows of a half are yielded.
         """
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
@@ -149,7 +149,7 @@ class Rows:
         of_targets = targets.mean_and_variance()[1] if targets.n_rows else variance
         heavy = heavy_dimensions(of_targets if scales is None else of_targets * scales.square())
         if scales is not None and self.sums is not None:
-            # FVUs at different scales cannot be compared, so the scales are a part of the identity of the rows.
+            # FVUs at different scales cannot be compared, so the identity of the rows includes the scales.
             at_scales = hashlib.sha256(scales.cpu().numpy().tobytes()).hexdigest()[:16]
             self.sums = msgspec.structs.replace(self.sums, rows=f"{self.sums.rows} {at_scales}")
         return Data(
@@ -194,7 +194,7 @@ class Rows:
 
 
 class _Moments:
-    """The mean and the variance of each dimension of rows that come in parts."""
+    """Accumulates the mean and the variance of each dimension of rows that arrive in parts."""
 
     def __init__(self) -> None:
         self.n_rows = 0

@@ -1,4 +1,4 @@
-"""Rows with the tokens that they are of, by which it is found on what latents fire: stored, or read once more."""
+"""Provides rows with their tokens, to find the texts on which latents fire: stored rows, or a text read again."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.peers import Alone
 
 READING_TEXTS = "reading the text again"
-# Rows that a language model reads once more: on a CPU that takes it a minute or two.
+# Rows for which a language model reads the text again, by device. On a CPU this takes a minute or two.
 N_ROWS = {"cuda": 2**16, "cpu": 2**13}
 
 
 @contextlib.contextmanager
 def rows_with_tokens(knobs: SourceKnobs, device: torch.device) -> Iterator[Path | None]:
-    """Yield the folder of the data; None where it has none, or several.
+    """Yield the folder of the data, or None if it has no folder or several.
 
-    What a language model streams is stored by reading the beginning of its text again, and deleted afterwards. Raise
-    `UserError` where that fails.
+    For a language model's stream, read the beginning of its text again, store the rows in a temporary folder, and
+    delete it afterwards. Raise `UserError` if this fails.
     """
     if not isinstance(knobs, ModelKnobs):
         yield folder_of(knobs)

@@ -1,9 +1,9 @@
-"""What a language model loses where an SAE's reconstructions take the place of what flows through a hook.
+"""Measures how much worse a language model gets when an SAE's reconstructions replace the rows at a hook.
 
-The definitions are SAELens' and SAEBench's: cross-entropy and KL divergence of the model as it is, with the SAE spliced
-in, and with the hook's rows set to zero; a score is the share of the loss by ablation that the SAE avoids. The main
-figures replace and count only rows like those in the training data, so they may leave out first tokens, for example.
-`all_tokens` replaces and counts every row, as SAELens does.
+The definitions are those of SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
+spliced in, and with the hook's rows set to zero. A score is the share of this ablation's loss that the SAE avoids. The
+main figures replace and count only rows like those in the training data, so they may leave out first tokens, for
+example. `all_tokens` replaces and counts every row, as SAELens does.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from trainer.extraction.language_model import LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, Batch, batches
 from trainer.extraction.state import State
 
-# Tokens whose logits are held at once, twice, in fp32.
+# Tokens in one forward pass. Two copies of their logits are held in fp32.
 TOKENS_AT_ONCE = 1024
-# Sites of the residual stream, or whose rows are added to it: what an MLP is given was normalised for it.
+# Sites in the residual stream, or with rows that are added to it. The input of an MLP is not one, as it is normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
 
-# Makes rows [n, d_out] of those at the hook that is read, [n, d_in], and of those that they take the place of.
+# Returns new rows [n, d_out], from the rows [n, d_in] at the hook that is read and the rows [n, d_out] to replace.
 Change = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -58,7 +58,7 @@ class Sums:
         self._n_ce = self._n_kl = 0
 
     def add(self, reading: Reading, logits: Tensor) -> None:
-        """Add a forward pass; `logits` [n_contexts, n_tokens, n_ids]."""
+        """Add a forward pass with `logits` [n_contexts, n_tokens, n_ids]."""
         ce = cross_entropy(logits[:, :-1].flatten(0, 1), reading.ids[:, 1:].flatten(), reduction="none")
         self._ce.append(_with_texts(ce[reading.predicts.flatten()], reading.documents[:, :-1][reading.predicts]))
         self._n_ce += int(reading.predicts.sum())
@@ -99,10 +99,10 @@ def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class Reading(NamedTuple):
-    """Contexts that the model has read as it is, [n_contexts, n_tokens] each.
+    """A batch of contexts that the unchanged model has read, [n_contexts, n_tokens] each.
 
-    `counts` marks rows like those that were extracted; `predicts` [n_contexts, n_tokens - 1] those of them after which
-    a token of the same document comes.
+    `counts` marks rows like the extracted rows. `predicts` [n_contexts, n_tokens - 1] marks the counted rows whose next
+    token belongs to the same document. `log_probabilities` is [n_contexts, n_tokens, n_ids].
     """
 
     ids: Tensor
@@ -113,9 +113,9 @@ class Reading(NamedTuple):
 
 
 class View:
-    """One choice of the rows that count, with its sums: of the model unchanged and with each change, and of the rows.
+    """The sums for one choice of counted rows: for the unchanged model, for each change, and for the rows themselves.
 
-    `known` has the sums of changes from another SAE on the same text, which are not measured again.
+    `known` has the sums of changes that were measured with another SAE on the same text. They are not measured again.
     """
 
     def __init__(
@@ -162,10 +162,10 @@ class View:
 
 
 class SplicedModel:
-    """A language model with its unembedding, whose rows at one hook can be replaced as it reads.
+    """A language model with its unembedding, whose rows at one hook can be replaced while it reads.
 
-    What takes their place is made of them; with `hook_out`, what takes its rows' place is made of those at `hook`.
-    A model that predicts no next token is refused by `NoLoss`, unless it only has to read: then it `has_loss` not.
+    The rows at `hook` are replaced by new rows that are computed from them. With `hook_out`, the rows at `hook_out` are
+    replaced instead. A model that predicts no next token raises `NoLoss`, or has `has_loss` False if it `only_reads`.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class SplicedModel:
 
     @torch.inference_mode()
     def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
-        """Read about `n_tokens` tokens with the SAE in place of the extracted rows, then of all rows as in SAELens.
+        """Measure an SAE on about `n_tokens` tokens: first replace the extracted rows, then all rows as in SAELens.
 
         `reconstruct` takes rows [n, d_in] in fp32 and their targets; `mean` [d_out] is the mean of the targets, the
         same in each call. The default of `n_tokens` is `MODEL_TOKENS` of the device. Ablations are measured in the
@@ -239,7 +239,7 @@ class SplicedModel:
         )
 
     def _left_out(self) -> str:
-        """Return which tokens are not extracted, so that their rows stay unchanged; "" if all are extracted."""
+        """Return a phrase that names the tokens that are not extracted, or "" if all are extracted."""
         knobs = self._job.extract
         first = "first tokens" if knobs.skip_first == 1 else f"the first {knobs.skip_first} tokens"
         names = [*([first] if knobs.skip_first else []), *([] if knobs.keep_special else ["special tokens"])]
@@ -262,15 +262,18 @@ class SplicedModel:
         return last_rows(self._model, texts, self._job.text.context)
 
     def moved_tokens(self, w_dec: Tensor) -> dict[str, Tensor]:
-        """Return which tokens decoder directions [d_sae, d] promote and suppress; nothing where that is not defined.
+        """Return the tokens that decoder directions [d_sae, d] promote and suppress, or {} if they are undefined.
 
-        It is for directions of the residual stream, of a model with at most a norm before its unembedding.
+        They are defined for directions in the residual stream of a model with at most one norm before its unembedding.
         """
         w_u = self._model.unembedding() if self._in_stream and self.has_loss else None
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
     def _batches(self, n_tokens: int) -> tuple[list[Batch], bool]:
-        """Return batches of about `n_tokens` tokens, of text after what was extracted where there is some."""
+        """Return batches of about `n_tokens` tokens, and whether their text was not extracted.
+
+        They come from after the extracted part of the text, or from its beginning if no text is left.
+        """
         output = self._job.extract.output
         state = read_json(Path(output) / STATE, State) if output else None
         extracted = (state.batch + 1) * contexts_at_once(self._job) if state else 0
@@ -284,7 +287,7 @@ class SplicedModel:
         return itertools.islice(contexts_of(self._job, self._model), first, first + n)
 
     def _read(self, batch: Batch) -> tuple[Reading, Tensor]:
-        """Let the model read a batch as it is; return what there is to compare with, and the logits."""
+        """Run the unchanged model on a batch; return the reading to compare with, and the logits."""
         logits = self._model.logits(batch)
         device = logits.device
         ids, positions, documents = (torch.from_numpy(one).to(device) for one in batch)
@@ -303,7 +306,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _replaced(counts: Tensor, change: Change, read: Tensor, written: Tensor) -> Tensor:
-    """Return what flows through a hook [n_contexts, n_tokens, d_out] with the rows that count changed."""
+    """Return the tensor at a hook, [n_contexts, n_tokens, d_out], with the counted rows changed."""
     inputs, rows = (one.reshape(*counts.shape, -1) for one in (read, written))
     changed = rows.clone()
     changed[counts] = change(inputs[counts].float(), rows[counts].float()).to(rows.dtype)
@@ -311,9 +314,9 @@ def _replaced(counts: Tensor, change: Change, read: Tensor, written: Tensor) -> 
 
 
 def job_of_data(folder: Path) -> ExtractJob:
-    """Return the extraction that wrote a folder of shards; raise `UserError` where none is known.
+    """Return the extraction that wrote a folder of shards; raise `UserError` if it is unknown.
 
-    The folder may have come from somebody else: that a model's own code is run is only taken from a job file.
+    The folder may come from another user, so it cannot allow a model's own code to run; only a job file can.
     """
     output = folder.parent
     state = read_json(output / STATE, State)
@@ -331,7 +334,7 @@ def job_of_data(folder: Path) -> ExtractJob:
 
 
 def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
-    """Return the hook that data with this meta.json is of, as the job writes it; raise `UserError` for another."""
+    """Return the job's name for the hook of data with this meta.json; raise `UserError` if the job does not read it."""
     written = str(meta.get("hook") or meta.get("hook_name") or "")
     with contextlib.suppress(ValueError):
         for hook in job.model.hooks:

@@ -1,4 +1,4 @@
-"""What a language model has at a hook where it has read a whole text: the row of the last token."""
+"""Computes a language model's row at a hook for the last token of each text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainer.contract.settings.knobs import show
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch, Tokenizer
 
-# Tokens that the model reads at once.
+# Tokens in one forward pass of the model.
 TOKENS_AT_ONCE = 4096
 
 
 def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tensor:
     """Return the rows [n, d] of the texts' last tokens at the model's first hook, fp32 on the CPU.
 
-    Special tokens stand around a text where the model's family has them; the row is that of the last one of the text
-    itself. A text of more than `context` tokens loses its beginning.
+    The tokenizer's special tokens surround each text, but the row is for the last token of the text itself. A text of
+    more than `context` tokens loses its beginning.
     """
     pieces, places = _pieces(model.tokenizer, texts, context)
-    # Texts of one length need no filling, with which not every model reads a text as it does alone.
+    # Batches of texts of equal length need no padding, which would change the rows of some models.
     groups = list(_of_one_length(pieces))
     rows: dict[int, Tensor] = {}
     for numbers in groups:
@@ -39,7 +39,7 @@ def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tenso
 
 
 def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens of each text, and which of them is the last one of the text itself."""
+    """Return the tokens of each text, and the index of the last token of the text itself."""
     pieces, places = [], []
     for text, (ids, before, after) in zip(texts, tokenizer.tokens(texts), strict=True):
         if not ids:
@@ -51,7 +51,7 @@ def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[l
 
 
 def _of_one_length(pieces: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield the numbers of pieces that are read together."""
+    """Yield the indices of pieces of equal length that are read together."""
     by_length = sorted(range(len(pieces)), key=lambda number: len(pieces[number]))
     for length, numbers in itertools.groupby(by_length, key=lambda number: len(pieces[number])):
         remaining = iter(numbers)
