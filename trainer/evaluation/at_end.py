@@ -31,7 +31,7 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# The most rows to measure: the most rows that are held out by default.
+# The most rows to measure, equal to the most rows that are held out by default.
 MOST_ROWS = 32_768
 # At most one row is measured for this many training tokens; a row takes a third of the work that it takes in training.
 SHARE_OF_TOKENS = 20
@@ -63,7 +63,7 @@ class Cards:
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
         self._progress.beat(JUDGING, self._at.step, self._at.tokens)
-        # From here on, the run counts as finished even if it is killed.
+        # Store all rows first: from here on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
             told = self._parallel.everybodys(self._own())

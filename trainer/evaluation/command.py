@@ -61,7 +61,7 @@ def evaluate(
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     A transcoder in a folder is measured against `targets`; `given` corrects the settings in the files of the folder.
-    Return for each SAE its `card`, the same as `lines`, and the folder that it was `written_to`.
+    Return for each SAE its `card`, the text of the card as `lines`, and the folder that it was `written_to`.
     A job file may ask for a language model's own Python code, which runs only if `allows_code`.
     With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.
     With `is_probed`, the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.

@@ -191,9 +191,9 @@ def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _best_by_document(entries: Entries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of each latent's strongest entry in each document, for each latent only the best `n`.
+    """Find each latent's strongest entry in each document, and keep the best `n` entries of each latent.
 
-    Also return the rank of each of these entries within its latent.
+    Return the indices of these entries, and the rank of each within its latent.
     """
     _, numbered = document.unique(return_inverse=True)
     group = entries.latents * (int(numbered.max()) + 1) + numbered[entries.rows]
@@ -288,7 +288,7 @@ def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _texts(token_ids: Tensor, tokens: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return the bytes of all tokens that occur, as `text`, with their ids in ascending order and where each ends."""
+    """Return a table of all tokens that occur: ids in ascending order, the joined bytes, and where each token ends."""
     return _table_of_texts({one: tokens[one] for one in token_ids.unique().tolist() if 0 <= one < len(tokens)})
 
 
@@ -304,7 +304,7 @@ def _table_of_texts(texts: Mapping[int, bytes]) -> dict[str, Tensor]:
 
 
 def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
-    """Return an index from each token in `text_ids`, which ascend, to the latents that have it in a context."""
+    """Return an index from each token in the ascending `text_ids` to the latents with this token in a context."""
     d_sae = len(token_ids)
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)

@@ -61,7 +61,7 @@ from trainer.training.thresholds import SET_ON, threshold_facts
 
 
 class Evaluation(NamedTuple):
-    """The evaluation of an SAE, which measures lazily, and the `folder` of its card.
+    """The lazy evaluation of an SAE, and the `folder` of its card.
 
     `cards` yields the card after each part, at least once; `card.parts` lists the parts measured so far. `features(n)`
     returns the tensors that `trainer.contract.runs.features` reads, with `n` texts for each latent, and their parts;
@@ -87,8 +87,8 @@ def evaluations_of(
     """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
 
     `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
-    it. With it, each SAE is also measured in its language model, on about `n_tokens` tokens (0: not), and probed on
-    `n_sets` sets of texts that the model reads. With `keeps_rows`, rows are not measured again if the card in the
+    it. If given, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and probed
+    on `n_sets` sets of texts that the model reads. With `keeps_rows`, rows are not measured again if the card in the
     folder has figures on rows for the same weights. Raise `UserError` if something cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
@@ -237,7 +237,7 @@ def _counted(texts: Iterable[Text]) -> Iterator[Text]:
 
 
 def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
-    """Return the extraction that wrote the data, or that would store what a model streams."""
+    """Return the extraction that wrote the data, or an extraction that would store the rows of a streaming model."""
     if isinstance(knobs, ModelKnobs):
         return job_of_stream(knobs, [*dict.fromkeys(ends_of(knobs.hook))])
     if folder := folder_of(knobs):

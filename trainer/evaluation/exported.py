@@ -35,7 +35,7 @@ class ExportedSae:
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Use the threshold for this half of the run's held-out rows, which was set on the other half."""
+        """Use the threshold for one half of the run's held-out rows, set on the other half, while the context lasts."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])

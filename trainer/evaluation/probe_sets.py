@@ -22,7 +22,7 @@ _TABLES = "data/cleaned_data"
 _ENDING = ".csv.zst"
 # The most texts of each class to use, from the beginning of a table.
 PER_CLASS = 192
-# With fewer texts, only a dozen of them would remain to choose the penalty by.
+# With fewer texts, the validation set that decides on the penalty would have only a dozen texts.
 _FEWEST_PER_CLASS = 64
 # Sets of short texts on as many subjects as possible, with labels that a human reader would give too.
 DEFAULTS = (

@@ -33,7 +33,7 @@ _ROWS_AT_ONCE = 1024
 
 
 class LabelledRows(NamedTuple):
-    """A model's rows [n, d_in] at a hook, one for the end of each text of a set, with labels 0 or 1."""
+    """A model's rows [n, d_in] at a hook, one for the last token of each text of a set, with labels 0 or 1."""
 
     name: str
     rows: Tensor
@@ -98,7 +98,7 @@ def _sparse(rows: Tensor, encode: Encode) -> Any:
 
 
 def by_difference(acts: Any, labels: Ints) -> Ints:
-    """Return the latents in order of the difference between their means in the two classes, the largest first.
+    """Return the latents ordered by the difference between their means in the two classes, the largest first.
 
     `acts` is a sparse matrix [n, d_sae]. A latent's difference is divided by the mean of its nonzero activations, since
     the scale of a latent has no meaning.
@@ -119,7 +119,7 @@ class Split(NamedTuple):
 
 
 def _split(labels: Sequence[int], seed: int) -> Split:
-    """Split a set into training and test rows; each has the same number of rows of both classes, as the set does."""
+    """Split a balanced set into training and test rows, which are balanced too."""
     generator, y = np.random.default_rng(seed), np.array(labels)
     of_classes = [generator.permutation(np.flatnonzero(y == label)) for label in (0, 1)]
     n_test = round(len(of_classes[0]) * TEST_SHARE)

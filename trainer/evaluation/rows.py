@@ -75,7 +75,7 @@ class Rows:
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
         found = [Sampler(one, device).find_outliers(job) for one in hooks]
-        # The same estimate that a training reports at its start, with the same seed.
+        # A training run reports the same estimate at its start, with the same seed.
         copies = [copies_in(one, job.train.seed) for one in hooks]
         every = zip(hooks, found, copies, strict=True)
         return [cls(one, outliers, job, device, copies=share) for one, outliers, share in every]
@@ -122,9 +122,9 @@ class Rows:
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
 
     def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
-        """Sum errors and spreads [n] of the last pass over each text, or over each block of neighbouring rows.
+        """Sum the errors and spreads [n] of the last pass for each text, or for each block of neighbouring rows.
 
-        Store the sums as `sums`: they compare SAEs that were measured on the same rows.
+        Store the sums as `sums`, to compare SAEs that were measured on the same rows.
         """
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
         # Labels are renumbered from 0 first, so that the hash does not depend on the numbers of the texts.

@@ -1,9 +1,9 @@
 """Measures how much worse a language model gets when an SAE's reconstructions replace the rows at a hook.
 
 The definitions are those of SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
-spliced in, and with the hook's rows set to zero. A score is the share of this ablation's loss that the SAE avoids. The
-main figures replace and count only rows like those in the training data, so they may leave out first tokens, for
-example. `all_tokens` replaces and counts every row, as SAELens does.
+spliced in, and with the hook's rows set to zero. A score is the share of the loss added by this ablation that the SAE
+avoids. The main figures replace and count only rows like those in the training data, so they may leave out first
+tokens, for example. `all_tokens` replaces and counts every row, as SAELens does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainer.extraction.state import State
 
 # Tokens in one forward pass. Two copies of their logits are held in fp32.
 TOKENS_AT_ONCE = 1024
-# Sites in the residual stream, or with rows that are added to it. The input of an MLP is not one, as it is normalised.
+# Sites in the residual stream, or with rows that are added to it. The input of an MLP is excluded: it is normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
@@ -144,7 +144,7 @@ class View:
         return {name: sums for name, sums in self.of_each.items() if name != "sae"}
 
     def losses(self) -> dict[str, Any]:
-        """Return cross-entropies, KL divergences and scores by the names of `Spliced`."""
+        """Return cross-entropies, KL divergences and scores, named as in `Spliced`."""
         clean, sae, zeros = self.clean, self.of_each["sae"], self.of_each["zeros"]
         ce_zeros, kl_zeros = zeros.ce_by_text, zeros.kl_by_text
         return {

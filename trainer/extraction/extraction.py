@@ -203,7 +203,7 @@ class Extraction:
         self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
 
     def _refuse_other_dtype(self) -> None:
-        """Raise `UsageError` if stored rows have another dtype than this device gives."""
+        """Raise `UsageError` if the dtype of the stored rows differs from the dtype on this device."""
         dtype = str(self._dtype).removeprefix("torch.")
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} hold {self._state.dtype}, and this device gives {dtype}"
@@ -214,7 +214,7 @@ class Extraction:
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
-                # Checked only after a batch: a batch that is read again on resumption is not yet in the counts.
+                # Checked only after a batch: after a resumption, the first batch is not yet in the counts.
                 if self._n_missing <= 0:
                     return True
         self._note_written()
@@ -242,7 +242,7 @@ class Extraction:
         return Coming(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
     def _read_batch(self, coming: Coming) -> None:
-        """Keep the rows of a batch that are needed for this process's share or, after that, for what others lack."""
+        """Keep the rows of a batch that this process's share still needs, then the rows that other processes lack."""
         number, kept = coming.asked.number, coming.asked.kept
         if self._writing and self._writing.shards.is_done:
             self._note_written()
@@ -388,7 +388,7 @@ class Extraction:
         """Wait for the other processes; rank 0 also writes the metadata of all rows next to them."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
-        # The rate excludes the work below, such as hashing the model, whose time does not depend on the rows.
+        # The rate excludes the work below, such as hashing the model, since its time does not depend on the rows.
         rate = self._rate()
         if self._peers.rank:
             return result_of(self._job, self._state, "finished", rate)

@@ -57,7 +57,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def find_point(model: nn.Module, blocks: Blocks, hook: Hook) -> Point:
-    """Return the module that a hook reads; raise `UserError` if the model has no such module."""
+    """Return the module at which a hook reads; raise `UserError` if the model has no such module."""
     if hook.path:
         paths = dict(model.named_modules())
         # A model with an unembedding contains the base model as a module.
@@ -80,7 +80,7 @@ def find_point(model: nn.Module, blocks: Blocks, hook: Hook) -> Point:
 
 
 def _branch(block: nn.Module, site: str) -> str | None:
-    """Return the path, inside a block, of the module whose input or output the site is, or None if it has none.
+    """Return the path, inside a block, of the module whose input or output is the site, or None if there is none.
 
     The output of a branch is what it adds to the residual stream. If the block normalises it first, this is the output
     of the norm.

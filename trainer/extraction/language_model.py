@@ -41,18 +41,18 @@ from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Limit for the difference between the rows of a packed document and of the same document alone, which round
-# differently: after 30 blocks in bf16 by 0.01 of their norm on average and by 0.015 at most.
+# Limit for the difference between the rows of a packed document and of the same document alone. Rounding alone changes
+# the rows: after 30 blocks in bf16 by 0.01 of their norm on average, and by 0.015 at most.
 _ROUNDING = 0.05
-# Limits for the change of a document's rows if only the tokens of its neighbour change. The same layout gives the same
-# rounding, except in a mixture of experts, where the tokens decide which rows are multiplied together.
+# The most that a document's rows may change when only its neighbour's tokens change. Both runs have the same layout and
+# round alike, except in a mixture of experts, where the tokens decide which rows are multiplied together.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 # The start of the second document in each context of the probe, and the length of these contexts. The probe has two
 # contexts because some kernels handle only one.
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
-# Exceptions of models that need other inputs than a text, or do not accept restarting positions.
+# Exceptions that models raise if they need more than token ids, or do not accept positions that restart.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
@@ -174,7 +174,7 @@ class LanguageModel:
         taken: dict[int, Tensor] = {}
 
         def take(number: int, tensor: Tensor) -> None:
-            # A copy, since the model may overwrite the tensor.
+            # Cloned, since the model may overwrite the tensor.
             taken[number] = tensor.clone()
 
         def changed(written: Tensor) -> Tensor:

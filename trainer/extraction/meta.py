@@ -33,7 +33,7 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
         "tokens_after_text": model.tokenizer.after,
         "documents_share_contexts": model.packs,
         "context_size": job.text.context,
-        # A longer context in a batch changes the position embeddings of the others (longrope, dynamic NTK).
+        # A longer context changes the position embeddings of all contexts in its batch (longrope, dynamic NTK).
         **({"rows_depend_on_batch_above": model.window_before} if model.window_before else {}),
         "dataset_path": job.text.path or job.text.dataset,
         "dataset_subset": job.text.subset,

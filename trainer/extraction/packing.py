@@ -15,7 +15,7 @@ from trainer.extraction.text import Document, mended
 from trainer.extraction.token_bytes import token_bytes
 
 Ids = NDArray[np.int64]
-# The position and document number of a padding token.
+# The value in `positions` and `documents` of padding.
 PADDING = -1
 # Documents in one call of a tokenizer, which distributes them over the cores.
 _AT_ONCE = 64

@@ -47,22 +47,23 @@ class Alone:
         self._advance(n)
 
     def extra(self, lacking: int) -> int:
-        """Report how many rows of this rank's share its text lacked; return how many rows it must add for others.
+        """Report how many rows are missing from this rank's share; return how many rows it must add for other ranks.
 
-        The first ranks that still have text add the lacking rows, one rank after the other.
+        Rows are missing if the rank's text has ended. The first ranks that still have text add them, one after another.
         """
         return 0
 
     def end(self, given: int, n_read: int) -> int:
         """Report how many rows beyond its share this rank has, and how many tokens it has read.
 
-        Rank 0 waits for all ranks and returns the tokens that all have read. Other ranks return their own tokens.
+        Rank 0 waits for all ranks and returns the tokens read by all. The other ranks return the tokens read by
+        themselves.
         """
         return n_read
 
 
 class Peers(Alone):
-    """One of several processes that communicate through a folder, which is a new one for each start."""
+    """One of several processes that communicate through a folder; each start of the extraction uses a new folder."""
 
     def __init__(
         self,

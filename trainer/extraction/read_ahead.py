@@ -16,10 +16,10 @@ AHEAD = 8
 
 
 class ReadAhead(Generic[T]):
-    """Iterates over items, of which a thread prepares up to `AHEAD` in advance; raises an error in its turn.
+    """Iterates over items that a thread prepares, up to `AHEAD` of them in advance.
 
-    The thread ends after the last item, on `close`, or when this object is deleted. It is a daemon thread, which does
-    not keep the process alive.
+    An error in the thread is raised after the items before it. The thread ends after the last item, on `close`, or when
+    this object is deleted. It is a daemon thread, which does not keep the process alive.
     """
 
     def __init__(self, items: Iterator[T]) -> None:

@@ -31,10 +31,10 @@ from trainer.contract.settings.shards import TENSOR
 Raw = NDArray[np.uint8]
 # Bytes of a shard that are shuffled, hashed, summed and written at a time.
 _PIECE_BYTES = 2**22
-# Rows that are summed at a time, few enough to stay in a core's cache in float64. With 4096 rows, which do not, the
-# sums took half of the time of an extraction without its model.
+# Rows that are summed at a time, few enough to fit into a core's cache in float64. With 4096 rows, which do not fit,
+# the sums took half of the time of an extraction without its model.
 _ROWS_AT_ONCE = 256
-# The most numbers that torch converts in the calling thread; for more, it starts more threads for each calling thread.
+# The most numbers that torch converts in the calling thread. For more, it starts extra threads for each calling thread.
 _NUMBERS_ALONE = 2**15 - 1
 # Bytes of a row's token id, position and document number.
 _BYTES_BESIDE = 12
@@ -160,7 +160,7 @@ class Blocks:
         return self.begin_write(number).end()
 
     def begin_write(self, number: int) -> ShardsBegun:
-        """Begin to write the next shard of each hook; `end` of the result frees their memory for other rows."""
+        """Begin to write the next shard of each hook; calling `end` on the result frees the memory for other rows."""
         block = self._waiting.popleft()
         self.n_waiting -= block.n
         name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
@@ -220,7 +220,8 @@ def _pieces(raw: Raw, order: NDArray[np.int64]) -> Iterator[Raw]:
 def order_of_shard(seed: int, name: str, n: int) -> Tensor:
     """Return the order [n] in which a shard stores its rows: stored row i is row `order[i]` in text order.
 
-    The seed and the numbers in the shard's name determine it: the shard's and, with several processes, the process's.
+    The seed and the shard's name determine it. The name has the number of the shard and, with several processes, the
+    number of the process.
     """
     numbers = [int(one) for one in re.findall("[0-9]+", name)]
     return torch.from_numpy(np.random.default_rng([seed, *numbers]).permutation(n))

@@ -29,8 +29,8 @@ _LONGEST = 2**20
 _LONGEST_ROW = 16 * 2**20
 # Bytes. A JSON file is loaded into memory completely.
 _LARGEST_JSON = 256 * 2**20
-# Rows of Parquet or Arrow that are read at once, and the most bytes for which they are converted to Python objects at
-# once: expanding a dictionary can multiply the bytes by up to the number of rows.
+# Rows of Parquet or Arrow that are read at once. Up to this size in bytes, they are converted to Python together.
+# Larger rows are converted one by one, since expanding a dictionary can multiply the size by the number of rows.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
 # A column of a row group may take this many bytes in memory, or this multiple of its stored bytes if that is more. A
 # few bytes can encode billions of equal numbers.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from trainer.extraction.hook_points import Blocks
 
-# The size of the values in the rows that probe a norm. The second is a relative tolerance: a norm subtracts the mean if
-# its output changes by less when a constant is added to a row.
+# The size of the values in the rows that probe a norm, and a relative tolerance: a norm subtracts the mean if its
+# output changes by less than this when a constant is added to a row.
 _SIZE, _ROUNDING = 64.0, 1e-2
 
 
@@ -24,7 +24,10 @@ class Ending(NamedTuple):
 
 
 def find_ending(model: Any, blocks: Blocks, read: Callable[[], object]) -> Ending | None:
-    """Return the layers that follow the last block while `read` runs the model; None if there is more than a norm."""
+    """Find the norm and the unembedding after the last block by observing a run of `read`.
+
+    Return None if there is more than a norm between the last block and the unembedding.
+    """
     unembedding = model.get_output_embeddings()
     weight = getattr(unembedding, "weight", None)
     if weight is None or weight.ndim != 2:
