@@ -1,7 +1,7 @@
-"""Answers of older versions of AMD's Python module, all of which the reader must support.
+"""Return values of older versions of AMD's Python module; the reader must support all of them.
 
-Only the shapes are recorded here: 6.0 passes numbers with all bits set on, later versions return "N/A"; names of
-entries changed in 6.2 (clocks), 6.4 (energy) and 7.0 (power).
+Only the structures are recorded here. Version 6.0 returns numbers with all bits set for missing values, later versions
+return "N/A". Entries were renamed in 6.2 (clocks), 6.4 (energy) and 7.0 (power).
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Box:
         return terminal
 
     def record_job(self, name: str, state: JobState, **fields: Any) -> int:
-        """Record a job of this host as its supervisor leaves it; an unfinished job belongs to this test process."""
+        """Record a job of this host as its supervisor would; an unfinished job belongs to this test process."""
         self.data.create()
         here: dict[str, Any] = {"host": socket.gethostname()}
         return record_job(self.data, name, state, **(here | fields))

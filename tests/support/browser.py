@@ -1,4 +1,4 @@
-"""A browser's view of a real `sae-tui serve`: HTTP requests, and sessions whose screens pyte keeps."""
+"""A browser's view of a real `sae-tui serve`: HTTP requests, and sessions whose screens are emulated by pyte."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Served:
 
     @property
     def below(self) -> list[psutil.Process]:
-        """The processes of its sessions, without their descendants."""
+        """The root process of each session, without its descendants."""
         found: list[psutil.Process] = psutil.Process(self.process.pid).children()
         self._processes.update(found)
         return found
@@ -124,7 +124,7 @@ class Served:
 
 
 def _obey_ctrl_c() -> None:
-    # If SIGINT is ignored in the parent, as under nohup, the child inherits that.
+    # A child inherits an ignored SIGINT, for example under nohup.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

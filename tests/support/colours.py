@@ -28,7 +28,7 @@ _XYZ = ((0.4124 / 0.9505, 0.3576 / 0.9505, 0.1805 / 0.9505), (0.2126, 0.7152, 0.
 
 
 def linear(color: Color, of_256: bool = False) -> Rgb:
-    """Return a colour in linear light; with `of_256`, as a terminal of 256 colours shows it."""
+    """Return a colour in linear light; with `of_256`, as a 256-colour terminal shows it."""
     shown = color.downgrade(ColorSystem.EIGHT_BIT) if of_256 else color
     red, green, blue = (share / 255 for share in shown.get_truecolor())
     return _unbend(red), _unbend(green), _unbend(blue)
@@ -53,7 +53,7 @@ def seen_by(color: Color, eye: str, of_256: bool = False) -> Rgb:
 
 
 def difference(one: Rgb, other: Rgb) -> float:
-    """Return the distance of two colours in CIE L*a*b* (1976); 2 is barely visible for adjacent colours."""
+    """Return the distance between two colours in CIE L*a*b* (1976); 2 is barely visible for adjacent colours."""
     return math.dist(_lab(one), _lab(other))
 
 

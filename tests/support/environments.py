@@ -1,4 +1,4 @@
-"""Python environments other than the one that runs the tests: quickly made real ones, and instant stand-ins."""
+"""Python environments other than the one that runs the tests: real ones that are quick to create, and stand-ins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.known import known_settings
 
 ROOT = Path(__file__).parents[2]
 TORCH = {"version": "2.9.0+cpu", "cuda": None, "hip": None, "gpus": 0}
-# Records how each Python of the environment was started.
+# Appends the command line of each Python process of the environment to a file.
 _TELLS = """
 import sys
 with open({file!r}, "a") as stream:
@@ -23,7 +23,7 @@ with open({file!r}, "a") as stream:
 
 
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
-    """Create a virtual environment and return its Python; with `trains` it has the packages of the tests' environment.
+    """Create a virtual environment and return its Python; with `trains` it can import all packages of the tests.
 
     The arguments of each of its processes are recorded in `starts` next to it.
     """

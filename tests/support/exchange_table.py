@@ -200,7 +200,7 @@ def rows() -> Iterator[str]:
 
 
 def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
-    """Yield the rows of one mode: one for all equal collectives, in order of first use.
+    """Yield the rows of one mode: one per group of equal collectives, in order of first use.
 
     The first row is the rank's read from host memory.
     """
@@ -249,7 +249,8 @@ def times_of(step: Step, sharing: int) -> Times:
 class _TimeLine:
     """The times in seconds at which a GPU ends its operations and transfers so far.
 
-    `later` holds the end times, by number, of transfers that an operation waits for later, also from the step before.
+    `later` holds the end times, by number, of the previous step's transfers, which an operation of this step may wait
+    for.
     """
 
     def __init__(self) -> None:
@@ -271,7 +272,7 @@ def _seconds(one: Exchange) -> float:
 
 
 def _as_filled(op: Op, sharing: int) -> Op:
-    """Return an operation with only the valid entries: about this rank's share of the total."""
+    """Return an operation that processes only the valid entries: about this rank's share of the total."""
     arguments = dict(op.arguments)
     if arguments.get("n_filled") is None:
         return op

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> ExtractJob:
-    """Return a small job; `settings` are from any section, by name."""
+    """Return a small job; the keyword arguments may be settings of any section."""
     table: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "hooks": ["resid_post.1", "mlp_out.0"]},
         "text": {"path": str(text), "context": 32},

@@ -1,8 +1,8 @@
 """The GPU path of a step on tensors without memory: shapes, types and operations without a driver.
 
-With a CPU build of torch the tensors report "cpu" and only `is_cuda` is true, since autograd needs a driver for
-"cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda` they report "cuda:0", so that a tensor left on the
-CPU is detected. Code that reads a tensor's numbers gets made-up ones.
+With a CPU build of torch the tensors report "cpu" and only `is_cuda` is true, since autograd needs a driver for "cuda"
+tensors. With a CUDA build and the stubs of `tests/fake_cuda` they report "cuda:0", so that a tensor left on the CPU is
+detected. Code that reads a tensor's values gets made-up numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda", 0) if SAYS_CUDA else CPU
 
 
 class Elsewhere(Group):
-    """A group of ranks that returns empty tensors of the correct size."""
+    """A group of ranks whose collectives return uninitialised tensors of the correct size."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -60,7 +60,7 @@ class Unread:
 def one_of_ranks(
     n_data: int, n_latents: int, group: Callable[[str, int], Group] = lambda _, size: Elsewhere(size)
 ) -> tuple[Parallel, dict[str, Any]]:
-    """Return one of several ranks that have their own tokens or share the latents, and its job's settings.
+    """Return one rank of a data-parallel, tensor-parallel or hybrid run, and its job's `parallel` settings.
 
     `group` makes a group from its name and size.
     """
@@ -78,7 +78,7 @@ def one_of_ranks(
 
 
 class ToldNumber:
-    """Stands in for a number that the host reads from a batch: `told`, which first exceeds the buffer's capacity."""
+    """Stands in for `HostCopy`, a number that the host reads; by default it exceeds the capacity of any buffer."""
 
     told = 2**62
 
@@ -93,9 +93,8 @@ class ToldNumber:
 def fake_gpu(above: int | None = None) -> Iterator[None]:
     """Make everything created on `DEVICE` within the context behave like a GPU tensor.
 
-    For each batch, `above` pre-activations exceed a penalised SAE's threshold; by default there are too many for
-    anything
-    but dense products.
+    `above` is the number of pre-activations per batch that exceed a penalised SAE's threshold. By default there are too
+    many for anything but dense products.
     """
     with contextlib.ExitStack() as stack:
         if above is not None:
@@ -166,7 +165,7 @@ _ALWAYS = (
     (FakeTensor, "__bool__", _no),
     (AdamKnobs, "state_dtype", _state_dtype_on_gpus),
     (torch.cuda, "device_of", _anywhere),
-    # A GPU's allocator keeps a product's memory itself; nothing here may keep a reference, as a mock would.
+    # A GPU's allocator reuses a product's memory. A mock would keep a reference to it and prevent that.
     (reused_buffer, "put_back", _nothing),
     (first_look, "costs", lambda: None),
     (foreseen, "HostCopy", ToldNumber),

@@ -1,9 +1,9 @@
-"""The real app without any import of torch, which takes two seconds of a core each time.
+"""The real app without any import of torch, which would take two core-seconds per start.
 
 python fake_training_app.py [ARGUMENTS OF sae-tui]
 
-Jobs that it launches run stand-in trainings under real supervisors; the doctor sees a torch for CPUs.
-On SIGUSR1 and after a crash it writes its threads' stacks to `stacks.txt` in the folder it was started in.
+Jobs that it launches run stand-in trainings under real supervisors. The doctor reports a CPU build of torch. On SIGUSR1
+and after a crash it writes its threads' stacks to `stacks.txt` in the folder it was started in.
 """
 
 from __future__ import annotations

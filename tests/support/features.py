@@ -13,7 +13,7 @@ ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
 TEXTS = {5: " the", 7: " Lämb", 9: "s"}
 # The same two latents on text of a byte-level tokenizer: 天 is split over two tokens, one of which includes a space.
 SPREAD = {5: b" \xe5\xa4", 7: b"\xa9", 9: "气".encode()}
-# Additional tensors if the language model was available: one token for each of the two latents.
+# Additional tensors that are present if the language model was available: one token for each of the two latents.
 MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
     "promoted": ("I32", "i", [2, 1], [7, 5]),
     "promoted_logits": ("F32", "f", [2, 1], [1.5, 0.5]),
@@ -27,7 +27,7 @@ def flat(values: Any) -> list[Any]:
 
 
 def features_file(texts: Mapping[int, str | bytes] = TEXTS, **changes: tuple[str, str, list[int], list[Any]]) -> bytes:
-    """Return such a file; `changes` are tensors as (type, struct code, shape, values)."""
+    """Return the bytes of the file; `changes` are tensors as (type, struct code, shape, values)."""
     encoded = [text.encode() if isinstance(text, str) else text for text in texts.values()]
     ends = [sum(map(len, encoded[: number + 1])) for number in range(len(encoded))]
     tensors: dict[str, tuple[str, str, list[int], list[Any]]] = {

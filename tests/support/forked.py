@@ -1,4 +1,4 @@
-"""Real processes forked from one that has torch loaded, which saves two seconds of a core per start."""
+"""Real processes forked from one that has torch loaded, which saves two core-seconds per start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_loaded_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class ForkedRank:
-    """A rank with the part of the interface of `subprocess.Popen` that the tests use."""
+    """A forked rank with the subset of the `subprocess.Popen` interface that the tests use."""
 
     def __init__(self, spec_file: Path, environment: Mapping[str, str], prepare: Prepare | None = None) -> None:
         context = loaded_context()

@@ -1,6 +1,6 @@
 """Runs `sae-tui` commands as processes forked from one with loaded modules, each started in 5 ms.
 
-Starting Python and loading the modules would take 0.15 s of a core per command.
+Starting Python and loading the modules would take 0.15 core-seconds per command.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m sae_tui` with these arguments and return its exit code and output.
 
-    It is forked if its environment equals the preloaded process's; otherwise a new Python starts.
+    The command is forked if its environment equals the preloaded process's, except for `FREE` variables. Otherwise a
+    new Python starts.
     """
     if _loading(env) != _loading(os.environ):
         argv = [sys.executable, "-m", "sae_tui", *arguments]

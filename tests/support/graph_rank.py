@@ -1,7 +1,8 @@
 """One rank of a deterministic job, with or without CUDA graphs; `tests/benchmarks/gpu_job.py` runs it.
 
 `graph_rank.py SPEC.json graphs|plain`; the number of replayed steps is written next to the job. By default
-deterministic jobs do not use graphs, since a run resumed on another device would differ; here all runs share one.
+deterministic jobs do not use graphs, since a run resumed on another device would differ. Here all runs use the same
+device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The trainer's command line on CPUs whose first exchange hangs, as between GPUs that lose direct transfers.
+"""Runs the trainer's command line on CPU ranks whose first exchange hangs, as if direct GPU transfers were lost.
 
-python -m support.hanging_ranks join JOB.toml --out FOLDER
+    python -m support.hanging_ranks join JOB.toml --out FOLDER
 
-The ranks exchange over gloo and open their connections as GPU ranks do. `SAE_TUI_TEST_HANGS` lists the ranks that hang
-after the last of these exchanges, until transfers go through host memory. The other ranks have then finished the
-exchange and wait for them. With `SAE_TUI_TEST_HUNG_FILE` they hang in a later step, and create this file.
+The ranks exchange over gloo and open their connections as GPU ranks do. The ranks listed in `SAE_TUI_TEST_HANGS` hang
+after the last exchange of the opening, unless transfers go through host memory. The other ranks have then finished the
+exchange and wait for them. With `SAE_TUI_TEST_HUNG_FILE` they hang in a later step instead, and create this file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _hangs() -> bool:
 
 
 if __name__ == "__main__":
-    # A restarted rank shares the two cores with its peers.
+    # A restarted rank shares the two cores with its peers, so it needs a longer limit.
     opening.LIMIT_S = 60.0 if staging.is_staged() or HUNG_FILE in os.environ else LIMIT_S
     process_group.__dict__.update(Ranks=Hanging, among_neighbours=lambda *_: None, _may_hang=lambda _device: True)
     sys.exit(main())

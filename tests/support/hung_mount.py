@@ -1,4 +1,4 @@
-"""A file system that never answers: a process that reads it cannot be killed, as with a hung GPU."""
+"""A file system that never responds: a process that reads it cannot be killed, as with a hung GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def hung_mount(folder: Path) -> Iterator[threading.Event]:
-    """Mount it at a new folder; yield an event that is set once a process waits. Leaving the context ends the wait.
+    """Mount the file system at a new folder; yield an event that is set once a process waits. On exit the wait ends.
 
-    Once a request has been read, no signal interrupts the process: state D. The test is skipped if mounting is not
-    possible.
+    Once a request has been read, no signal interrupts the process: it is in state D. The test is skipped if mounting is
+    not possible.
     """
     folder.mkdir()
     try:

@@ -23,7 +23,7 @@ from trainer.saes.kernels import (
 )
 from trainer.training import gradients, triton_scale
 
-# Requested by a function `_working_triton`. The optimizer's kernel uses another function.
+# A function `_working_triton` requests each kernel. The optimizer's kernel is requested by another function.
 KERNELS: dict[ModuleType, ModuleType] = {
     encode: triton_encode,
     top_k: triton_top_k,

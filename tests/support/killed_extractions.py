@@ -1,10 +1,9 @@
 """Extractions that are killed and restarted, in processes forked from this one, which has transformers loaded.
 
-`killed_extractions.py JOB.toml DIR SEED N` extracts once undisturbed to DIR/whole. Then it runs N times, each in its
-own
-folder: killed at an interpreter event, such as opening or replacing a file, killed again after a random time, and run
-to the end. The last run, in DIR/interrupted, gets SIGINT after its first shard. Prints the exit codes of each run as
-JSON, negative for a signal.
+`killed_extractions.py JOB.toml DIR SEED N` extracts once undisturbed to DIR/whole. Then it runs N extractions, each in
+its own folder: killed at an interpreter event, such as opening or replacing a file, killed again after a random time,
+and run to the end. The last run, in DIR/interrupted, gets SIGINT after its first shard. Prints the exit codes of each
+run as JSON, negative for a signal.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that kills this process after a time: it does not handle SIGALRM."""
+    """Return a function that makes SIGALRM kill this process after a time."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -80,10 +79,10 @@ def events_of(job: str, output: Path) -> int:
 
 if __name__ == "__main__":
     job, root, choose, n = sys.argv[1], Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4])
-    # nohup makes processes ignore it, and children inherit that.
+    # nohup makes processes ignore SIGINT, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    # Import the modules of this model here, which would take two seconds in each process.
+    # Import the modules of this model here; each forked process would need two seconds for it.
     LanguageModel(load_extraction(job), torch.device("cpu"))
     began = time.monotonic()
     n_events = events_of(job, root / "whole")

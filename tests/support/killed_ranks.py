@@ -1,8 +1,8 @@
-"""Extractions by several ranks, one of which is killed, in processes forked from this one, which has loaded all.
+"""Extractions by several ranks, one of them killed, in processes forked from this one, which has all modules loaded.
 
-`killed_ranks.py JOB.toml DIR SEED N SIZE` extracts once undisturbed to DIR/whole. Then N times, each to a folder of its
-own: a rank is killed at one of the events that the interpreter reports, such as a file that is opened or replaced; the
-others then get SIGTERM, as from a supervisor; then one is killed after a random time, and at last all run to the end.
+`killed_ranks.py JOB.toml DIR SEED N SIZE` extracts once undisturbed to DIR/whole. Then it runs N extractions, each in
+its own folder: a rank is killed at an interpreter event, such as opening or replacing a file, and the others get
+SIGTERM, as from a supervisor. After a restart a rank is killed after a random time. The third start runs to the end.
 Prints the exit codes of the ranks at each start as JSON, negative for a signal.
 """
 
@@ -46,7 +46,7 @@ def start(job: ExtractJob, rank: int, size: int, folder: Path, prepare: Callable
 
 
 def run(job: ExtractJob, folder: Path, prepare: list[Callable[[], object]]) -> list[int]:
-    """Run a rank for each of `prepare`; where one is killed, have the others end. Return their exit codes."""
+    """Run one rank per element of `prepare`; if one is killed, end the others. Return their exit codes."""
     ranks = [start(job, rank, len(prepare), folder, one) for rank, one in enumerate(prepare)]
     codes: dict[int, int] = {}
     while len(codes) < len(ranks):
@@ -59,7 +59,7 @@ def run(job: ExtractJob, folder: Path, prepare: list[Callable[[], object]]) -> l
 
 
 def nothing() -> None:
-    """Do nothing to a rank."""
+    """Leave a rank undisturbed."""
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
@@ -76,7 +76,7 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that kills this process after a time: it does not handle SIGALRM."""
+    """Return a function that makes SIGALRM kill this process after a time."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     n, size = int(sys.argv[4]), int(sys.argv[5])
     torch.set_num_threads(1)
     asked = load_extraction(file)
-    # Import the modules of this model here, which would take two seconds in each process.
+    # Import the modules of this model here; each forked process would need two seconds for it.
     LanguageModel(asked, torch.device("cpu"))
 
     def to(output: Path) -> ExtractJob:

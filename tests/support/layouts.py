@@ -1,4 +1,4 @@
-"""File layouts of SAEs that other tools have written over the years, each with a reference for what the SAE computes.
+"""File layouts in which other tools stored SAEs over the years, each with a reference implementation of the SAE.
 
 Every builder writes the files that the tool's documentation or code describes, with random weights.
 """
@@ -42,9 +42,9 @@ TRANSCODER = NEWEST | {"d_out": D_IN, "apply_b_dec_to_input": False}
 
 
 class Reference(NamedTuple):
-    """Computes an SAE in float64 by the definition of its tool; `weights` have the names that SAELens uses.
+    """Computes an SAE in float64 by its tool's definition; `weights` have SAELens' names.
 
-    With `subtracts` the encoder reads x − b_dec, with `by_norm` latents are scaled by the norms of their decoder rows.
+    With `subtracts` the encoder reads x − b_dec. With `by_norm` latents are scaled by the norms of their decoder rows.
     Rows are multiplied by `row_scale`, and activations by `decoder_scale` [d_sae] before they are decoded.
     """
 
@@ -57,7 +57,7 @@ class Reference(NamedTuple):
     decoder_scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return activations, reconstructions, and the rows whose active latents do not depend on rounding."""
+        """Return activations, reconstructions and a mask of rows whose active latents are unaffected by rounding."""
         own = {name: tensor.double() for name, tensor in self.weights.items()}
         rows = x.double() * self.row_scale
         seen = rows - own["b_dec"] if self.subtracts else rows
@@ -93,8 +93,8 @@ def _clear(distances: Tensor) -> Tensor:
 class Layout(NamedTuple):
     """How a tool stores an SAE: `write` fills a folder and returns the reference.
 
-    `origin` is the metadata in its files, `place` the path below the folder that is read, `flags` are options that the
-    user adds, and `oracle` names the other tool's loader that reads the same files.
+    `origin` is the metadata in the files, `place` the path to read below the folder, and `flags` are the options that
+    the user adds. `oracle` names the other tool's loader that reads the same files.
     """
 
     form: str
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 
 
 def tensors(kind: str = "standard", d_out: int = D_IN, *, skip: bool = False) -> dict[str, Tensor]:
-    """Return random weights, by the names that SAELens uses."""
+    """Return random weights under SAELens' names."""
     drawn = {"W_enc": torch.randn(D_IN, D_SAE), "W_dec": torch.randn(D_SAE, d_out), "b_dec": torch.randn(d_out)}
     drawn["W_dec"] *= 0.5 + torch.rand(D_SAE, 1)
     if kind == "gated":
@@ -368,7 +368,7 @@ def dictionary(
     file: str = "ae.pt",
     **facts: Any,
 ) -> Any:
-    """Return a builder of a dictionary_learning SAE; `names` map its tensor names to ours."""
+    """Return a builder of a dictionary_learning SAE; `names` maps its tensor names to ours."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind)
@@ -398,7 +398,7 @@ LM = {"model_name": "EleutherAI/pythia-70m-deduped", "hook_layer": 3, "context_s
 AT_3 = LM | {"hook_name": "blocks.3.hook_resid_post"}
 POST = {"submodule_name": "resid_post_layer_3"}
 DICTIONARIES = {
-    # It scales decoder rows to norm 1 when it loads them.
+    # dictionary_learning scales decoder rows to norm 1 when it loads them.
     "2024: StandardTrainer": Layout(
         "dictionary_learning",
         dictionary("standard", LINEAR | {"bias": "b_dec"}, {"trainer_class": "StandardTrainer"} | POST, by_norm=True),

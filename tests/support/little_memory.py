@@ -17,7 +17,7 @@ STEP_BYTES, N_STEPS = 2**16, 24
 
 def errors() -> list[tuple[str, bool]]:
     """Return the errors with increasing memory: the message, and whether it is recognised as out of memory."""
-    # The same code on CPUs that could do more.
+    # Select the same code path on CPUs with newer instruction sets.
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
     return [error for step in range(N_STEPS) for error in _error(step * STEP_BYTES)]
 
@@ -39,7 +39,10 @@ def _error(n_bytes: int) -> Iterator[tuple[str, bool]]:
 
 
 def _multiply(n_bytes: int) -> None:
-    """Multiply 16-bit matrices, for which oneDNN compiles code, in `n_bytes` more than the process has."""
+    """Multiply bf16 matrices with `n_bytes` more memory than the process has now.
+
+    oneDNN compiles code for this product.
+    """
     x, W, bias = torch.ones(512, 32).bfloat16(), torch.ones(32, 1024).bfloat16(), torch.ones(1024).bfloat16()
     into = torch.empty(512, 1024, dtype=torch.bfloat16)
     size = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)

@@ -33,15 +33,15 @@ from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
 D_IN, N_STEPS = 12, 2
-# Limit for ranks that wait for a rank that makes a different call, or none.
+# Limit for a rank whose peers make a different call, or none.
 PATIENCE_S = 60
-# By the names that `trainer.parallel.group` has for them.
+# Functions of `torch.distributed` that `trainer.parallel.group` imports by name.
 BOUND = ("_reduce_scatter", "_all_gather")
 _packs = group.packs
 
 
 class Case(NamedTuple):
-    """A training on several ranks with these settings; `path` makes tensors report a "cpu" or a "gpu"."""
+    """A training on several ranks with these settings; with `path` "gpu" tensors report that they are on a GPU."""
 
     size: int
     path: str
@@ -51,9 +51,10 @@ class Case(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function of `torch.distributed` that a rank called: the ranks of its group, and its other arguments in words.
+    """A call of a `torch.distributed` function by a rank: its group's ranks, and the other arguments as text.
 
-    Of rows that each rank has a number of its own of, `sends` and `receives` say how many go to and come from each.
+    If ranks exchange different numbers of rows, `sends` and `receives` are the rows sent to and received from each
+    rank.
     """
 
     name: str
@@ -64,12 +65,12 @@ class Call(NamedTuple):
 
     @property
     def of_all(self) -> tuple[Any, ...]:
-        """What has to be the same on all ranks of the group."""
+        """The values that must be the same on all ranks of the group."""
         return self[:3]
 
 
 def calls_of_ranks(cases: Sequence[Case], folder: Path) -> list[list[list[Call]]]:
-    """Return what each rank calls in each case, of [rank, case]; the ranks meet by files in `folder`."""
+    """Return the calls of each rank in each case, as [rank][case]; the ranks meet through files in `folder`."""
     n_ranks = max(case.size for case in cases)
     with loaded_context().Pool(n_ranks) as pool:
         tasks = [(rank, cases, folder) for rank in range(n_ranks)]
@@ -78,11 +79,11 @@ def calls_of_ranks(cases: Sequence[Case], folder: Path) -> list[list[list[Call]]
 
 def _calls_of_rank(rank: int, cases: Sequence[Case], folder: Path) -> list[list[Call]]:
     torch.set_num_threads(1)
-    # Its kernels need a real GPU, and a failure would be reported.
+    # Triton's kernels need a real GPU, and a failure would be reported.
     sys.modules["triton"] = None  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     calls: list[list[Call]] = [[] for _ in cases]
-    # As where each rank has a machine to itself; and tensors of a hundred values are large.
+    # Exchange as if each rank had its own machine, and treat tensors of a hundred values as large.
     with mock.patch.object(process_group, "among_neighbours", _nothing), mock.patch.object(group, "SMALL", 100):
         for size in sorted({case.size for case in cases if case.size > rank}, reverse=True):
             world = join(CPU, rank, size, folder / f"{size} ranks", patience=timedelta(seconds=PATIENCE_S))
@@ -159,7 +160,7 @@ def _exchanging() -> list[tuple[Any, str, inspect.Signature]]:
 
 
 def _packs_with_parts(tensors: Iterable[Tensor]) -> list[group.Pack]:
-    """Let what is packed be described by the shapes of its parts."""
+    """Describe a packed tensor by the shapes of its parts."""
     found = _packs(tensors)
     for pack in found:
         pack.flat.parts = [list(one.shape) for one in pack.tensors]  # type: ignore[attr-defined]
@@ -170,7 +171,7 @@ def _noted(function: Callable[..., Any], signature: inspect.Signature, calls: li
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(_call_of(function.__name__, signature.bind(*args, **kwargs).arguments))
-        # Otherwise it would need a GPU driver.
+        # The call would need a GPU driver if tensors reported that they are on a GPU.
         with mock.patch.object(Tensor, "is_cuda", False):
             return function(*args, **kwargs)
 

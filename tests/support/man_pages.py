@@ -1,4 +1,4 @@
-"""The manual pages, made of the parsers that the commands have: `make man` writes them."""
+"""The manual pages, generated from the parsers of the commands; `make man` writes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "packaging" / "man"
 
 
 def man_pages() -> dict[Path, str]:
-    """Return the text of every page, the same on each day and in a terminal of any width."""
+    """Return the text of every page, independent of the date and the terminal's width."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"
     try:
@@ -29,7 +29,7 @@ def man_pages() -> dict[Path, str]:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    # The page had the second name before there was a script.
+    # The page of `python -m trainer` had this name before `sae-train` existed.
     also = f".so man1/{PROGRAM}.1\n"
     return {FOLDER / "sae-tui.1": of_app, FOLDER / f"{PROGRAM}.1": of_trainer, FOLDER / "sae-tui-trainer.1": also}
 
@@ -41,12 +41,12 @@ def _page(parser: Parser, name: str, summary: str) -> str:
     page.add_section("examples", "=", _as_written(examples.removeprefix("examples:\n")))
     page.add_section("exit status", "=", "\n".join(f".TP\n.B {one:d}\n{_roff(one.meaning)}" for one in Exit))
     header, rest = str(page).split("\n", 1)
-    # Long words are not spread over a line.
+    # Align left: justified lines would stretch the spaces between long words.
     return f"{header}\n.ad l\n{rest}"
 
 
 def _as_written(text: str) -> str:
-    """Return lines that keep their breaks and spaces."""
+    """Return text that keeps its line breaks and spaces."""
     return f".nf\n{_roff(text).rstrip()}\n.fi"
 
 

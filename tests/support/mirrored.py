@@ -1,4 +1,4 @@
-"""The values that a run with a mirror has stored itself, and how the run continues."""
+"""The values in the store of a run with a mirror, and a function that resumes the run."""
 
 from __future__ import annotations
 

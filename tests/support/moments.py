@@ -8,15 +8,15 @@ import shutil
 import signal
 from collections.abc import Callable
 
-# Files, folders, and both sides of a rename.
+# System calls on files, on folders, and for both kinds of rename.
 CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": shutil}
 
 
 def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], object]) -> int:
     """Call `before`, then `act` in a child that is killed at its nth disk call, for n = 1, 2, ...
 
-    Both get n, as a name. Return the number of children that were killed; the next one runs to the end.
-    This process must have only one thread, since it forks.
+    Both get n as a string. Return the number of killed children; the child after them runs to the end. This process
+    must have only one thread, since it forks.
     """
     for moment in range(1, 100):
         before(str(moment))

@@ -1,8 +1,8 @@
-"""Presses random keys and sends random bytes, on a box with jobs in every state, and reports what broke.
+"""Presses random keys and sends random bytes to an app with jobs in every state, and reports faults.
 
 PYTHONPATH=tests python -m support.monkey --seeds 0:1000 --keys 2000 --processes 2
 
-The same seed presses the same keys in the same packets; what the app does meanwhile depends on the machine.
+The same seed presses the same keys in the same packets. What the app does meanwhile depends on the machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ BYTES = [
 ]  # fmt: skip
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 FRAMES = re.compile("[\u2500-\u257f]")
-# Only the question before a deletion has this word.
+# Only the confirmation of a deletion has this word.
 DELETION_ASKED = b"SAEs?"
 TRACEBACK = b"Traceback (most recent call last):\r\n"
 QUIET_S = 0.25
@@ -74,7 +74,10 @@ QUIET_S = 0.25
 
 @dataclass
 class Result:
-    """The outcome of one seed: `faults` are sentences, `answers_s` the seconds from `?` to the help on the screen."""
+    """The outcome of one seed.
+
+    `faults` are sentences, `answers_s` the seconds from `?` until the help is on the screen.
+    """
 
     seed: int
     size: tuple[int, int]
@@ -108,7 +111,7 @@ def bound_keys() -> list[bytes]:
         for binding in owner.__dict__.get("BINDINGS", []):
             keys = binding[0] if isinstance(binding, tuple) else binding.key
             codes |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
-    # Without the keys that quit: a start takes a second. `q` is pressed now and then elsewhere.
+    # The keys that quit are excluded, since a start takes a second. `_choose_key` presses `q` now and then.
     return sorted(codes - {b"q", b"\x11"})
 
 
@@ -119,7 +122,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _bytes_of(key: str) -> bytes | None:
-    """Return what a terminal sends for a key by Textual's name of it; None where there is nothing."""
+    """Return the bytes that a terminal sends for a key, given Textual's name of the key, or None."""
     sequences = [s for s, keys in ANSI_SEQUENCES_KEYS.items() if isinstance(keys, tuple) and keys[0] == key]
     if sequences:
         return min(sequences, key=len).encode("latin-1")
@@ -128,7 +131,7 @@ def _bytes_of(key: str) -> bytes | None:
 
 
 class Monkey:
-    """One seed: a box, the app on it, and random keys until there were enough."""
+    """One seed: a box, the app on it, and a given number of random keys."""
 
     def __init__(self, seed: int, n_keys: int, folder: Path) -> None:
         self.result = Result(seed, SIZES[seed % len(SIZES)])
@@ -139,7 +142,8 @@ class Monkey:
         self._folder = folder
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
-        # Jobs whose deletion was asked about by their ids, and how many more by their number alone.
+        # Jobs whose deletion was asked about by id, and the number of jobs whose deletion was asked about by number
+        # only.
         self._asked: set[int] = set()
         self._n_asked = 0
         self._searched = 0
@@ -167,7 +171,7 @@ class Monkey:
     # the box
 
     def _fill(self) -> None:
-        """Record a job in every state, each living one under a process of its own that does nothing."""
+        """Record a job in every state; each unfinished job gets a supervisor process that only sleeps."""
         leased = iter(range(3))
         for state in JobState:
             fields: dict[str, object] = {}
@@ -249,7 +253,7 @@ class Monkey:
         self._check()
 
     def _choose_key(self) -> bytes:
-        """Choose a key: mostly a bound one, often one that answers or leaves a dialog."""
+        """Choose a key: mostly a bound one, often one that confirms or leaves a dialog."""
         self.result.keys += 1
         kind = self._random.random()
         if kind < 0.55:
@@ -281,9 +285,12 @@ class Monkey:
             at = self.terminal.raw.find(DELETION_ASKED, at + 1)
 
     def _note_question(self, drawn: bytes) -> None:
-        """Record which jobs a question asks about, or how many, from what was drawn up to the question's end."""
-        # What lies beside a narrow dialog is drawn between its lines, but the number is in the first of them. Drawn
-        # again in parts, it may miss that line.
+        """Record the jobs that a question is about, or their number.
+
+        `drawn` is the output up to the end of the question.
+        """
+        # The cells next to a narrow dialog are drawn between its lines, but the number is in the first line. A partial
+        # redraw may miss that line.
         question = plain(drawn).rpartition("Delete")[2]
         if one := re.match(r"job(\d+)\(", question):
             self._asked.add(int(one[1]))
@@ -292,10 +299,10 @@ class Monkey:
             self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
-        """Fail at a traceback, an end that was not asked for, and a deletion that was not asked about."""
+        """Fail at a traceback, an exit without a request, and a deletion without a question."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        # Of a job's log that is on the screen, the lines are not followed by a line end.
+        # The lines of a job's log on the screen do not end with a line break.
         at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
             self._read(0.5)  # the remaining output
@@ -307,11 +314,11 @@ class Monkey:
         if gone := self._known - now:
             deadline = time.monotonic() + 5
             while self._n_asked < len(gone - self._asked) and time.monotonic() < deadline:
-                self._read(0.05)  # what is written may still be on its way
+                self._read(0.05)  # The question may not have been read yet.
             unasked = gone - self._asked
             asked = self._n_asked >= len(unasked)
             self._fail_if(not asked, f"jobs {sorted(gone)} were deleted, and no question was seen")
-            # Several jobs go one after the other.
+            # Several jobs are deleted one after the other.
             self._n_asked -= len(unasked)
             self._asked -= gone
         self._known = now
@@ -320,12 +327,12 @@ class Monkey:
             self._start()
 
     def _check_exit(self) -> None:
-        """Require, after `q`, exit code 0 and the terminal as it was."""
+        """Require exit code 0 and the initial terminal mode after `q`."""
         self.terminal.read_until_quiet(0.05, 5)
         raw, code = self.terminal.raw, self.terminal.process.returncode
         left = raw.rfind(b"\x1b[?1049l")
-        # A ctrl+c after the app has left the terminal ends what it has still to do, as it ends any command. A ctrl+z
-        # after it makes the terminal forget what it has not yet echoed, and so the ^C.
+        # After the app has left the terminal, ctrl+c interrupts its remaining work, as it does for any command. ctrl+z
+        # makes the terminal discard what it has not echoed yet, so the ^C may be missing.
         interrupted = b"^C" in raw[left:] or b"^Z" in raw[left:]
         ends_well = (0, Exit.INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
         broken = TRACEBACK in raw or b"Traceback" in raw[left:]
@@ -335,7 +342,7 @@ class Monkey:
         self.terminal.close()
 
     def _leave_all(self) -> None:
-        """Leave whatever is open. Each Escape is sent apart, since Escape and what follows at once are another key."""
+        """Leave every open screen. Wait after each Escape, since Escape followed at once by a byte is another key."""
         for _ in range(6):
             with suppress(OSError):  # it has just ended
                 self.terminal.send(b"\x1b")
@@ -344,7 +351,7 @@ class Monkey:
         self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
-        """Wait until all keys have had their effect: until the app neither takes a core any more nor waits for one."""
+        """Wait until all keys have been processed: the app neither uses a core nor waits for one."""
         deadline, before = time.monotonic() + 180, -1.0
         while self.terminal.process.poll() is None:
             spent, state = busy_seconds(self.terminal.process.pid)
@@ -355,7 +362,7 @@ class Monkey:
             self._read(QUIET_S)
 
     def _look(self) -> None:
-        """Require that `?` opens the help from the dashboard, in a window as large as at first; then close it again."""
+        """Require that `?` opens the help from the dashboard at the original window size, then close the help."""
         self.terminal.resize(*self.result.size)
         self._wait_until_idle()
         self._leave_all()
@@ -367,10 +374,10 @@ class Monkey:
         self._check()
 
     def _opens_help(self) -> bool:
-        """Return whether `?` opens the help; it need not if an earlier `q` has just closed the app."""
+        """Return whether `?` opens the help; it may not if an earlier `q` has just closed the app."""
         if self._asks(3):
             return True
-        # Dialogs may be open over dialogs, more of them than Escape was pressed for.
+        # More dialogs may be open on top of each other than Escape was pressed for.
         for _ in range(3):
             self._leave_all()
         if self.terminal.process.poll() is None:
@@ -418,7 +425,7 @@ class Monkey:
             process.wait()
 
     def _stacks(self) -> str:
-        """Return what the threads of the app are doing, or were doing where a signal like SIGSEGV has ended it."""
+        """Return the stacks of the app's threads, at the time of the crash if a signal such as SIGSEGV ended it."""
         stacks = self._folder / "stacks.txt"
         if self.terminal.process.poll() is not None:
             return stacks.read_text() if stacks.exists() else ""
@@ -428,16 +435,16 @@ class Monkey:
         return f"state {state}\n{stacks.read_text()}"
 
     def _screen(self) -> str:
-        """Return what the terminal shows, as far as it was drawn in a window of this size."""
+        """Return the screen, as far as it was drawn at the current window size."""
         screen = pyte.Screen(*self.result.size)
         pyte.ByteStream(screen).feed(bytes(self.terminal.raw))
         return "\n".join(screen.display)
 
 
 def busy_seconds(pid: int) -> tuple[float, str]:
-    """Return the seconds that a process has had of the cores, and its state: R while it runs or waits for one.
+    """Return the core-seconds that a process has used, and its state: R while it runs or waits for a core.
 
-    The seconds for which its main thread waited for a core count too: on a busy machine it may get next to none.
+    The seconds that its main thread waited for a core count too, since on a busy machine it may hardly run.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -448,12 +455,12 @@ def busy_seconds(pid: int) -> tuple[float, str]:
 
 
 def plain(raw: bytes) -> str:
-    """Remove escape sequences, white space and the frames of dialogs from what was written."""
+    """Remove escape sequences, white space and dialog frames from terminal output."""
     return "".join(FRAMES.sub("", ESCAPE.sub(b"", raw).decode(errors="replace")).split())
 
 
 def run(seed: int, n_keys: int, keep: Path | None = None) -> Result:
-    """Run one seed in a folder of its own; if it fails, keep its keys and output in the folder `keep`."""
+    """Run one seed in a temporary folder; if it fails, keep its keys and output in the folder `keep`."""
     with tempfile.TemporaryDirectory(prefix=f"monkey-{seed}-") as folder:
         result = Monkey(seed, n_keys, Path(folder)).run()
         if result.faults and keep:

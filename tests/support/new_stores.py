@@ -1,4 +1,4 @@
-"""The tables of a new store in SQL, as all migration steps make them: `make schemas` writes these files."""
+"""The SQL tables of a new store, as all migrations create them; `make schemas` writes these files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainer.contract.store.migrations import MIGRATIONS, NEW, Schema, migrate
 
 
 def statements_of(path: Path) -> list[str]:
-    """Return the statements that make the tables and indexes of a store."""
+    """Return the statements that create the tables and indexes of a store."""
     with contextlib.closing(sqlite3.connect(path)) as connection:
         rows = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid")
         return [sql for (sql,) in rows]
 
 
 def text_of(schema: Schema) -> str:
-    """Return the text of the file of one kind of store."""
+    """Return the text of the SQL file for one kind of store."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "store.db"
         migrate(path, schema)

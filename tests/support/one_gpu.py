@@ -37,7 +37,7 @@ class QuietWaiting(HostWaiting):
 
 
 class ByHost(SharedRanks):
-    """Shared memory also for tensors on a GPU: PyTorch copies between devices, but does not add across them."""
+    """Shared memory for tensors on a GPU too: PyTorch copies between devices, but does not add across them."""
 
     def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):

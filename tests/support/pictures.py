@@ -1,8 +1,8 @@
-"""Draws every screen in every size and every theme: single SVGs, and a page that shows them beside each other.
+"""Draws every screen in every size and theme, as single SVGs and a page that shows them next to each other.
 
 python -m support.pictures FOLDER [--only WORD] [--theme NAME] [--size 120x40], with PYTHONPATH=tests; `make pictures`.
 
-PNGs beside them where `rsvg-convert` or cairosvg is installed. The README's moving picture is of `support.tour`.
+Writes PNGs too if `rsvg-convert` or cairosvg is installed. `support.tour` makes the README's animation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sae_tui.theme import THEMES, ThemeName
 from trainer.contract.paths import DataDir
 
 SIZES = ("80x24", "120x40", "200x60")
-# Cells of a picture on the page, in pixels: readable, and three sizes in a row.
+# Width of a cell on the page in pixels: it is readable, and a row has room for three sizes.
 _CELL = 4
 _STYLE = "body{background:#888;font:14px sans-serif} figure{display:inline-block;margin:6px;vertical-align:top}"
 
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     flags.folder.mkdir(parents=True, exist_ok=True)
     scenes = [scene for scene in SCENES if flags.only in scene.name]
     sizes, themes = flags.size or SIZES, flags.theme or list(THEMES)
-    # A new process for each, since an app leaves threads behind.
+    # A new process per scene, since an app leaves threads behind.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         asked = [pool.submit(draw, SCENES.index(scene), flags.folder, sizes, themes) for scene in scenes]
         for one in asked:
@@ -59,10 +59,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def draw(number: int, folder: Path, sizes: Sequence[str], themes: Sequence[ThemeName]) -> None:
-    """Draw a scene in every size and theme, an SVG each."""
+    """Draw a scene in every size and theme, one SVG each."""
     with pytest.MonkeyPatch.context() as patch:
         same_everywhere(patch)
-        # What ran, when, and what is late are the same on every day.
+        # Fix the clock, so that times and overdue jobs are the same every day.
         patch.setattr(time, "time", lambda: NOW + 100)
         asyncio.run(_draw(SCENES[number], folder, sizes, themes))
 
@@ -86,13 +86,13 @@ async def _draw(scene: Scene, folder: Path, sizes: Sequence[str], themes: Sequen
 
 
 def file_of(scene: Scene, size: str, theme: str) -> str:
-    """Name the picture of a scene."""
+    """Return the file name for a picture of a scene."""
     words = scene.name.replace(",", "").replace(" ", "-").lower()
     return f"{words}-{size}-{theme}.svg"
 
 
 def page(scenes: Sequence[Scene], sizes: Sequence[str], themes: Sequence[str]) -> str:
-    """Return the page: a row of pictures for each scene and theme, from the smallest to the largest."""
+    """Return the page: a row of pictures for each scene and theme, in the order of `sizes`."""
     parts = [f"<!doctype html><meta charset=utf-8><title>sae-tui</title><style>{_STYLE}</style>"]
     for scene in scenes:
         parts.append(f"<h2>{html.escape(scene.name)}</h2>")

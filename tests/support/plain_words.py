@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# One regular expression per habit. A hit is not always wrong; the limit of `make check` allows for those.
+# One regular expression per habit. A hit is not always a mistake, so the limit of `make check` is above 0.
 MARKERS = (
     r"told|tells?|telling",
     r"nobody|everybody|somebody|anybody|whoever|whomever",
@@ -43,7 +43,7 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`|https?://\S+", re.DOTALL)
 
 
 class Passage(NamedTuple):
-    """A piece of prose, and the line that it begins in."""
+    """A piece of prose and its first line number."""
 
     line: int
     text: str
@@ -89,7 +89,7 @@ def per_10_000(paths: list[Path]) -> float:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the Python and Markdown files of a file or folder, hidden and built ones excluded."""
+    """Return the Python and Markdown files of a file or folder, without hidden and built ones."""
     if path.is_file():
         return [path]
     return sorted(
@@ -101,7 +101,7 @@ def files(path: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Print the rate of each path, its most common markers, and with --lines every hit."""
+    """Print the rate of each path and its most common markers, and with --lines every hit."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--lines", action="store_true", help="print every hit with its line")

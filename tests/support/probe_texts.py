@@ -1,4 +1,4 @@
-"""A package of labelled texts as sae-probes is laid out."""
+"""A package of labelled texts with the layout of sae-probes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.evaluation.probe_sets import PACKAGE
 
 
 def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Path:
-    """Write a set of (text, label) into a folder that is to be on the path of imports; return its file."""
+    """Write a set of (text, label) pairs as a package in a folder on the import path; return the file."""
     package = folder / PACKAGE
     (tables := package / "data" / "cleaned_data").mkdir(parents=True, exist_ok=True)
-    # To import it would load what a machine may not have.
+    # The real package imports modules that may not be installed.
     (package / "__init__.py").write_text("raise AssertionError('it is read, not imported')\n")
     text = io.StringIO(newline="")
     table = csv.writer(text)
@@ -27,5 +27,5 @@ def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Pa
 
 
 def two_classes(n: int, first: str = "the cat sat", second: str = "a dog ran") -> list[tuple[str, object]]:
-    """Return `n` texts of each of two classes, in turns, which their words tell apart."""
+    """Return `n` texts of each of two classes, alternating, that differ in their words."""
     return [row for number in range(n) for row in ((f"{first} {number}", "0"), (f"{second} {number}", "1"))]

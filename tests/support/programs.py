@@ -22,10 +22,10 @@ Program = tuple[int, ...]
 
 
 class Programs:
-    """All programs of each launch in a random order, or, with `only_last`, those that are last on its first axis.
+    """The programs of each launch in random order; with `only_last`, only the last ones along the first axis.
 
-    Grids of the same size have the same order until there is another `seed`, so that what a test repeats gives the same
-    bits where programs add to the same numbers.
+    Grids of the same size get the same order until `seed` changes. A repeated computation thus gives the same bits even
+    if several programs add to the same numbers.
     """
 
     def __init__(self, seed: str) -> None:
@@ -40,7 +40,7 @@ class Programs:
         return chosen
 
     def assert_same_bits(self, make: Callable[[], Iterable[Tensor]]) -> None:
-        """Assert that what is made does not depend on the order of programs."""
+        """Assert that the result of `make` does not depend on the order of programs."""
         expected = list(make())
         self.seed += " again"
         assert all(torch.equal(found, one) for found, one in zip(make(), expected, strict=True))
@@ -72,13 +72,13 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
                 super().__call__(*args, **named)
 
         def prepare(self, function: Any) -> Any:
-            """Prepare what a kernel knows of the language once, not for each function that it calls anew."""
+            """Prepare a kernel's language modules once, instead of again for each function that it calls."""
             known = _known_of_language(function)
             if known in self.prepared:
                 return None
             self.prepared.add(known)
             scope = prepare(function)
-            # Triton 3.2 calls `int` with an array of one element, which NumPy 2.4 refuses.
+            # Triton 3.2 calls `int` on an array of one element, which NumPy 2.4 rejects.
             language.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
             return scope
 
@@ -93,7 +93,7 @@ def _known_of_language(function: Any) -> frozenset[str]:
 
 
 class _Mask(language.tensor):  # type: ignore[misc]
-    """A mask that counts as given even if its only element is false."""
+    """A mask that is applied even if its only element is false."""
 
     def __bool__(self) -> bool:
         return True
@@ -102,8 +102,8 @@ class _Mask(language.tensor):  # type: ignore[misc]
 def _mend_triton_3_2() -> None:
     """Correct three faults of the interpreter.
 
-    It has no type of booleans, ignores a mask whose only element is false, and stores sums, which NumPy computes in
-    int64, in the memory of int32.
+    It lacks a boolean type, ignores a mask whose only element is false, and stores sums, which NumPy computes in int64,
+    in int32 memory.
     """
     builder, store = interpreter.InterpreterBuilder, language.semantic._store_legacy
     store_numbers = builder.create_masked_store

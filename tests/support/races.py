@@ -1,7 +1,7 @@
-"""Finds races between the queues of several GPUs, each of which a thread simulates: a queue that reads or overwrites
-another queue's data must first wait in its own queue for a moment recorded after that write or read.
+"""Finds races between the queues of several GPUs, each simulated by a thread.
 
-The threads' real timing does not matter: a queue is ordered after another only through moments that it waited for.
+A queue that reads or overwrites another queue's data must first wait for a moment that the other queue recorded after
+its own access. The threads' real timing does not matter: only such a wait orders one queue after another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = threading.local()
 
 
 class Queue:
-    """The operations of one queue, and how far into the other queues it has waited."""
+    """The operations of one queue, and its progress as far as each other queue has waited for it."""
 
     def __init__(self, index: int) -> None:
         self.index, self.seen = index, {index: 0}
@@ -33,7 +33,7 @@ class Queue:
 
 
 class Moment:
-    """Stands in for the moment of a GPU: the end of what this thread's queue has done."""
+    """Stands in for a GPU event: it marks the end of the operations that this thread's queue has so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._seen = dict(HERE.queue.seen)
@@ -44,7 +44,7 @@ class Moment:
 
 
 class Access(NamedTuple):
-    """A stretch of memory, in bytes from its beginning, that a queue has read or written, and when in its own time."""
+    """An access of a queue to a byte range of a block of memory, with the time in that queue."""
 
     begin: int
     end: int
@@ -61,14 +61,14 @@ class Access(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Accesses to a block of memory; the block is kept, so that no other tensor reuses it while races may be found."""
+    """Accesses to a block of memory; `kept` prevents other tensors from reusing the block."""
 
     kept: Tensor
     accesses: list[Access]
 
 
 class Watch(TorchDispatchMode):
-    """Notes what a thread reads and writes in a table that the threads share, and each race in `races`."""
+    """Records a thread's reads and writes in a table that all threads share, and each race in `races`."""
 
     def __init__(self, queue: Queue, table: dict[int, Memory], races: list[str], lock: threading.Lock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its memory, and the first after it."""
+    """Return the offsets of a tensor's first byte in its memory and of the byte after its last."""
     begin = tensor.storage_offset()
     last = begin + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(begin) * tensor.itemsize, (int(last) + 1) * tensor.itemsize

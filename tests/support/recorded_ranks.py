@@ -17,12 +17,12 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 CPU = torch.device("cpu")
-# Limit for a rank that waits for ranks that make a different exchange, or none.
+# Limit for a rank whose peers make a different exchange, or none.
 TIMEOUT_S = 20.0
 
 
 class Call(NamedTuple):
-    """An exchange over a group: `shapes` and types of what is exchanged."""
+    """An exchange over a group, with the shapes and types of the tensors."""
 
     group: str
     kind: str
@@ -40,7 +40,7 @@ class Recorded(Threads):
         return super().start_sums(self._all_noted("sum", tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        # Not through its own sums, which would be recorded as well.
+        # Avoid this class's `start_sums`, which would record the sums as well.
         Threads.start_sums(self, self._all_noted("sum parts", tensors))
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
@@ -53,7 +53,7 @@ class Recorded(Threads):
         return super().to_owners(*self._all_noted("to owners", [tensor]))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        # Of its rows each rank has its own number.
+        # Record the total number of rows, since each rank holds a different number.
         self._note("from owners", [tensor.new_empty(n_rows, *tensor.shape[2:])])
         return super().from_owners(tensor, n_rows)
 
@@ -78,7 +78,7 @@ class Trained(NamedTuple):
 
 
 def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int) -> list[Trained]:
-    """Take steps with ranks of which `sharing` share the latents, all on the same batch x [n_tokens, d_in] raw data."""
+    """Take steps on the raw batch x [n_tokens, d_in]; groups of `sharing` ranks share the latents."""
 
     def work(learner: Learner, parallel: Parallel) -> None:
         own = own_part(x, parallel.data)
@@ -91,7 +91,7 @@ def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int)
 def on_grid(
     job: JobConfig, x: Tensor, n_ranks: int, sharing: int, work: Callable[[Learner, Parallel], object]
 ) -> list[Trained]:
-    """Call `work` on each of the ranks, of which `sharing` share the latents, with a learner that begins with x."""
+    """Call `work` on each rank with a learner initialised from x; groups of `sharing` ranks share the latents."""
     calls: list[list[Call]] = [[] for _ in range(n_ranks)]
     world = Meeting(n_ranks, TIMEOUT_S)
     rows = [Meeting(sharing, TIMEOUT_S) for _ in range(n_ranks // sharing)]
@@ -121,14 +121,14 @@ def on_grid(
 
 
 def in_step(one: list[Call], other: list[Call]) -> bool:
-    """Return whether two ranks make the same exchanges in the same order in the groups that both belong to."""
+    """Return whether two ranks make the same exchanges in the same order in the groups that they share."""
     shared = {call.group for call in one} & {call.group for call in other}
     first, second = ([call for call in calls if call.group in shared] for calls in (one, other))
     return first == second
 
 
 def grids(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield numbers of ranks, and how many of them share the latents: ddp, tensor and all hybrids of each size."""
+    """Yield (ranks, ranks that share the latents) for ddp, tensor and every hybrid of each size."""
     for size in sizes:
         for sharing in (1, 2, 4, 8):
             if sharing <= size:

@@ -1,4 +1,4 @@
-"""How well a known dictionary was recovered."""
+"""A measure of how well the features of a known dictionary were recovered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-# Cosines held at a time; a dictionary of 65,536 features has 4 billion of them with as many latents.
+# Number of cosines in memory at once; 65,536 features and as many latents have 4 billion.
 _AT_A_TIME = 2**24
 
 
@@ -14,8 +14,8 @@ _AT_A_TIME = 2**24
 def mmcs(W_dec: Tensor, features: Tensor) -> float:
     """Compute the mean max cosine similarity (Sharkey et al. 2022, "Taking features out of superposition").
 
-    Each true feature, a row of `features` [n_features, d], is compared with the row of `W_dec` [d_sae, d] most like it:
-    1 where every feature is a latent, whatever else there is.
+    Each true feature, a row of `features` [n_features, d], is compared with the most similar row of `W_dec` [d_sae, d].
+    The result is 1 if every feature is a latent, even if there are other latents.
     """
     latents, features = normalize(W_dec, dim=1), normalize(features.to(W_dec), dim=1)
     parts = features.split(max(1, _AT_A_TIME // len(latents)))

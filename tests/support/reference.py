@@ -1,6 +1,7 @@
-"""Writes the reference of the documentation from the catalogue, the parsers and the bindings: `make reference`.
+"""Writes the reference pages of the documentation: `make reference`.
 
-python -m support.reference [FOLDER], with PYTHONPATH=tests; every page in it is made here, from nothing else.
+python -m support.reference [FOLDER], with PYTHONPATH=tests. The pages are generated only from the catalogue, the
+parsers and the key bindings.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ _TITLES = {
     "Form": "Forms",
     "Card": "Report card",
 }
-# The subjects of keys that come first.
+# The key subjects that are listed first.
 _FIRST_KEYS = ("Everywhere", "Jobs", "Job", "Launch", "GPUs")
-# As in `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
+# Matches for example `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
 _BOUNDED = re.compile(
     r"(?P<type>an integer|a number)(?: (?P<low>of at least|above) (?P<least>[-\d.]+))?"
     r"(?: and (?P<high>of at most|below) (?P<most>[-\d.]+))?(?P<auto> or \"auto\")?(?: \((?P<unit>[^)]+)\))?"
@@ -100,7 +101,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return a text that is one cell: no line breaks, and no bar that would end it."""
+    """Return a text as one table cell: without line breaks, and with bars escaped."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
 
 
@@ -109,7 +110,7 @@ def _code(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return words of a help text without characters that are special in Markdown."""
+    """Escape characters of a help text that are special in Markdown."""
     return re.sub(r"([<*\[\]]|(?<!\w)_)", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 
@@ -121,7 +122,7 @@ def _knob_table(section: str, knobs: Iterable[Knob]) -> str:
 def _default(knob: Knob) -> str:
     if knob.required:
         return "required"
-    if knob.default is msgspec.NODEFAULT:  # the field of a list, created anew for each struct
+    if knob.default is msgspec.NODEFAULT:  # a list field, created separately for each struct
         return "`[]`"
     return "none" if knob.default is None else _code(msgspec.json.encode(knob.default).decode())
 
@@ -217,7 +218,7 @@ def _yes(value: bool) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str, Sequence[str]]) -> str:
-    """Return a page of a program: its own options, then each command with arguments, options and examples."""
+    """Return the page of a program: its own options, then each command with arguments, options and examples."""
     program = parser.prog
     parts = [f"# {title}", _plain(parser.description or ""), _arguments(parser)]
     if not examples:
@@ -234,7 +235,7 @@ def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str
 
 
 def _console(lines: Iterable[str]) -> str:
-    """Return commands as a block, and the text after two blanks in each line as its comment."""
+    """Return commands as a code block; the text after two spaces in a line becomes a comment."""
     commented = (re.sub(r"\s{2,}(?=\S)", "  # ", line.strip(), count=1) for line in lines)
     return "```bash\n" + "\n".join(commented) + "\n```"
 
@@ -283,7 +284,7 @@ def _keys() -> str:
 
 
 def bindings() -> list[Binding]:
-    """Return every key that has a tooltip, of the app, its screens, panels and widgets, each once."""
+    """Return every key binding with a tooltip in the app, its screens, panels and widgets, each once."""
     found: dict[tuple[str | None, str], Binding] = {}
     for node in _nodes():
         for binding in vars(node).get("BINDINGS", []):
@@ -335,7 +336,7 @@ def _answers() -> str:
 
 
 def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[list[list[str]]]:
-    """Return the fields of each object that an answer can be, or be a list of."""
+    """Yield the fields of each object that an answer can be, alone or as a list element."""
     shown = _resolved(shown, schema)
     if "properties" in shown:
         fields = shown["properties"].items()
@@ -346,7 +347,7 @@ def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[li
 
 
 def _resolved(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a reference within a schema stands for."""
+    """Return the definition that a schema reference points to."""
     while "$ref" in shown:
         shown = schema["$defs"][shown["$ref"].rpartition("/")[2]]
     return shown

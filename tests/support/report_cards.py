@@ -24,7 +24,7 @@ PROBING = {"n_sets": 12, "n_seeds": 3, "n_texts": 12_000, "k": {"1": AUC, "16": 
 
 
 def card_table(**parts: Any) -> dict[str, Any]:
-    """Return a card as its parsed JSON."""
+    """Return a report card as parsed JSON."""
     usual = {
         "name": "quick", "label": "", "architecture": "topk", "step": 100, "tokens": 100_000, "origin": {},
         "data": {"place": "data/sample", "is_held_out": True, "gamma": 0.5, "outlier_fraction": 0.0, "not_finite": 0,

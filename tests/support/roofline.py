@@ -1,8 +1,8 @@
-"""Models the time of a step on a GPU from its operations, with constants that fit an H200.
+"""Models the time of a step on a GPU from its operations, with constants fitted to an H200.
 
-Each operation takes the longest of three times: its bytes at the memory's bandwidth, its FLOPs at the compute rate, and
-its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than modelled, those of
-smaller SAEs up to 30 %, since each of hundreds of small operations is slightly slower than a launch.
+Each operation takes the longest of three times: its bytes at the memory bandwidth, its FLOPs at the compute rate, and
+its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than modelled. Steps of
+smaller SAEs took up to 30 % longer, since each of hundreds of small operations is slightly slower than a launch.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ from typing import NamedTuple
 import torch
 from support.step_ops import Op, Operand, Step
 
-# Of an H200: bytes/s, of which a pass reaches nine tenths; operations/s by type; bytes/s of its L2 cache; processors.
+# H200: memory bandwidth in bytes/s, and the share that a pass reaches.
 BANDWIDTH, REACHED = 4.3e12, 0.9
-# Bytes/s of kernels that gather rows from the L2 cache, and of those that multiply them with others, too.
+# Bytes/s of kernels that gather rows from the L2 cache; True: of kernels that also multiply them with other rows.
 L2 = {False: 7.5e12, True: 5e12}
 PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
-# Seconds between the starts of two kernels, and host seconds per kernel: an H200 in a virtual machine with slow cores.
-# A fast host needs a fifth of that.
+# Seconds between the starts of two kernels, and host seconds per kernel, on an H200 in a virtual machine with slow
+# cores. A fast host needs a fifth of that.
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
 # Host seconds for a replayed step.
 HOST_RECORDED = 0.4e-3
-# Slowdown of torch for operands of different shapes or types, which it reads one number at a time.
+# Slowdown of torch for operands of different shapes or types, which it reads one element at a time.
 _UNEVEN = 2
-# Seconds for an instruction of one of the threads that look through rows, which take longer for these than to read:
-# 11,550 and 5,280 in each of 128 threads a row took 0.327 and 0.145 ms. By sm_90's code they are, for a number that is
-# read, for a candidate, and for a candidate in a round of the search for a bound:
+# Seconds per instruction of a thread that searches rows; these kernels are limited by instructions, not by bytes.
+# Measured: 11,550 instructions in each of 128 threads per row took 0.327 ms, 5,280 took 0.145 ms. The other constants
+# are instructions in sm_90's code: per number read, per candidate, and per candidate in each round of the search for a
+# bound.
 _INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
-# Rounds for groups' maxima, for numbers of the chosen groups, and for AuxK's rows with more than k positive numbers. In
-# bf16, of an SAE trained on data/sample: 8.4 and 2.6 on average, 10 and 8 at most; of normal noise 10, 15 at most.
+# Rounds of the search for a bound: over groups' maxima, over numbers of the chosen groups, and over AuxK's rows with
+# more than k positive numbers. For an SAE trained in bf16 on data/sample, the first two took 8.4 and 2.6 rounds on
+# average, 10 and 8 at most. For normal noise they took 10, 15 at most.
 _GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
-# Seconds of a round of programs that share a search, and of a weight of a small tensor for Adam.
+# Seconds of one round of programs that share a search, and seconds per weight of a small tensor in Adam.
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
-# Seconds for each value that torch.topk looks at, by its bytes: two to eight passes over the matrix.
+# Seconds per value that torch.topk examines, by its bytes: two to eight passes over the matrix.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
-# Bytes/s that one program reads, and seconds in which its threads add up counts and write what they found. A processor
-# gets 64 bytes a cycle from the L2 cache at most, 112e9 at 1.75 GHz, and less as each tile waits for the one before. By
-# sm_90's code 6 tiles with the silence of 24,576 latents are 6 * 136 instructions in 16 warps, of which 4 go on in a
-# cycle: 1.9 us, less than their bytes take. What follows are 270 instructions, 0.6 us, and 15 barriers. Not counted is
-# the search where more are dead than AuxK takes: up to 31 rounds of about 1 us.
+# Bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A processor
+# gets at most 64 bytes a cycle from the L2 cache, 112e9 at 1.75 GHz, and less since each tile waits for the previous
+# one. In sm_90's code, 6 tiles with the silence of 24,576 latents are 6 * 136 instructions in 16 warps, 4 of which
+# advance per cycle: 1.9 us, less than their bytes take. The remaining 270 instructions take 0.6 us, plus 15 barriers.
+# The search is not counted if more latents are dead than AuxK takes: up to 31 rounds of about 1 us.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# Programs of a gathering kernel that fill a GPU, and the bytes/s of fewer.
+# The number of programs of a gathering kernel that fills a GPU, and the bytes/s of fewer programs.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
 
 class Cost(NamedTuple):
-    """What one operation costs: kernels that are launched, and seconds of the GPU."""
+    """The cost of one operation: its kernel launches and its GPU seconds."""
 
     launches: int
     seconds: float
@@ -89,9 +91,8 @@ def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
 def floor_s(d_in: int, d_sae: int, n_tokens: int) -> float:
     """Return the minimum seconds of a step of a TopK SAE with 16-bit products and Adam in fp32.
 
-    It includes one dense product and, for each weight, in bytes: weight and two moments read and written, 24; its
-    gradient
-    written and read, 8; its 16-bit copy written and read, 4. Rows of active latents are not included.
+    It consists of one dense product, and 36 bytes per weight: 24 to read and write the weight and two moments, 8 to
+    write and read the gradient, and 4 to write and read the 16-bit copy. Rows of active latents are not included.
     """
     product = 2 * n_tokens * d_in * d_sae / PEAK[torch.bfloat16]
     return product + 36 * 2 * d_in * d_sae / BANDWIDTH
@@ -113,7 +114,7 @@ def _bytes(operands: Iterable[Operand]) -> int:
 
 
 def _pass(op: Op) -> Cost:
-    """Count an element-wise pass or reduction; one over matrices of two layouts cannot read both in order."""
+    """Count an element-wise pass or reduction; matrices of two layouts cannot both be read in order."""
     large = [one for one in (*op.reads, *op.writes) if len(one.shape) == 2 and one.numel > _LARGE]
     layouts = {one.stride[0] == 1 and one.stride[1] > 1 for one in large if 0 not in one.stride}
     kinds = {(one.shape, one.dtype) for one in (*op.reads, *op.writes) if one.numel > 1}
@@ -136,7 +137,7 @@ def _product(op: Op) -> Cost:
     flops = 2 * out.numel * left.shape[-1]
     is_dense = min(out.shape[-2:]) > 1 if len(out.shape) > 1 else False
     peak = PEAK[out.dtype] if is_dense else FP32_UNITS
-    # Row dots as a batched product reach four fifths of the bandwidth.
+    # Dot products of rows, as a batched product, reach four fifths of the bandwidth.
     reached = 1.0 if is_dense else 0.8
     return Cost(1, max(op.bytes / BANDWIDTH / reached, flops / peak, LAUNCH), "product")
 
@@ -146,7 +147,7 @@ def _selection(op: Op) -> Cost:
     size, row = values.dtype.itemsize, values.shape[-1]
     seconds = _SELECTION[size] * values.numel + 20 * LAUNCH
     if values.numel == row and row > 4 * _LARGE:
-        # The digits of a single row are counted by many blocks and added by one.
+        # Many blocks count the digits of a single row, and one block adds the counts.
         seconds += size * row / 16384 * 0.1e-6
     return Cost({2: 15, 4: 21, 8: 33}[size], seconds, "top-k")
 
@@ -154,13 +155,13 @@ def _selection(op: Op) -> Cost:
 def _sort(op: Op) -> Cost:
     keys = op.reads[0]
     passes = 2 * keys.dtype.itemsize
-    # Up to 4,096 numbers one block sorts, once they are copied and numbered.
+    # One block sorts up to 4,096 numbers, after they are copied and numbered.
     launches = 3 if keys.shape[-1] <= 4096 else 3 + passes
     return Cost(launches, max(keys.numel * (keys.dtype.itemsize + 8) * 3 * passes / BANDWIDTH, LAUNCH * passes), "sort")
 
 
 def _gathered(op: Op) -> Cost:
-    """Return the cost of indexing a matrix: data is gathered in sectors of 32 bytes, of which only a part is used."""
+    """Return the cost of indexing a matrix: it reads sectors of 32 bytes, but uses only a part of each."""
     out = _bytes(op.writes)
     return Cost(1, max((4 * out + _bytes(op.reads[1:])) / BANDWIDTH, LAUNCH), "gather")
 
@@ -180,9 +181,9 @@ def _index_put(op: Op) -> Cost:
 
 
 def _fused_adam(op: Op) -> Cost:
-    """Count weight, gradient and two moments, all read and all written: the gradient too, for it is scaled.
+    """Count the weight, gradient and two moments, all read and written; the gradient is written since it is scaled.
 
-    Of a small tensor one program has 65,536 weights.
+    One program handles up to 65,536 weights of a tensor.
     """
     n = sum(one.numel for one in op.reads) // 4
     longest = min(max((one.numel for one in op.reads), default=0), 65536)
@@ -191,7 +192,7 @@ def _fused_adam(op: Op) -> Cost:
 
 
 def _gather_kernel(op: Op) -> Cost:
-    """Count a kernel that gathers rows: bytes from memory, and bytes from the cache."""
+    """Count a kernel that gathers rows: its bytes from memory and its bytes from the cache."""
     # Rows are gathered from the last matrix.
     rows = [one for one in op.reads if len(one.shape) == 2][-1]
     n_entries, width = op.argument("n_entries"), rows.shape[1]
@@ -204,7 +205,7 @@ def _gather_kernel(op: Op) -> Cost:
 
 
 def _latent_kernel(op: Op) -> Cost:
-    """Count a kernel that gathers each latent's rows, likewise; the latent's own rows pass once."""
+    """Count a kernel that gathers each latent's rows from memory and cache; the latent's own rows pass once."""
     if op.argument("latents") is not None:
         # The entries of a few latents that exceed the first block.
         return Cost(1, 8e-6, "gathering kernel")
@@ -222,7 +223,7 @@ def _row_kernel(op: Op) -> Cost:
 
 
 def _selecting_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel that searches a row per program: its bytes, or its threads' instructions."""
+    """Return the cost of a kernel in which each program searches a row: its bytes, or its threads' instructions."""
     n_rows, n_columns = op.argument("bits").shape
     moved = op.bytes
     if op.name in _OF_WHOLE_ROWS:
@@ -238,7 +239,7 @@ def _selecting_kernel(op: Op) -> Cost:
 
 
 def _counting_kernel(op: Op) -> Cost:
-    """Count a kernel that adds to numbers wherever they are, as torch does for each entry."""
+    """Count a kernel that adds to scattered numbers, as torch does for each entry."""
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, 2 * LAUNCH), "scatter")
 
 
@@ -253,10 +254,10 @@ def _candidates_kernel(op: Op) -> Cost:
     return Cost(1, LAUNCH + op.argument("silence").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
-# The share of rows that kernels of whole rows search: half of them, as of noise around 0, have more than k positive
-# numbers; what is marked or gathered need not be positive.
+# The share of rows that kernels over entire rows search. Noise around 0 gives more than k positive numbers in half of
+# them; marked or gathered numbers need not be positive.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
-# Operations on elements of which torch has slow kernels for uneven operands.
+# Element-wise operations for which torch has slow kernels if the operands differ.
 _UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,

@@ -1,4 +1,4 @@
-"""Saves and exports that are cut short, by SIGKILL or by what a disk lets them write."""
+"""Saves and exports that are interrupted by SIGKILL, a file size limit or missing permissions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.sharing.saelens import export_sae
 
 
 def kill_saves(folder: Path) -> int:
-    """Kill the fourth save of a run at every moment, each in a folder of its own; return how many there were."""
+    """Kill a run's fourth save at every moment, each time in a new folder; return the number of moments."""
     tensors = {"/sae.W_enc": torch.ones(300, 300)}
 
     def save(moment: str, step: int, fvu: float) -> None:
@@ -31,7 +31,7 @@ def kill_saves(folder: Path) -> int:
 
 
 def kill_exports(folder: Path) -> int:
-    """Kill an export over an earlier one at every moment, each in a folder of its own; return how many there were."""
+    """Kill an export over an earlier one at every moment, each time in a new folder; return the number of moments."""
     sae = TopK(32, 128, None, k=8, k_aux=None, auxk_alpha=0.0).eval()
 
     def earlier(moment: str) -> None:
@@ -42,12 +42,12 @@ def kill_exports(folder: Path) -> int:
 
 
 def save_until_full(folder: Path, limit: int, uid: int) -> list[str]:
-    """Save a small checkpoint and then a large one, under a limit on files' sizes or as another user, where not 0.
+    """Save a small, then a large checkpoint, under a file size limit or as another user, unless these are 0.
 
-    Return why the second failed, and what is in the folder then.
+    Return the reason why the second save failed, and the folder's content after it.
     """
     if uid:
-        # Another user may not come here by the whole path.
+        # Another user may not be allowed to traverse the absolute path.
         os.chdir(folder)
         os.setuid(uid)
         folder = Path("c")

@@ -1,6 +1,6 @@
-"""Every screen of the app over fixed data: snapshots, pictures and screen tests open these scenes.
+"""Every screen of the app over fixed data, for snapshots, pictures and screen tests.
 
-A scene records its jobs, sets its GPUs, and opens its screen by the keys that a user types.
+A scene records its jobs, sets up its GPUs, and opens its screen with the keys that a user types.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ def lively_monitor(
     pid: int = 1,
     since: int = 0,
 ) -> StillMonitor:
-    """Return a monitor 90 seconds old; the `busy` cards have processes from `pid` on, `since` so many seconds."""
+    """Return a monitor with 90 s of history.
+
+    The `busy` GPUs have processes with consecutive pids from `pid` on, which begin after `since` seconds.
+    """
     clock = [NOW]
     ours = {uuid_of(index): (pid + place, 3 * GIB) for place, index in enumerate(busy)}
     source = Simulated(
@@ -76,7 +79,7 @@ def lively_monitor(
 
 
 def record_running(data: DataDir, name: str = "minilm-l3-wide", gpus: Sequence[int] = (0, 1)) -> int:
-    """Record a job that is half done."""
+    """Record a job that is half finished."""
     running = record_job(data, name, JobState.RUNNING, world_size=len(gpus), mode="ddp", total_steps=400,
                          gpu_ids=tuple(gpus), gpu_uuids=tuple(map(uuid_of, gpus)), distributed=len(gpus) > 1,
                          estimated_memory_bytes=310 << 20)  # fmt: skip
@@ -85,7 +88,7 @@ def record_running(data: DataDir, name: str = "minilm-l3-wide", gpus: Sequence[i
 
 
 def record_box(data: DataDir) -> int:
-    """Record two jobs of the past and one that runs, whose number is returned."""
+    """Record two past jobs and one running job; return the id of the running one."""
     record_job(data, "gpt2-l6-k64", JobState.FAILED, error=FAILURE, gpu_ids=(0,), gpu_uuids=("a",))
     record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, loss=21.5, fvu=0.142, l0=32.0,
                tokens=1_638_400, tokens_per_s=15_100.0, output_path="saes/2")  # fmt: skip
@@ -105,7 +108,7 @@ def _config(**sae: object) -> str:
 
 
 def same_everywhere(patch: pytest.MonkeyPatch) -> None:
-    """Remove what differs between machines: no blinking cursor, one host name, one kind of CPU, colours on."""
+    """Remove differences between machines: no blinking cursor, a fixed host name, one kind of CPU, colours on."""
     patch.setattr(first_look, "costs", lambda: None)
     patch.setattr(Input, "cursor_blink", False, raising=False)
     patch.setattr(socket, "gethostname", lambda: "gpu-box")
@@ -116,7 +119,7 @@ def same_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """The stored data and the GPUs of a scene, and the way to its screen."""
+    """The stored data and GPUs of a scene, and the keys that open its screen."""
 
     name: str
     record: Callable[[DataDir], object]
@@ -126,7 +129,7 @@ class Scene:
     busy: Sequence[int] = (0, 1)
 
     def app(self, data: DataDir, plain: Plain | None = None, **settings: Any) -> SaeApp:
-        """Record what the scene needs in an empty folder, and return an app in which nothing moves by itself."""
+        """Record the scene's data in an empty folder, and return an app whose screen does not change on its own."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
         monitor = lively_monitor(self.gpus, faults, busy=self.busy, pid=_PID, since=_SINCE_S)
