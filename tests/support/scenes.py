@@ -146,7 +146,7 @@ def still_app(
     hosts: Hosts | None = None,
     **settings: Any,
 ) -> SaeApp:
-    """Return an app over GPUs and a machine that stand still."""
+    """Return an app over GPUs and a host whose values do not change."""
     chosen = Settings(sampling_interval_s=60.0, **settings)
     app = SaeApp(
         data,
@@ -163,11 +163,11 @@ def still_app(
 
 
 def nothing(data: DataDir) -> None:
-    """Record no job at all."""
+    """Record no job."""
 
 
 def _set_some(data: DataDir) -> None:
-    """Write a settings file with two settings that are not the usual ones, and one that is wrong."""
+    """Write a settings file with two settings other than the defaults, and an invalid one."""
     data.settings_file.write_text('theme = "light"\nnotify = "drum"\nprice_per_kwh = 0.31\n')
 
 
@@ -193,7 +193,7 @@ def _record_failed(data: DataDir) -> None:
 
 
 async def show_dashboard(pilot: Pilot[Any]) -> None:
-    """Wait until the dashboard shows the cards, the jobs and, where there is room, the one under the cursor."""
+    """Wait until the dashboard shows the GPUs, the jobs and, if it is displayed, the preview of a job."""
     app: Any = pilot.app
     recorded = _n_jobs(app)
     await wait_until(pilot, lambda: len(app.session.jobs) == recorded)
@@ -214,7 +214,7 @@ def _n_jobs(app: Any) -> int:
 
 
 def _at(*keys: str, ready: Callable[[Any], object] = bool) -> Callable[[Pilot[Any]], Awaitable[None]]:
-    """Return the way to a screen by keys from the dashboard; each is typed when the screen before stands."""
+    """Return a function that opens a screen by keys from the dashboard, and waits for each screen on the way."""
 
     async def show(pilot: Pilot[Any]) -> None:
         await show_dashboard(pilot)
@@ -227,7 +227,7 @@ def _at(*keys: str, ready: Callable[[Any], object] = bool) -> Callable[[Pilot[An
 
 
 async def _open(pilot: Pilot[Any], key: str) -> None:
-    """Type a key that opens a screen; of a job, until it is read."""
+    """Type a key that opens a screen; if it opens a job, wait until the job is loaded."""
     app: Any = pilot.app
     before = app.screen
     await pilot.press(key)
@@ -235,7 +235,7 @@ async def _open(pilot: Pilot[Any], key: str) -> None:
 
 
 def _says(panel: type[Any], words: str = "") -> Callable[[Any], bool]:
-    """Return a function that returns whether a panel of the app's screen has content."""
+    """Return a predicate: whether a panel on the app's screen has content that contains `words`."""
     return lambda app: any(each.plain and words in each.plain for each in app.screen.query(panel))
 
 

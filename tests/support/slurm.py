@@ -1,4 +1,4 @@
-"""A real SLURM cluster of two nodes on this host, with fake GPUs, in one folder and on its own ports."""
+"""A real SLURM cluster of two nodes on this host, with fake GPUs, its own folder and its own ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_S = 30.0
 
 
 def obstacle() -> str:
-    """Return why no cluster can run here; empty if one can."""
+    """Return why no cluster can run here, or ""."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root here"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -55,8 +55,8 @@ class Cluster:
         self._wait(self._is_up, "both nodes to be idle")
 
     def stop(self) -> None:
-        """End the jobs, then every daemon; those that started last go first."""
-        # A step whose controller is gone would wait for it for ever.
+        """End the jobs, then the daemons in reverse order of their start."""
+        # A job step would wait forever for a controller that has ended.
         with contextlib.suppress(TimeoutError):
             self.cancel_all()
         for daemon in reversed(self._daemons):
@@ -103,7 +103,7 @@ class Cluster:
         (self.folder / name).write_bytes(content)
 
     def _fake_gpu(self, index: int) -> Path:
-        """Make a device that exists, as SLURM requires, and does nothing."""
+        """Create a null device: SLURM requires that the device exists."""
         path = self.folder / f"nvidia{index}"
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         return path
@@ -115,7 +115,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports that are free; all are held together until the last is found, so that they differ."""
+    """Return free ports; all sockets stay open until the last port is found, so that the ports differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

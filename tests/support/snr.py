@@ -1,4 +1,4 @@
-"""An example of a metric that is not in the registry."""
+"""An example of a metric outside the registry."""
 
 from __future__ import annotations
 

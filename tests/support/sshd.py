@@ -1,4 +1,4 @@
-"""A real sshd of this user on a loopback port, for tests: its keys, its logins, and the commands that it runs."""
+"""A real sshd on a loopback port, run by this user for tests, with its own keys and commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PRIVILEGED = Path("/run/sshd")  # sshd requires it if root starts it
 
 
 def why_not() -> str:
-    """Return why no sshd can be started here; "" if one can."""
+    """Return why no sshd can be started here, or ""."""
     if SSHD is None or shutil.which("ssh") is None:
         return "OpenSSH's server is not installed"
     if os.getuid() == 0 and not _PRIVILEGED.exists():
@@ -29,7 +29,7 @@ def why_not() -> str:
 
 
 class Sshd:
-    """A server that lets one key in; `ssh` is the command that reaches it as any host."""
+    """A server that accepts one key; `ssh` is the command that reaches it under any host name."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
@@ -57,35 +57,35 @@ class Sshd:
         return ["ssh", "-F", str(self.folder / "ssh.conf")]
 
     def use_key(self, name: str) -> None:
-        """Log in with this key from now on."""
+        """Use this key for logins from now on."""
         (self.folder / "ssh.conf").write_text(
             f"Host *\nHostName 127.0.0.1\nPort {self.port}\nIdentityFile {self.folder}/{name}\nIdentitiesOnly yes\n"
             f"IdentityAgent none\nUserKnownHostsFile {self.folder}/known\nGlobalKnownHostsFile /dev/null\n"
         )
 
     def know(self, key: Path | None) -> None:
-        """Know the server by this key from now on, or not at all."""
+        """Make the client know the server by this key from now on, or not at all."""
         kind, text, *_ = key.read_text().split() if key else ("", "")
         (self.folder / "known").write_text(f"[127.0.0.1]:{self.port} {kind} {text}\n" if key else "")
 
     def install(self, data: Path) -> None:
-        """Put a `sae-tui` on the PATH there, with this folder for its jobs."""
+        """Install `sae-tui` on the server's PATH, with this folder for its jobs."""
         root = Path(__file__).parents[2]
         self.program(f'export PYTHONPATH={root} SAE_TUI_DATA_DIR={data}\nexec {sys.executable} -m sae_tui "$@"')
 
     def program(self, script: str) -> None:
-        """Put a script there as `sae-tui`."""
+        """Install a script on the server as `sae-tui`."""
         file = self.programs / "sae-tui"
         file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
 
     def halt(self) -> None:
-        """Leave all connections open and silent, as a host does that has lost its power."""
+        """Leave all connections open and silent, like a host that has lost power."""
         for pid in _children(self._process.pid):
             os.kill(pid, signal.SIGSTOP)
 
     def cut(self) -> None:
-        """Cut all connections; new ones are taken."""
+        """Cut all connections; new connections are accepted."""
         for pid in _children(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

@@ -1,8 +1,9 @@
-"""One rank whose direct transfers hang or return wrong values, as between GPUs that lose transfers.
+"""One rank whose direct transfers hang, as between GPUs that lose transfers.
 
 RANK=0 python -m support.staged_rank FOLDER N_RANKS FAULT
 
-FAULT: "hangs" until transfers go through host memory, or "always" also then; only rank 1 has the fault.
+Only rank 1 has the fault. With FAULT "hangs" it hangs until transfers go through host memory; with "always" it hangs
+then too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Lossy(Ranks):
-    """A group whose all-gather has the fault."""
+    """A group whose all-gather hangs if `hangs` is set."""
 
     hangs = False
 
@@ -38,7 +39,7 @@ class Lossy(Ranks):
 
 
 def main(folder: Path, n_ranks: int, fault: str) -> None:
-    """Open the connections and write the outcome: pid, whether staged, and the environment."""
+    """Open the connections, and write the outcome: pid, whether the rank is staged, and its environment variable."""
     rank, opening.LIMIT_S = int(os.environ["RANK"]), 60.0 if staging.is_staged() else 3.0
 
     def report(**found: object) -> None:

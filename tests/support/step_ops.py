@@ -31,10 +31,10 @@ _FREE = {
     "new_empty", "new_empty_strided", "empty", "empty_like", "empty_strided", "detach", "lift_fresh", "alias", "set_",
     "_record_function_enter_new", "_record_function_exit", "device",
 }  # fmt: skip
-# The host waits for their result.
+# The host waits for the results of these operations.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
 _QUESTIONS = ("nonzero", "__bool__", "cpu", "numpy", "tolist")
-# The host waits for these, too: they copy numbers from unpinned host memory.
+# The host waits for these too, since they copy numbers from unpinned host memory.
 _FROM_HOST = ("tensor", "as_tensor", "asarray")
 WAITS |= {*_QUESTIONS, *_FROM_HOST, "new_tensor", "read"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
@@ -66,7 +66,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """An operation of torch or a launch of a Triton kernel; `at` is the line of the trainer that asks for it."""
+    """An operation of torch or a launch of a Triton kernel; `at` is the trainer line that requests it."""
 
     name: str
     reads: tuple[Operand, ...]
@@ -83,12 +83,12 @@ class Op:
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether it has tensors on two devices."""
+        """Whether the operation has tensors on two devices."""
         return len({one.device for one in (*self.reads, *self.writes)}) > 1
 
     @property
     def bytes(self) -> int:
-        """Bytes read and written if each operand passes once; with `some_rows`, only those rows count."""
+        """Bytes read and written if each operand passes once; with `some_rows`, only these rows count."""
         named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
         if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))
@@ -102,10 +102,10 @@ class Op:
 
 @dataclass
 class Exchange:
-    """A collective of `kind` over `group`: bytes that a rank sends by type, and the function that asks for it.
+    """A collective of `kind` over `group`: the bytes that a rank sends, by type, and the function that requests it.
 
-    It begins before the operation number `begins` of its step, and operations from number `ends` on wait for it: those
-    of the next step if `ends_later`.
+    It begins before operation number `begins` of its step. Operations from number `ends` on wait for it; if
+    `ends_later`, these are operations of the next step.
     """
 
     group: str
@@ -119,7 +119,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Step:
-    """A step's operations: those of its passes forward and backward with the metrics, and those of its update.
+    """A step's operations: `passes` are the forward and backward passes with the metrics, `update` is the update.
 
     `exchanges` has the collectives of groups that write to the step's log, in order.
     """
@@ -151,7 +151,7 @@ class OpLog(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.ops.append(Op(name, _operands(args), (), _place()))
             return 0.0 if args[0].is_floating_point() else 0
-        # It has no result, and PyTorch 2.11 has no fake version of the variant with a tensor rate.
+        # `_fused_adam_` has no result, and PyTorch 2.11 has no fake version of its variant with a learning rate tensor.
         result = None if name == "_fused_adam_" else func(*args, **(kwargs or {}))
         if name not in _FREE and not _is_view(func, result):
             self.ops.append(_op_of(func, name, (args, kwargs), result))
@@ -174,10 +174,10 @@ class OpLog(TorchDispatchMode):
 
     @contextlib.contextmanager
     def questions(self) -> Iterator[None]:
-        """Write down what is asked of a tensor, in a step, that its stand-in answers without an operation.
+        """Record questions to a tensor that its stand-in answers without an operation, within one step.
 
-        Numbers that were copied for the host in this step are among it, which the device comes to meanwhile, and
-        numbers that the host has made tensors of on a device.
+        These include reads of numbers that the step copied for the host, and tensors that the host creates from numbers
+        on a device.
         """
 
         def noted(name: str) -> Any:
@@ -219,10 +219,10 @@ def recorded_step(
     parallel: Parallel | None = None,
     log: OpLog | None = None,
 ) -> Step:
-    """Return the operations of a late step of a job on one GPU; of several ranks, which are `parallel`, it is one.
+    """Return the operations of a late step of a job on one GPU, or on one of several ranks, `parallel`.
 
-    The groups of `parallel` may write to `log`. With `dead` latents there may be dead ones. Of a penalised SAE k per
-    token are above the bound; or, where it is to be `dense`, so many that only dense products will do.
+    The groups of `parallel` may write to `log`. With `dead`, latents may be dead. For a penalised SAE, k latents per
+    token exceed the threshold; with `dense`, there are too many for anything but dense products.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch
@@ -268,7 +268,7 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
     called = dict(zip(kernel.arg_names, args, strict=False)) | named
     arguments = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in called.items()}
     tensors = [(name, one) for name, one in arguments.items() if isinstance(one, Operand)]
-    # The name shows whether an argument is written, or both read and written.
+    # The prefix of the name shows whether an argument is written, or both read and written.
     writes = tuple(one for name, one in tensors if name.startswith(("out", "inout")))
     reads = tuple(one for name, one in tensors if not name.startswith("out"))
     shape = tuple(map(int, grid(named) if callable(grid) else (grid if isinstance(grid, tuple) else (grid,))))
@@ -281,7 +281,7 @@ def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
     reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
     writes = _operands(result)
     if func._schema.is_mutable:
-        # An operation returns what it changes in place, or changes its arguments if it returns nothing.
+        # An operation returns what it changes in place; if it returns nothing, it changes its arguments.
         writes = writes or _mutated(func, arguments)
     return Op(name, reads, writes, _place())
 

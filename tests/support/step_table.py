@@ -26,7 +26,7 @@ class Way(NamedTuple):
 
 
 PLAIN = Way({"precision": "bf16"})
-# Variants of TopK, by the words after its name in the table.
+# Variants of TopK, by the words that follow its name in the table.
 OTHERS = {
     "with int8 state": Way({"precision": "bf16", "state": "int8"}),
     "in fp16": Way({"precision": "fp16"}),
@@ -46,7 +46,7 @@ def rows() -> Iterator[str]:
 
 
 def cases(architecture: str) -> tuple[str, str]:
-    """Return what changes an architecture's step: AuxK takes part; k are active, or many as at the start of a run."""
+    """Return the two cases of an architecture: without and with AuxK, or few and many active latents."""
     return ("no dead", "auxk") if "top" in architecture else ("sparse", "dense")
 
 

@@ -19,6 +19,6 @@ def take_alone(learner: Learner, number: int, x: Tensor, y: Tensor | None = None
 
 
 def skips(learner: Learner) -> tuple[int, int, int]:
-    """Return the numbers of skipped steps since the last call, of consecutive ones, and of those without capacity."""
+    """Return the numbers of skipped steps since the last call, in a row, and for lack of capacity."""
     state = StepState.of(learner.take_state())
     return state.skipped, state.skipped_in_a_row, state.overflowed

@@ -15,11 +15,11 @@ PIECES = (
     "\x90q\x9c", "\x84", "\x85", "\x07", "\b\b\b", "\r", "\x0b", "\x0c", "\x7f", "\x0e", "\u2028", "\u2029", "\u202e",
     "\u202a", "\u2066", "\u2069", "\u200f", "\u200b", "\ufeff", "\U000e0041", "\t", "\n",
 )  # fmt: skip
-# Bytes that are not UTF-8, which file names and command lines may have.
+# Bytes that are not valid UTF-8, which file names and command lines may contain.
 BYTES = ("\udc9b", "\udcff")
 MARKUP = "[b]"
 _LETTERS = string.digits + string.ascii_lowercase
-# What the app itself sends: styles, places, modes and what it asks of the terminal.
+# Sequences that the app itself sends: styles, cursor positions, modes and queries of the terminal.
 _OWN = re.compile(
     r"\x1b\[\d{0,3}(?:;\d{0,3})*m|\x1b\[\d{1,3};\d{1,3}H|\x1b\[H|\x1b\[\?\d{1,4}(?:[hl]|\$p)|\x1b\[[<>=]\d*u|\x1b\[\?u"
     r"|\x1b\[>\d*[cq]|\x1b\]22;[a-z-]+\x07|\x1b\[2J(?=\x1b\[H)|\r\n"
@@ -27,7 +27,7 @@ _OWN = re.compile(
 
 
 class Texts:
-    """A text for every label: a core by which it is recognised where it is shown, markup, and pieces in some order."""
+    """A text for every label: a core that identifies it on the screen, markup, and the pieces in random order."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -38,7 +38,7 @@ class Texts:
         return set(self._cores)
 
     def core(self, label: str) -> str:
-        """Return the three cells that identify the label's text, since they occur nowhere else."""
+        """Return three cells that identify the label's text, since they occur nowhere else."""
         number = len(self._cores)
         return self._cores.setdefault(label, f"Ж{_LETTERS[number // 36]}{_LETTERS[number % 36]}")
 
@@ -74,7 +74,7 @@ def taken_for_markup(shown: str) -> list[str]:
 
 def leaked(raw: bytes) -> list[str]:
     """Return sequences that could control the terminal and are not the app's own, with the surrounding text."""
-    # Output still in transit may end within a character or a sequence.
+    # Output that is still in transit may end within a character or a sequence.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
     left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))
     return [left[max(0, at - 20) : at + 20] for at, char in enumerate(left) if not char.isprintable()]

@@ -1,4 +1,4 @@
-"""A program in a real pseudo-terminal, its screen kept by pyte."""
+"""A program in a real pseudo-terminal, whose screen is emulated by pyte."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Terminal:
     ) -> None:
         """Start the command in a pty.
 
-        `colours` is what COLORTERM says; "" leaves it out, as ssh does, for a terminal of 256 colours.
-        Without `emulated` no screen is kept, which costs more than drawing it: only what was written, `raw`.
-        `controlling` makes the pty a controlling terminal: ctrl+c and ctrl+z become signals where the program leaves
-        them to the terminal, and so does closing it.
+        `colours` is the value of COLORTERM; "" leaves it unset, as ssh does, so that the terminal has 256 colours.
+        Without `emulated` the screen is not emulated, which would cost more than drawing it; only the output `raw` is
+        kept. `controlling` makes the pty a controlling terminal: ctrl+c and ctrl+z become signals if the program has
+        not disabled that, and closing the pty sends SIGHUP.
         """
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen) if emulated else None
@@ -51,7 +51,7 @@ class Terminal:
         self.started = time.monotonic()
         self._master, slave = pty.openpty()
         self._set_size(columns, rows)
-        # Some test runners set COLUMNS and LINES, which would override the size of the terminal.
+        # Some test runners set COLUMNS and LINES, which would override the terminal's size.
         own = ("COLUMNS", "LINES", "COLORTERM")
         environment = {name: value for name, value in env.items() if name not in own} | {
             "TERM": "xterm-256color",
@@ -82,15 +82,15 @@ class Terminal:
 
     @property
     def mode(self) -> list[Any]:
-        """The terminal's settings as `stty -a` shows them: echo, line by line or not, special characters."""
+        """The terminal's settings as `stty -a` shows them: echo, canonical mode, special characters."""
         return termios.tcgetattr(self._master)
 
     def send(self, keys: str | bytes) -> None:
-        """Write keys in one packet, as type-ahead arrives over a slow line."""
+        """Write keys in one packet, like keys typed ahead over a slow connection."""
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
 
     def press(self, *keys: str, gap_s: float = 0.15) -> None:
-        """Send keys one after the other, reading between them, as a person types."""
+        """Send keys one after the other and read between them, as if a person typed."""
         for key in keys:
             self.send(key)
             self.read(gap_s)
@@ -99,14 +99,14 @@ class Terminal:
         """Change the size of the terminal and send its program SIGWINCH."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
-        # The kernel signals only processes whose controlling terminal it is.
+        # The kernel signals only processes whose controlling terminal this is.
         self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> None:
-        """Feed the screen with the output of this many seconds."""
+        """Feed the screen with the program's output for this many seconds."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if not self._pump(left):
@@ -143,7 +143,7 @@ class Terminal:
         return self._master
 
     def close(self) -> None:
-        """Hang up, as closing the window does; a second call does nothing."""
+        """Hang up, like closing the window; a second call does nothing."""
         if self._closed:
             return
         os.close(self.detach())

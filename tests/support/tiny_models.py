@@ -1,6 +1,6 @@
-"""Language models of three blocks with random weights and a tokenizer of their own, as folders that transformers loads.
+"""Language models of three blocks with random weights and their tokenizers, as folders that transformers loads.
 
-Their weights are spread so widely that a block changes what flows through it by as much as a trained one does.
+The weights have such a large variance that a block changes the residual stream as much as a trained block does.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import random
 from pathlib import Path
 from typing import Any
 
-# Read when huggingface_hub is imported: nothing here may ask the hub.
+# huggingface_hub reads this when it is imported; nothing here may contact the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 D_IN, N_BLOCKS, CONTEXT = 32, 3, 64
-# As in Gemma-3: its first two blocks have a sliding window, its last attends to everything.
+# As in Gemma-3, the first two blocks have a sliding window, and the last attends to everything.
 SLIDING_WINDOW = 5
 DECODERS = ("gpt2", "llama", "gemma3", "qwen3")
 ENCODERS = ("bert", "roberta")
 FAMILIES = (*DECODERS, *ENCODERS)
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
-# The text that each family's tokenizer puts around a text.
+# The template that each family's tokenizer puts around a text.
 AROUND = {"gpt2": "$A", "llama": f"{BOS} $A", "gemma3": f"{BOS} $A", "qwen3": "$A"}
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}" + EOS + "{% endfor %}"
 VOCABULARY = "the a cat dog sat ran on over under red blue small mat hill and then it saw was not here"
@@ -83,7 +83,7 @@ def make_config(family: str, n_tokens: int) -> Any:
 
 
 def make_tokenizer(family: str) -> Any:
-    """Return a byte-level tokenizer of about 300 tokens that puts around a text what the family does."""
+    """Return a byte-level tokenizer of about 300 tokens that adds the same special tokens as the family."""
     import tokenizers
     import transformers
 

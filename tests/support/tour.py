@@ -1,4 +1,4 @@
-"""Films the app: GPUs are chosen, a training is launched and watched, another one is compared with it.
+"""Films the app: choosing GPUs, launching and watching a training, and comparing it with another one.
 
 python -m support.tour FILE.svg [--keep FOLDER], with PYTHONPATH=tests; `make pictures`. The keys are pressed, the GPUs
 are simulated, and the two trainings are real: each takes about half a minute of two cores.
@@ -35,7 +35,7 @@ from trainer.contract.paths import DataDir
 SIZE = (112, 34)
 # Maximum size of a film on a documentation page.
 LARGEST_BYTES = 900_000
-_WARM_UP_S = 50.0  # as many samples as the plots of all cards have columns
+_WARM_UP_S = 50.0  # until the plots of all GPUs are full
 _LATEST_S = 600.0
 
 
@@ -53,7 +53,7 @@ class Camera:
         self.pictures.append(Picture(self.app.export_screenshot(), seconds, caption))
 
     async def press(self, *keys: str, caption: str, seconds: float = 0.6, ready: Callable[[], object] = bool) -> None:
-        """Press keys one after the other, with a picture after each; before the last one wait until `ready`."""
+        """Press keys one after the other, with a picture after each; wait until `ready` before the last picture."""
         for key in keys:
             await self.pilot.press(key)
             if key == keys[-1] and ready is not bool:
@@ -61,18 +61,18 @@ class Camera:
             await self.take(caption, seconds)
 
     async def go_to(self, path: str, caption: str) -> None:
-        """Go down in the form until the cursor is in the field of a setting."""
+        """Move down in the form until the cursor is in the field of a setting."""
         while self.field() != path:
             await self.pilot.press("down")
             await self.take(caption, 0.2)
 
     def field(self) -> str:
-        """Return the setting in whose field the cursor is."""
+        """Return the setting of the field with the cursor."""
         rows = [node for node in self.app.focused.ancestors if isinstance(node, KnobRow)]
         return rows[0].field.path if rows else ""
 
     async def type(self, text: str, caption: str) -> None:
-        """Replace what the focused field holds, with a picture for every third letter."""
+        """Replace the content of the focused field, with a picture for every third letter."""
         await self.pilot.press("ctrl+u")
         for place, letter in enumerate(text, 1):
             await self.pilot.press({"-": "minus"}.get(letter, letter))
@@ -89,7 +89,7 @@ class Camera:
         return next((job for job in self.app.session.jobs if job.id == job_id), None)
 
     async def follow(self, job_id: int, caption: str, seconds: float, share: float) -> None:
-        """Take a picture whenever a job has come further by this share, until it has ended."""
+        """Take a picture whenever a job has advanced by this share of its steps, until it has ended."""
         while not (job := self.job(job_id)).state.is_final:
             due = job.step + max(1, int(share * (job.total_steps or 100)))
             await self.until(partial(self.has_come_to, job_id, due))
@@ -130,7 +130,7 @@ def is_reviewed(camera: Camera) -> bool:
 
 
 async def choose(camera: Camera) -> None:
-    """Open the launch screen, deselect the third GPU, name the job."""
+    """Open the launch screen, deselect the third GPU, and name the job."""
     await camera.press("n", caption="n: a new job", seconds=1.5, ready=lambda: is_reviewed(camera))
     await camera.press("down", "down", "space", caption="choose GPUs", seconds=0.7)
     await camera.press("f3", caption="settings, checked as you type", seconds=0.6)
@@ -188,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="demo-") as folder:
         same_everywhere(patch)
         patch.setenv("LOGNAME", "ada")
-        # No path of this machine is in the picture.
+        # Copy the data, so that no path of this machine is in the picture.
         shutil.copytree(ROOT / "data/sample", Path(folder, "data/sample"))
         patch.chdir(folder)
         pictures, still = asyncio.run(film(Path(folder)))
@@ -203,7 +203,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def keep(folder: Path, pictures: Sequence[Picture]) -> None:
-    """Write each picture as it is in the film."""
+    """Write each picture as it appears in the film."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(len(pictures)):
         file = folder / f"{number:03}.svg"

@@ -1,4 +1,4 @@
-"""An example of a new architecture: settings, class and, in `ENTRY`, its line in the registry."""
+"""An example of a new architecture: settings, class and, in `ENTRY`, its entry for the registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.saes.losses import squared_error
 
 
 class LoudestKnobs(ArchitectureKnobs, frozen=True):
-    """Settings of the largest latents with a price."""
+    """Settings of `Loudest`."""
 
     n_loudest: Annotated[int, about("Latents kept per token.", unit="latents", ge=1)] = 8
     price: Annotated[float, about("Weight of the sum of activations.", ge=0)] = 0.0

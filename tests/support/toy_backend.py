@@ -1,7 +1,7 @@
-"""A launch backend as a person would add one, a file and an entry: ranks that give way to all others, by `nice`.
+"""An example of a new launch backend, a file and a registry entry: ranks with low priority, started by `nice`.
 
-python -P toy_backend.py DATA_DIR JOB_ID        the supervisor of a job, which knows the backend
-python -P toy_backend.py rank SPEC              a rank, which knows it too and prints how nice it is
+python -P toy_backend.py DATA_DIR JOB_ID        a job's supervisor with this backend registered
+python -P toy_backend.py rank SPEC              a rank with this backend registered, which prints its niceness
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.contract.settings.knobs import about
 
 
 class NiceKnobs(msgspec.Struct, frozen=True):
-    """Settings of this backend only."""
+    """The settings of this backend."""
 
     niceness: Annotated[int, about("How far a rank makes way for others.", ge=0, le=19)] = 5
 

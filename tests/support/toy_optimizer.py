@@ -1,4 +1,4 @@
-"""An example of a new optimizer in one file; `ENTRY` is its line in the registry."""
+"""An example of a new optimizer in one file; `ENTRY` is its entry for the registry."""
 
 from __future__ import annotations
 

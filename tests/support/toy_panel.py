@@ -1,4 +1,4 @@
-"""An example of a new panel on a job's screen: one file with its widget, its style and its content."""
+"""An example of a new panel on a job's screen: widget, style and content in one file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sae_tui.widgets.lines import Line
 
 
 class ToyPanel(DetailPanel):
-    """Draws how many tokens a job has seen."""
+    """Shows how many tokens a job has seen."""
 
     DEFAULT_CSS = "ToyPanel { height: 1fr; width: 1fr; }"
 

@@ -1,4 +1,4 @@
-"""A minimal stream of activations: its settings and its class, in the one file that a new stream needs."""
+"""A minimal stream of activations: settings and class in one file, as a new stream needs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.catalog import SourceEntry
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.sources import DataShape, StreamKnobs, SyntheticKnobs
 
-# Rows per chunk: no divisor of any batch size.
+# Rows per chunk; it does not divide any batch size.
 CHUNK = 37
 
 
@@ -34,7 +34,7 @@ class ToyKnobs(StreamKnobs, frozen=True, kw_only=True):
 
 
 class ToyStream(StreamSource):
-    """Rows of a known dictionary in the order of their numbers; part r of n has the rows r, r + n, r + 2n and so on."""
+    """Rows of a known dictionary in order; part r of n has the rows r, r + n, r + 2n and so on."""
 
     def __init__(self, **settings: Any) -> None:
         self._knobs = knobs = ToyKnobs(**settings)

@@ -1,4 +1,4 @@
-"""Shared by tests of the app: a monitor with fixed values, and jobs as supervisors and trainers leave them."""
+"""Shared by tests of the app: a monitor with fixed values, and jobs as supervisors and trainers record them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOW = 1_700_000_000.0
 
 
 class StillMonitor:
-    """The interface of `Monitor` over a source that is read only when the test says so."""
+    """The interface of `Monitor` over a source that is sampled only when the test requests it."""
 
     source_name = "simulated"
     interval_s = 1.0
@@ -53,7 +53,7 @@ class StillMonitor:
             self.step()
 
     def step(self) -> None:
-        """Take one more sample of every card, a second later."""
+        """Take one more sample of every GPU, a second later."""
         self.now += 1
         self._latest = tuple(self.source.sample(index, processes=True) for index in range(len(self._rings)))
         for ring, sample in zip(self._rings, self._latest, strict=True):
@@ -107,7 +107,7 @@ def record_job(
         "gpu_source": "simulated",
         "created": NOW,
     }
-    # An imported SAE was never run.
+    # An imported SAE was never trained here.
     usual |= {"state": state, "ended": NOW} if state is JobState.IMPORTED else {}
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     put_store(data.control_db, "control")
@@ -130,7 +130,7 @@ def record_job(
 
 
 def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2) -> None:
-    """Write curves of a training that goes well, as rank 0 writes them."""
+    """Write the curves of a successful training as rank 0 writes them."""
     paths = data.run(job_id)
     paths.create()
     put_store(paths.metrics_db, "metrics")
@@ -142,7 +142,7 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
         rows += [Row(name, step, value) for name, value in (values | {"lr": 1e-3}).items()]
         rows += [Row("rank_tokens_per_s", step, 7000 + 300 * rank + step, rank) for rank in range(ranks)]
         for name, value in (("busy_ms", 98.0), ("data_ms", 1.5), ("step_ms", 131.0), ("rank_memory_bytes", 700 << 20)):
-            # The first rank is late.
+            # The first rank is slower.
             rows += [Row(name, step, value * (1.3 if rank == 0 else 1.0), rank) for rank in range(ranks)]
         rows += [Row("tokens_per_s", step, 14000.0 + step), Row("memory_bytes", step, 700 << 20)]
     writer = SeriesWriter(paths.metrics_db)
@@ -153,12 +153,12 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
 
 
 def title_of(panel: Widget) -> str:
-    """Return what the top line of a panel's frame says."""
+    """Return the title in the top border of a panel."""
     return panel._border_title.plain if panel._border_title else ""
 
 
 async def wait_until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 10) -> None:
-    """Let the app run until the condition holds."""
+    """Let the app run until the condition is true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, pilot.app.screen.query_one("*")

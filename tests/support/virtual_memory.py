@@ -1,4 +1,4 @@
-"""Matrices larger than memory; a test writes and reads only a small part."""
+"""Matrices larger than memory, of which a test reads and writes only a small part."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Tensors with at least this many numbers are large.
+# Number of elements from which a tensor is large.
 _LARGE = 2**20
-# Linux refuses no mapping with this flag for being larger than memory; Python 3.11 has no name for it.
+# With this flag Linux does not reject a mapping that is larger than memory; Python 3.11 has no name for it.
 _MAP_NORESERVE = 0x4000
 
 
 class VirtualMemory(TorchDispatchMode):
     """Fills empty tensors with 0; large ones use memory only for the pages that are written.
 
-    Each tensor is preceded by the same number of bytes, so that a negative index, caused by an overflow, can be read.
+    Each tensor is preceded by unused memory of the same size, so that a negative index caused by an overflow can be
+    read.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The real app, with a user and a host of any name; writes which classes of screens were shown to `screens.txt`.
+"""The real app with an arbitrary user and host name; writes the classes of the shown screens to `screens.txt`.
 
 python watched_app.py USER HOST [ARGUMENTS OF sae-tui]
 """
@@ -26,7 +26,7 @@ def name_strangers(user: str, host: str) -> None:
 
 
 def ask_no_torch() -> None:
-    """Keep the doctor from importing torch, which saves two seconds of a core."""
+    """Keep the doctor from importing torch, which saves two core-seconds."""
     torch_build._ask = lambda box: (None, "no torch")
 
 

@@ -1,4 +1,4 @@
-"""Wheels rebuilt from installed packages: pip installs them without an index or a network."""
+"""Wheels rebuilt from installed packages, so that pip can install them without an index or a network."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-# What an installer adds to a package.
+# Files that an installer adds to a package.
 _BY_INSTALLER = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 
 
 def fill(folder: Path, names: Iterable[str]) -> None:
-    """Write a wheel of each of these packages, and of pip, which locks leave out.
+    """Write a wheel of each of these packages, and of pip, which lock files leave out.
 
-    Those that are not installed are for other systems.
+    Packages that are not installed are for other systems, and are skipped.
     """
     for name in (*names, "pip"):
         try:
@@ -30,11 +30,11 @@ def fill(folder: Path, names: Iterable[str]) -> None:
 def _write_wheel(folder: Path, package: Distribution) -> None:
     stem = f"{package.metadata['Name'].replace('-', '_')}-{package.version}"
     tags = [line.split()[1] for line in (package.read_text("WHEEL") or "").splitlines() if line.startswith("Tag:")]
-    # `py2.py3-none-any` of `py2-none-any` and `py3-none-any`.
+    # The tag is `py2.py3-none-any` for the tags `py2-none-any` and `py3-none-any`.
     tag = "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*(tag.split("-") for tag in tags), strict=True))
     record = io.StringIO()
     writer = csv.writer(record, lineterminator="\n")
-    # Unpacked once: to compress it took five times as long.
+    # Stored without compression, which took five times as long.
     with zipfile.ZipFile(folder / f"{stem}-{tag}.whl", "w") as wheel:
         for name, file in _files(package, stem):
             wheel.write(file, name)
@@ -45,7 +45,7 @@ def _write_wheel(folder: Path, package: Distribution) -> None:
 
 
 def _files(package: Distribution, stem: str) -> Iterator[tuple[str, Path]]:
-    """Yield what was in its wheel, each with its name there; scripts of entry points are made when it is installed."""
+    """Yield the files of the package's wheel with their names in it; an installer recreates entry point scripts."""
     made = set(_scripts(package))
     for entry in package.files or ():
         file = Path(str(entry.locate())).resolve()

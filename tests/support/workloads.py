@@ -19,7 +19,7 @@ def workload(
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:
-    """Return the data section of a training straight from a language model that is not here, on a text in `folder`."""
+    """Return the data section of a training directly from an imaginary language model, on a text in `folder`."""
     text = folder / "text.txt"
     text.write_text("a cat sat")
     return {"source": "model", "model": "a/model", "d_in": 8, "hook": "resid_post.0", "text": str(text)}
