@@ -2,9 +2,8 @@
 
 python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
 
-Runs `sae-tui` of the working folder in a pseudo-terminal with simulated NVML GPUs whose values all change, and jobs
-that
-log one step per second. Prints each figure as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s), and the
+Runs `sae-tui` of the working folder in a pseudo-terminal, with simulated NVML GPUs whose values all change, and jobs
+that log one step per second. Prints each figure as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s), and the
 start-up time next to that of a Textual app that shows one word.
 """
 
@@ -108,7 +107,7 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
 
 
 def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, str]) -> float:
-    """Return the seconds until an app has drawn these words."""
+    """Return the seconds until an app has drawn this text."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for(shown)
     seconds = time.monotonic() - terminal.started
@@ -119,7 +118,7 @@ def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, s
 
 
 def keep_training(data: DataDir, n_jobs: int) -> None:
-    """Record running jobs of this host and log a step per second for each, as long as this process lives.
+    """Record running jobs of this host, and log a step per second for each while this process runs.
 
     This process acts as their supervisor.
     """

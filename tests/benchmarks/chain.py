@@ -1,13 +1,13 @@
-"""The whole way on a real model: activations, SAEs, what they are worth, beside SAELens; and the seconds of each stage.
+"""Benchmarks the entire chain on a real model, from activations to evaluated SAEs, and compares it with SAELens.
 
     make model && .venv/bin/python tests/benchmarks/chain.py [--tokens 100_000] [--layers 12 20] [--json FILE]
 
-SmolLM2-135M reads the pages of Python's own reference, or `--text FILE`. Both trainers get the same rows in the same
-order, with the same d_sae, k, batch and steps, and their own defaults otherwise; both SAEs are judged by `trainer eval`
-on the same held-out rows and, in the model, on the same text that was not extracted. Probes are trained where
-sae-probes is installed. Then the model is read by ours, by a plain loop over transformers and by SAELens
-(`peers/reading.py`), `--repeats` times in turn, and the fastest of each counts. How fast stored rows are read again:
-`loader.py`.
+SmolLM2-135M reads the text of Python's reference, or `--text FILE`. Both trainers get the same rows in the same order,
+with the same d_sae, k, batch and steps, and otherwise their own defaults. `trainer eval` evaluates both SAEs on the
+same held-out rows and, in the model, on the same text that was not extracted. Probes are trained if sae-probes is
+installed. Then the model is read by our code, by a plain loop over transformers and by SAELens (`peers/reading.py`),
+`--repeats` times in turn; the fastest run of each counts. `loader.py` measures how fast stored rows are read. The
+seconds of each stage are printed too.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Chain:
         return card
 
     def _rates(self, asked: reading.Asked) -> dict[str, float]:
-        """Return the tokens per second of each reader, interleaved so that other load affects all equally."""
+        """Return the tokens per second of each reader; they run in turn, so that other load affects all equally."""
         rates = {kind.name: 0.0 for kind in reading.READERS}
         for _ in range(self.options.repeats):
             for kind in reading.READERS:
@@ -215,12 +215,12 @@ class Chain:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as a folder, in fp32: SAELens loads nothing else."""
+    """Write the model of a GGUF file as a folder in fp32, the only form that SAELens loads."""
     import transformers
 
     name = {"gguf_file": file.name}
     packed = transformers.AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **name)
-    # Weights read from a GGUF file count as quantized, and transformers refuses to write those.
+    # transformers treats weights from GGUF as quantized, and refuses to write them.
     config = transformers.AutoConfig.from_pretrained(file.parent, **name)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(packed.state_dict())
@@ -254,7 +254,7 @@ def filled(title: str, columns: Any, rows: Any) -> Table:
 
 
 def per_layer(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return each layer with its results, and the extraction with its own."""
+    """Return each layer with its results and the results of the extraction."""
     return [(layer, told | {"extracted": result["extracted"]}) for layer, told in result["layers"].items()]
 
 

@@ -2,7 +2,7 @@
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
-`trainer bench` measures every shape; it measures the speeds of the ranks as a run does when it starts.
+`trainer bench` measures every shape. Like the start of a run, it measures the speeds of the ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Injects each job fault into real processes repeatedly: how often the guarantees held, and the longest time.
+"""Injects each job fault into real processes repeatedly; prints how often the guarantees held, and the longest time.
 
 python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
 
 Every trial launches jobs of one or two CPU ranks in the same way as the app, in its own data folder. A row is printed
 after each fault, followed by the guarantees that failed. On a busy machine the times are upper bounds. One trial of all
-faults takes about 10 minutes on two idle cores. Faults of hosts need root, for namespaces, and gcc.
+faults takes about 10 minutes on two idle cores. Host faults need root, for namespaces, and gcc.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-# Replace this folder on the path, since this file would shadow the package of the same name.
+# Replace this folder on the import path, since this file would shadow the package `faults`.
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,7 +28,7 @@ from faults.real_job import Result, undisturbed
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """The fault, its guarantees, the meaning of its seconds, and the function that injects it once."""
+    """A fault, its guarantees, the meaning of its seconds, and the function that injects it once."""
 
     what: str
     seconds: str
@@ -126,7 +126,7 @@ def _measure(name: str, options: argparse.Namespace, folder: Path, references: d
 
 
 def _reference(n_ranks: int, folder: Path, references: dict[int, Result]) -> Result:
-    """Return the result of an undisturbed job, trained once for each number of ranks."""
+    """Return the result of an undisturbed job, trained once per number of ranks."""
     if n_ranks not in references:
         references[n_ranks] = undisturbed(folder / f"undisturbed-{n_ranks}", n_ranks)
     return references[n_ranks]

@@ -2,8 +2,8 @@
 
 PYTHONPATH=. python tests/benchmarks/feature_search.py [--latents 65536]
 
-The 50,000 tokens follow Zipf's law; each latent has 20 contexts of 20 tokens. The target is 0.3 s, which still feels
-immediate.
+The 50,000 distinct tokens follow Zipf's law. Each latent has 20 contexts of 20 tokens. The target is 0.3 s, which still
+feels immediate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEARCHES = ("w1x", "w123x", "x9", "1", "w", "nothing")
 
 
 def write(folder: Path, n_latents: int) -> float:
-    """Write contexts of random tokens; return the processor seconds that making the tensors takes."""
+    """Write contexts of random tokens; return the CPU seconds that computing the tensors takes."""
     contexts = Contexts(n_latents, N_CONTEXTS)
     weights = 1 / torch.arange(1, N_TOKENS + 1, dtype=torch.float64)
     tokens = torch.multinomial(weights, n_latents * N_CONTEXTS * WIDTH, replacement=True)

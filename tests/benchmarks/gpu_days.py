@@ -1,8 +1,8 @@
-"""Keep what `make test-gpu` found on each GPU model and commit, and write the table of docs/performance.md from it.
+"""Keep the results of `make test-gpu` by GPU model and commit, and write the table of docs/performance.md from them.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_days.py [--write]
 
-It prints the table, which has the newest entry of each GPU model; with `--write` it replaces the one in the page.
+It prints the table, with the newest entry of each GPU model. With `--write` it replaces the table in the page.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def record(file: Path, entry: dict[str, Any]) -> None:
-    """Add an entry; one of the same GPU model and commit is replaced."""
+    """Add an entry, and replace any entry of the same GPU model and commit."""
     others = [one for one in read(file) if any(one[key] != entry[key] for key in NUMBER_OF_ENTRY)]
     file.write_text(json.dumps([*others, entry], indent=1) + "\n")
 
@@ -69,7 +69,7 @@ def entry_of(report: Mapping[str, Any], commit: str | None = None) -> dict[str, 
 
 
 def commit_here() -> str:
-    """Return the commit of the sources, or "unknown" without git."""
+    """Return the commit of the sources, or "unknown" if git cannot determine it."""
     try:
         argv = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
@@ -107,7 +107,7 @@ def cell(figures: Mapping[str, float], key: str, form: str, unit: float = 1) -> 
 
 
 def sentence(entry: Mapping[str, Any]) -> str:
-    """Return versions, the parts that were right, wrong or not run, and the step of each mode."""
+    """Return a sentence with versions, the states of the parts, and the step time of each mode."""
     states = [part["state"] for part in entry["parts"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     versions = ", ".join(f"{name} {entry[name]}" for name in ("torch", "cuda", "triton", "nccl") if entry.get(name))
@@ -116,7 +116,7 @@ def sentence(entry: Mapping[str, Any]) -> str:
 
 
 def page_with(page: str, entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page with the table between its marks."""
+    """Return the page with the table between its markers."""
     before, _, rest = page.partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:

@@ -1,9 +1,9 @@
-"""Compare the app's reading of each GPU with CUDA's and nvidia-smi's; report versions, clocks and power limits.
+"""Compare the app's values of each GPU with CUDA's and nvidia-smi's; report versions, clocks and power limits.
 
     python tests/benchmarks/gpu_driver.py
 
-It prints JSON: the GPUs as the app, CUDA and nvidia-smi have them, and what is `wrong`. It ends with 1 if anything is.
-Without NVIDIA's tool only CUDA, or its like, is compared.
+It prints JSON: the GPUs as the app, CUDA and nvidia-smi report them, and what is `wrong`. It exits with 1 if anything
+is. Without nvidia-smi it compares only with CUDA or its equivalent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.ranks.devices import torch_vendor, visible_gpus
 
 MIB = 2**20
-# CUDA leaves a part of the memory, that of page tables and the like, to the driver.
+# CUDA leaves a part of the memory to the driver, for page tables and the like.
 LEAST_OF_CUDA = 0.9
-# Allowed deviation from the memory that nvidia-smi reports just before and just after, in whole MiB.
+# Allowed deviation from nvidia-smi's values just before and just after; nvidia-smi reports multiples of 1 MiB.
 NEAR_USED = 64 * MIB
-# Values that affect the current speed of a GPU; names that a driver does not know are left out.
+# Values that affect the current speed of a GPU. Names that the driver does not know are left out.
 STATE = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
     "temperature.gpu", "pcie.link.gen.current", "pcie.link.width.current", "persistence_mode", "ecc.mode.current",
@@ -34,7 +34,7 @@ QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.total,memory.used", "--format=cs
 
 
 class Memory(NamedTuple):
-    """The bytes of a GPU by nvidia-smi; None if it does not report them."""
+    """The bytes of a GPU according to nvidia-smi, or None."""
 
     total: int | None
     used: int | None
@@ -42,7 +42,7 @@ class Memory(NamedTuple):
 
 def main() -> int:
     by_cuda = {gpu.uuid: gpu.memory_bytes for gpu in visible_gpus()}
-    # Read the app between two calls of nvidia-smi, since other processes may allocate memory meanwhile.
+    # Query the app between two calls of nvidia-smi, since other processes may allocate memory meanwhile.
     before = by_tool()
     cards = by_app()
     after = by_tool()
@@ -62,7 +62,10 @@ def versions() -> dict[str, str | None]:
 
 
 def states() -> list[dict[str, str]]:
-    """Return clocks, power and link of each GPU by nvidia-smi, one query for each, since one it does not know fails."""
+    """Return clocks, power and link of each GPU from nvidia-smi.
+
+    Each value is a separate query, since a query with an unknown name fails.
+    """
     if not shutil.which(QUERY[0]):
         return []
     rows: list[dict[str, str]] = []
@@ -76,14 +79,14 @@ def states() -> list[dict[str, str]]:
 
 
 def by_app() -> list[dict[str, Any]]:
-    """Return the GPUs that CUDA, or its equivalent, should list."""
+    """Return the GPUs that the app lists for PyTorch's GPU vendor."""
     source = ["--gpu-source", torch_vendor()] if torch_vendor() else []
     argv = [sys.executable, "-m", "sae_tui", *source, "gpus", "--json"]
     return json.loads(subprocess.check_output(argv, timeout=60))
 
 
 def by_tool() -> dict[str, Memory]:
-    """Return the memory of all NVIDIA GPUs; none if the tool is missing."""
+    """Return the memory of all NVIDIA GPUs, or nothing if nvidia-smi is missing."""
     if not shutil.which(QUERY[0]):
         return {}
     return read_tool(subprocess.check_output(QUERY, text=True, timeout=30))
@@ -95,9 +98,9 @@ def read_tool(text: str) -> dict[str, Memory]:
 
 
 def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> list[str]:
-    """Return a sentence for each GPU that only one source lists, or whose memory differs from CUDA's.
+    """Return a sentence for each GPU that only one of the two lists, or whose memory differs from CUDA's.
 
-    CUDA lists only one MIG slice.
+    MIG slices may be missing, since CUDA lists only one.
     """
     totals = {card["uuid"]: card["memory_total"] for card in cards if card["healthy"]}
     unknown = [f"CUDA has {uuid}, and the app has not" for uuid in by_cuda if uuid not in totals]
@@ -116,7 +119,7 @@ def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> l
 def differs_from_tool(cards: list[dict[str, Any]], before: dict[str, Memory], after: dict[str, Memory]) -> list[str]:
     """Return a sentence for each GPU that nvidia-smi does not list, or whose memory differs from its value.
 
-    nvidia-smi lists no MIG slices.
+    MIG slices are skipped, since nvidia-smi lists none.
     """
     wrong = []
     for card in cards if after else ():

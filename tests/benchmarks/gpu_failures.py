@@ -1,10 +1,11 @@
-"""Inject failures on one GPU, and report memory that only the driver knows.
+"""Inject failures on one GPU, and measure the memory that PyTorch does not report.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_failures.py [--device cuda|cpu]
 
-Out of memory while a CUDA graph is captured; a device-side assert in a child process; NVIDIA's compute-sanitizer over
-cases of Triton's kernels; the bytes that PyTorch reserves for steps next to what nvidia-smi shows for the process. It
-prints JSON: for each its figures, or why it was `not_run`, and what is `wrong`. It ends with 1 if anything is.
+The checks: out of memory while a CUDA graph is captured; a device-side assert in a child process; NVIDIA's
+compute-sanitizer on test cases of Triton kernels; the bytes that PyTorch reserves for steps, next to nvidia-smi's value
+for the process. It prints JSON: the figures of each check, or why it was `not_run`, and what is `wrong`. It exits with
+1 if anything is.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 D_IN, SAE, TRAIN = 768, {"d_sae": 24576, "k": 32}, {"batch_size": 4096, "n_steps": 10**5}
 MIB = 2**20
 ASSERTING = "import torch; torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')].sum().item()"
-# What a child may take to fail, and the sanitizer, which is 10 to 50 times as slow as the kernels.
+# Timeouts of a child process and of the sanitizer, which is 10 to 50 times as slow as the kernels.
 CHILD_S, SANITIZER_S = 60, 90
 SANITIZED = ROOT / "tests" / "trainer" / "metrics" / "interval_cases.py"
 COMPUTE_APPS = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
@@ -88,7 +89,7 @@ def shortage_in_graph() -> dict[str, Any]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    # No memory beyond that of the plain steps, while a graph needs its own.
+    # Allow only the memory of the plain steps; a graph needs more.
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         steps.take(1)
@@ -103,7 +104,7 @@ def shortage_in_graph() -> dict[str, Any]:
 
 
 def lost_memory() -> list[str]:
-    """Return a sentence if memory that is freed stays with a broken capture."""
+    """Return a sentence if freed memory stays reserved after a failed capture."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -115,7 +116,7 @@ def lost_memory() -> list[str]:
 
 
 def device_assert() -> dict[str, Any]:
-    """Return the message that a user would read after a device-side assert in another process."""
+    """Return the message that a user would see after a device-side assert, raised in another process."""
     done = subprocess.run([sys.executable, "-c", ASSERTING], capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode == 0:
         return {"wrong": ["the child did not fail"]}
@@ -128,7 +129,7 @@ def device_assert() -> dict[str, Any]:
 
 
 def sanitized() -> dict[str, Any]:
-    """Run cases of kernels under compute-sanitizer."""
+    """Run test cases of kernels under compute-sanitizer."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if not tool:
         raise NotRun("compute-sanitizer is not installed")
@@ -147,7 +148,7 @@ def sanitized() -> dict[str, Any]:
 
 
 def process_memory() -> dict[str, Any]:
-    """Return the bytes of steps by PyTorch and by nvidia-smi; the difference is CUDA's context."""
+    """Return the bytes of steps according to PyTorch and the driver; the difference is CUDA's context."""
     steps = steps_on_gpu()
     steps.take(8)
     torch.cuda.synchronize()
@@ -163,7 +164,7 @@ def process_memory() -> dict[str, Any]:
 
 
 def bytes_by_driver() -> tuple[int, str]:
-    """Return the bytes of this process; in a container, where pids differ, all that are in use on the GPU."""
+    """Return the bytes of this process; in a container, where pids differ, all bytes in use on the GPU."""
     if shutil.which(COMPUTE_APPS[0]):
         done = subprocess.run(COMPUTE_APPS, capture_output=True, text=True, timeout=30)
         rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]

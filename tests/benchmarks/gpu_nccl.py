@@ -1,10 +1,10 @@
-"""Check NCCL with a single rank: every exchange of our own groups, in every type, also inside a CUDA graph.
+"""Check NCCL with a single rank: every exchange of our groups, in every type, also inside a CUDA graph.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 
-One rank gets back what it sends, so wrong values, types that NCCL refuses and exchanges that a graph cannot hold are
-found without a second GPU. It prints JSON: how many are right, the memory and seconds of NCCL, and what is `wrong`. It
-ends with 1 if anything is. On a CPU gloo takes NCCL's place, and there is no graph.
+A single rank gets back the data that it sends. This finds wrong values, types that NCCL rejects and exchanges that a
+graph cannot contain, without a second GPU. It prints JSON: the number of correct exchanges, NCCL's memory and seconds,
+and what is `wrong`. It exits with 1 if anything is. On a CPU it uses gloo instead of NCCL, and no graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Exchange = Callable[[Ranks, Tensor], Tensor]
 
 
 def in_place(exchange: Callable[[Ranks, list[Tensor]], object]) -> Exchange:
-    """Return the first of two tensors that are exchanged together, in place."""
+    """Return an exchange of two tensors at once, in place, that returns the first."""
 
     def both(group: Ranks, tensor: Tensor) -> Tensor:
         tensors = [tensor.clone(), torch.cat([tensor.reshape(-1)] * 2).reshape(-1, *tensor.shape[1:])]
@@ -44,7 +44,7 @@ def in_place(exchange: Callable[[Ranks, list[Tensor]], object]) -> Exchange:
     return both
 
 
-# Name, types, whether a tensor without dimensions takes part, and what has to return its argument.
+# Name, types, whether it accepts tensors without dimensions, and the function that must return its argument.
 EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("sum", ADDED, True, in_place(lambda group, tensors: group.sum_(*tensors))),
     ("sum parts", ADDED, False, in_place(lambda group, tensors: group.sum_parts_(tensors))),
@@ -57,7 +57,7 @@ EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("copy from first", SENT, True, in_place(lambda group, tensors: group.copy_from_first_(tensors))),
     ("collect", SENT, False, lambda group, tensor: group.collect(tensor, [len(tensor)], 0)[0].to(tensor.device)),
 )
-# It copies to the host, which a graph cannot contain; no step uses it.
+# `collect` copies to the host, which a graph cannot contain; no step uses it.
 NOT_IN_GRAPHS = ("collect",)
 
 
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def connected(device: torch.device, folder: Path, found: dict[str, Any]) -> Ranks:
-    """Connect the only rank, as `join` does, and note the seconds and the memory that this takes."""
+    """Connect the only rank, as `join` does, and record the seconds and the memory that this takes."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -124,7 +124,7 @@ def words_of(dtype: torch.dtype) -> str:
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    # Whole numbers that bf16 represents exactly.
+    # Integers that bf16 represents exactly.
     count = torch.arange(N_ROWS * 3, device=device)[: torch.Size(shape).numel()]
     return (count % 2 == 0 if dtype == BOOL else count).to(dtype).reshape(shape)
 
@@ -141,7 +141,7 @@ def result_of(
 
 
 def in_graphs(group: Ranks, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the same for exchanges that a CUDA graph holds, each replayed on new values."""
+    """Yield "ok" or the error for each exchange in a CUDA graph, replayed on new values."""
     for name, dtypes, _, exchange in EXCHANGES:
         if name in NOT_IN_GRAPHS:
             continue

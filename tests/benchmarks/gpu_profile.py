@@ -1,12 +1,13 @@
-"""What a step takes on this GPU, kernel by kernel: plainly, recorded, and as modelled for an H200.
+"""The time of a step on this GPU, kernel by kernel: plain, recorded, and as modelled for an H200.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_profile.py [A:topk:dead B:gated ...] [--kernels N] [--json FILE]
 
-A case is a shape, an architecture and, of the TopK kinds, `dead` where some latents are, so that AuxK takes part.
-Shape A: d_in 2304, d_sae 65536, k 64; B: d_in 768, d_sae 24576, k 32; both 4,096 tokens in the precision of `auto`; C
-is small enough for a CPU. "host" is what the host takes to queue a step behind an idle GPU. Steps are on one batch of
-random rows at the start of a run, when SAEs with a penalty have so many active latents that their products are dense.
-The floor is that of `python -m trainer bench`, of this GPU; "of it" is the recorded step's share, or the plain one's.
+A case is a shape, an architecture and, for TopK kinds, optionally `dead`: some latents are dead, so AuxK is active.
+Shape A: d_in 2304, d_sae 65536, k 64. Shape B: d_in 768, d_sae 24576, k 32. Both have 4,096 tokens in the precision of
+`auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a step while the GPU is idle. Steps are on
+one batch of random rows at the start of a run, when SAEs with a penalty have so many active latents that their products
+are dense. The floor is the one that `python -m trainer bench` prints for this GPU. "of it" is the floor's share of the
+recorded step, or of the plain step.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     shape, architecture, *rest = case.split(":")
     d_in, d_sae, k, n_tokens = SHAPES[shape]
     job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
-    # Model first: real steps on a CPU select another top-k implementation.
+    # Compute the model first: real steps on a CPU select another top-k implementation.
     expected = modelled_ms(job, d_in, device, dead=rest == ["dead"])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -80,7 +81,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     if rest == ["dead"]:
         silence(learner.sae)
     steps.take_plainly()
-    # Includes the compilation of kernels that no earlier case used.
+    # The first step includes the compilation of kernels that no earlier case used.
     first_step_s = milliseconds(lambda: steps.take(1), device) / 1e3
     plain, host = timed(steps, device)
     kernels, phases = profiled(steps, device)
@@ -97,7 +98,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
 
 
 def modelled_ms(job: JobConfig, d_in: int, device: torch.device, *, dead: bool) -> dict[str, float]:
-    """Return the milliseconds modelled for an H200; none if the model cannot run in this process."""
+    """Return the milliseconds modelled for an H200, or nothing if the model cannot run in this process."""
     is_dense = "topk" not in job.sae.architecture
     is_recorded = not is_dense and pays(
         Layout(job, 1), d_in, d_in, precision=resolve_precision(job.train.precision, device)
@@ -112,7 +113,7 @@ def modelled_ms(job: JobConfig, d_in: int, device: torch.device, *, dead: bool) 
 
 @torch.no_grad()
 def silence(sae: Any) -> None:
-    """Keep 3 in 100 latents from ever being active, and count them as silent for long."""
+    """Keep 3 % of the latents inactive, with many tokens since they last fired."""
     some = slice(0, 3 * sae.d_sae // 100)
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9
@@ -120,7 +121,7 @@ def silence(sae: Any) -> None:
 
 
 def timed(steps: RepeatedStep, device: torch.device) -> tuple[float, float]:
-    """Return the ms of a step, and the host's ms per step on an otherwise idle device."""
+    """Return the milliseconds of a step, and the host's milliseconds per step while the device is idle."""
     steps.take(WARM_UP)
     whole = milliseconds(lambda: steps.take(N_TIMED), device) / N_TIMED
     host = []
@@ -141,7 +142,7 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def profiled(steps: RepeatedStep, device: torch.device) -> tuple[list[tuple[str, float, float]], dict[str, float]]:
-    """Return each kind of kernel of a step with how many there are and their ms, the longest first, and its phases."""
+    """Return the name, count and milliseconds of each kind of kernel in a step, the longest first, and its phases."""
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(N_PROFILED)
         synchronise(device)

@@ -1,10 +1,10 @@
-"""Compare the FVU of several GPUs, or CPU processes, after 20 steps with that of one, and count waits of the host.
+"""Compare the FVU of several GPUs, or CPU processes, after 20 steps with the FVU of one, and count waits of the host.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_ranks.py auto:2 [--modes ddp tensor hybrid] [--uneven]
 
-One job trains SAEs of three kinds with the command that users run: on one GPU, and in each mode on all. The number of
-latents is not divisible by 3, 4 or 8. It prints JSON: the last FVU of each, the places where the host of rank 0 waited
-in a step, and what is `wrong`. It ends with 1 if anything is. Waits are reported only.
+One job trains SAEs of three kinds with the user's command: on one GPU, and in each mode on all GPUs. The number of
+latents is not divisible by 3, 4 or 8. It prints JSON: the last FVU of each, the places where rank 0's host waited in a
+step, and what is `wrong`. It exits with 1 if anything is. Waits are only reported.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trainer.measuring.bench import run_ranks
 from trainer.ranks.device_choice import parse_target
 
 SAMPLE, D_IN = Path(__file__).parents[2] / "data" / "sample", 384
-# Two kinds that choose, by token and by batch, and one with a penalty.
+# Two kinds that select latents, per token and per batch, and one with a penalty.
 KINDS = ["topk", "batch_topk", "jumprelu"]
 MODES = {"ddp": {}, "tensor": {}, "hybrid": {"latent_ranks": 2}, "dp": {}}
-# By 2 only.
+# Divisible by 2, but not by 3, 4 or 8.
 D_SAE = 3074
 N_STEPS, TOKENS_OF_RANK = 20, 128
-# As in `tests/trainer/parallel/test_modes.py`, which asks the same of CPU processes.
+# The tolerance of `tests/trainer/parallel/test_modes.py`, which compares CPU processes in the same way.
 NEAR = {"rel_tol": 1e-3, "abs_tol": 1e-5}
 
 
@@ -51,7 +51,7 @@ def main() -> int:
         job = shared(f"{word}:{n_ranks}", n_ranks, n_data, {"mode": mode} | MODES[mode] | shares)
         fvus[mode] = trained(job)
         if mode == "dp":
-            # Its ranks are threads of the command that trained.
+            # The ranks of this mode are threads of the training command.
             continue
         module, sizes = "support.rank_waits", [str(D_IN)]
         waits |= {mode: run_ranks(module, sizes, job=job, world_size=n_ranks, gpu_uuids=uuids)["waits"]}
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> JobConfig:
-    """Return a job with as many tokens a step on any number of GPUs; silent latents soon count as dead."""
+    """Return a job with the same number of tokens per step on any number of GPUs; latents soon count as dead."""
     tokens = TOKENS_OF_RANK * n_ranks
     job, problems = parse_job(
         {
@@ -77,7 +77,7 @@ def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> Jo
 
 
 def trained(job: JobConfig) -> dict[str, float]:
-    """Train, and return the FVU that each kind comes to."""
+    """Train, and return the final FVU of each kind."""
     with tempfile.TemporaryDirectory(prefix="gpu-ranks-") as folder:
         file, out = Path(folder) / "job.toml", Path(folder) / "run"
         file.write_text(dump_job(job))
@@ -92,7 +92,7 @@ def trained(job: JobConfig) -> dict[str, float]:
 
 
 def differing(fvus: dict[str, dict[str, float]]) -> list[str]:
-    """Return a sentence for each kind whose FVU in a mode differs from the one on one GPU."""
+    """Return a sentence for each kind whose FVU in a mode differs from the FVU on one GPU."""
     return [
         f"{mode}: FVU of {kind} is {fvu:.5f}, and {fvus['one'][kind]:.5f} on one GPU"
         for mode, of_kind in fvus.items()

@@ -1,8 +1,8 @@
-"""Measure NCCL's memory, a step with dead latents on the time line, and the end of a run whose rank is killed.
+"""Measure NCCL's memory, a step with dead latents on the time line, or the end of a run after a rank is killed.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_several.py auto:2|cpu:2 memory|profile|killed [--mode tensor]
 
-It prints JSON, with what is `wrong`, and ends with 1 if anything is. On CPU processes there is no NCCL to measure.
+It prints JSON with what is `wrong`, and exits with 1 if anything is. CPU processes do not use NCCL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.ranks.foreground import read_progress
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SHAPES = {"cuda": (768, 24576, 32, 4096), "cpu": (64, 512, 8, 256)}
-# Limits until the ranks train, and from the kill to the end of the command; poll interval.
+# Seconds until the ranks must train, seconds from the kill to the end of the command, and the poll interval.
 STARTED_S, ENDED_S, POLL_S = 90.0, 60.0, 0.2
 
 
@@ -71,7 +71,7 @@ def parsed(table: dict[str, Any]) -> JobConfig:
 
 
 def killed(gpus: str, mode: str) -> dict[str, Any]:
-    """Kill the last rank of a training while it steps, and return how and when the command ends."""
+    """Kill the last rank of a training during its steps; return how and when the command ends."""
     job = parsed(
         {
             "data": {"path": str(SAMPLE)},
@@ -103,7 +103,7 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
 
 
 def last_rank(process: subprocess.Popen[str], run_dir: Path) -> int | None:
-    """Return the pid of the last rank once the ranks train; None if they never do."""
+    """Return the pid of the last rank once the ranks train, or None."""
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < STARTED_S:
         beat, _ = read_progress(RunPaths(run_dir).metrics_db)

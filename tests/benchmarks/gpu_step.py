@@ -1,10 +1,10 @@
-"""A training step as an H200 would take it, modelled: operations, kernels, bytes, milliseconds of all architectures.
+"""The modelled training step of every architecture on an H200: operations, kernels, bytes, milliseconds.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_step.py [ARCHITECTURE ...] [--top N]
 
-Needs no GPU: the GPU's path is run on tensors without memory (`tests/support/fake_gpu.py`) and put into a roofline
-(`tests/support/roofline.py`, which says how far to trust it). `tests/benchmarks/train_step.py` measures on a real one.
-Shape A: d_in 2304, d_sae 65536, k 64; B: d_in 768, d_sae 24576, k 32; both 4,096 tokens, bf16.
+Needs no GPU. The GPU path runs on tensors without memory (`tests/support/fake_gpu.py`), and a roofline gives the times
+(`tests/support/roofline.py`, which states its accuracy). `tests/benchmarks/train_step.py` measures on a real GPU. Shape
+A: d_in 2304, d_sae 65536, k 64. Shape B: d_in 768, d_sae 24576, k 32. Both have 4,096 tokens in bf16.
 """
 
 from __future__ import annotations

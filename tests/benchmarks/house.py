@@ -1,9 +1,9 @@
-"""Counts of the source: sizes of functions and files, and the structure of each folder.
+"""Statistics of the source code: sizes of functions and files, and the structure of each folder.
 
 python tests/benchmarks/house.py [CHECKOUT]
 
-Rooms are the files and folders on one level of a folder; floors are the longest chain of their imports (including those
-for type checkers); arrows are the pairs of rooms with an import; arrows back up are those within a cycle.
+Rooms are the files and folders on one level of a folder. Floors are the longest chain of their imports, including
+imports for type checkers. Arrows are the pairs of rooms with an import. Arrows back up are arrows within a cycle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(root: Path) -> None:
 
 
 def sizes(files: list[Path]) -> dict[str, object]:
-    """Return counts of files, lines and functions, and how the functions are documented and name their variables."""
+    """Return counts of files, lines, functions and docstrings, and of variables with plain names."""
     texts = [file.read_text() for file in files]
     lines = [len(text.splitlines()) for text in texts]
     functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]
@@ -74,7 +74,7 @@ def _assigned(function: Function) -> Iterator[str]:
 
 
 def plan(root: Path, folder: str) -> tuple[int, int, int, int]:
-    """Return rooms, floors, arrows and arrows back up of one level of a folder."""
+    """Return the rooms, floors, arrows and arrows back up on one level of a folder."""
     package = folder.replace("/", ".")
     rooms = {path.stem for path in (root / folder).iterdir() if _is_room(path)}
     imports: dict[str, set[str]] = {room: set() for room in rooms}
@@ -106,7 +106,7 @@ def _is_room(path: Path) -> bool:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the rooms of a package that a file imports, including imports for type checkers only."""
+    """Yield the rooms of a package that a file imports, including imports only for type checkers."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:

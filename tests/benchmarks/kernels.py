@@ -1,12 +1,12 @@
-"""Time of every product of a TopK step, beside the dense product it replaces and the least time it can take.
+"""Time of every product of a TopK step, next to the dense product that it replaces and its minimum time.
 
     python tests/benchmarks/kernels.py [--d-in 384] [--d-sae 3072] [--batch 4096] [--k 32] [--device cuda]
         [--precision bf16] [--threads 2] [--repeat 20] [--json FILE]
 
-The floor is max(FLOPs/peak, bytes/bandwidth) at this machine's own measured speed, where every number is moved once:
-rows read more often are taken to come from a cache. `dense` is one matrix product of the same result, without
-what it costs to scatter activations into a matrix. On a GPU `torch` is the way without Triton. `CPU` is the CPU time of
-a call per thread, which suits a machine with other work. Latents are used unevenly, the most frequent by most tokens.
+The floor is max(FLOPs/peak, bytes/bandwidth) at this machine's own measured speed. Every number is counted once, as if
+repeated reads came from a cache. `dense` is one matrix product with the same result, without the cost of scattering
+activations into a matrix. On a GPU, `torch` is the implementation without Triton. `CPU` is the CPU time of a call per
+thread, which is more meaningful on a busy machine. Latents are used unevenly: most tokens use the most frequent one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# Calls between two readings of a GPU's clock, so that launches overlap with work as in a step.
+# Calls between two clock readings on a GPU, so that launches overlap with work as in a step.
 CALLS = 10
 
 
 @dataclass
 class Kernel:
-    """One product: a function that runs it, its dense counterpart, its operations and the bytes that it must move."""
+    """One product: a function that runs it, its dense counterpart, and its minimum operations and bytes."""
 
     name: str
     run: Callable[[], object]
@@ -53,7 +53,7 @@ class Kernel:
 
 @dataclass
 class Result:
-    """Seconds of each implementation; None if there is nothing to compare with."""
+    """Seconds of each implementation, or None if there is no such implementation."""
 
     name: str
     wall_s: float
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# what is measured
+# Measured products
 
 
 def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
@@ -99,7 +99,8 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
         torch.randn(*shape, device=options.device).to(narrow)
         for shape in ((n_tokens, d_in), (d_in, d_sae), (d_sae, d_in))
     )
-    # Beside pre-activations of standard deviation √d_in this lets a few latents fire nearly always and many rarely.
+    # Relative to pre-activations of standard deviation √d_in, this bias makes a few latents fire nearly always and many
+    # rarely.
     b_enc = d_in**0.5 * torch.randn(d_sae, device=options.device).to(narrow)
     pre_acts = PreActs(torch.addmm(b_enc, x, W_enc))
     places, _ = k_per_token(pre_acts, k)
@@ -156,7 +157,10 @@ def fresh(places: Places) -> Places:
 
 
 def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Kernel:
-    """Build a pass forward and backward at given places; the dense one is five products and plain autograd."""
+    """Build a forward and backward pass with given active latents.
+
+    The dense counterpart is five products with plain autograd.
+    """
     n_tokens, d_in, d_sae = options.batch, options.d_in, options.d_sae
     made = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
     weights = {name: torch.randn(*shape, device=options.device, requires_grad=True) for name, shape in made.items()}
@@ -195,7 +199,7 @@ def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Ker
     )
 
 
-# how it is measured
+# Measurement
 
 
 def measure(kernel: Kernel, options: argparse.Namespace, speeds: dict[str, float]) -> Result:

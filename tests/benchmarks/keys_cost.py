@@ -1,10 +1,9 @@
-"""Measures the processor time to open and leave each screen, next to that of the idle dashboard.
+"""Measures the CPU time to open and leave each screen, next to the CPU time of the idle dashboard.
 
 PYTHONPATH=tests python tests/benchmarks/keys_cost.py [--times 20] [--size 120x40]
 
 Runs the app on simulated GPUs in a pseudo-terminal, with a finished job in the list. The limit is 100 ms, which a
-person
-perceives as instantaneous (Miller 1968).
+person perceives as instantaneous (Miller 1968).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--size", default="120x40")
     options = parser.parse_args()
-    # Time the app next to this file, even if another one is installed.
+    # Time the app of this checkout, even if another one is installed.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         box = Box(Path(folder))
@@ -59,7 +58,7 @@ def main() -> None:
 
 
 def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle: float) -> None:
-    """Print a line for a screen: processor time to open and leave it, and the time until it can be read."""
+    """Print a line for a screen: the CPU time to open and leave it, and the time until it can be read."""
     latencies: list[float] = []
 
     def press() -> None:
@@ -81,7 +80,7 @@ def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle
 
 
 def spent(terminal: Terminal, what: Callable[[], None]) -> float:
-    """Return the processor time in seconds that the app takes while `what` is done."""
+    """Return the CPU seconds that the app uses during `what`."""
     before, _ = terminal.usage()
     what()
     after, _ = terminal.usage()

@@ -1,13 +1,13 @@
-"""How fast batches are read from each format of shards, beside a plain sequential read of the same files.
+"""Measures how fast batches are read from each shard format, next to a plain sequential read of the same files.
 
     python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
 
-Batches of 4096 rows are read in the order of a training, in which each row comes once: of rows that were shuffled as
-they were stored, as an extraction does, in runs; of others one by one: by one thread, as beside a step on the CPU, and
-by all into the same memory over and over, as beside a GPU. The aim is 90 % of the sequential read, which keeps none of
-what it reads, from the page cache and from the disk (the files are dropped from the cache before). Then a TopK SAE is
-trained for 100 steps; at most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside
-it. Needs `--rows` × `--d-in` × 4 bytes of disk, for Parquet twice.
+Batches of 4096 rows are read in the order of a training, in which each row occurs once. Rows that were shuffled when
+they were stored, as by an extraction, are read in contiguous ranges, other rows one by one. One thread reads, as during
+a step on a CPU; then all threads read into the same memory repeatedly, as for a GPU. The goal is 90 % of the sequential
+read, which keeps no data, from the page cache and from the disk (the files are dropped from the cache before). Then a
+TopK SAE is trained for 100 steps; at most 2 % of its time may be spent waiting for data. Parquet is decoded once in
+advance, and this is timed separately. Needs `--rows` × `--d-in` × 4 bytes of disk, twice that for Parquet.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def prepare(files: list[Path], where: str) -> None:
 
 
 def read_through(files: list[Path]) -> None:
-    """Read files from begin to end into one buffer."""
+    """Read files from beginning to end into one buffer."""
     buffer = bytearray(2**22)
     for file in files:
         with file.open("rb", buffering=0) as stream:
@@ -128,7 +128,7 @@ def one_place(d_in: int) -> Empty:
 
 
 def wait_of_training(folder: Path) -> float:
-    """Train, and return the share of the time that waits for data."""
+    """Train, and return the share of the time spent waiting for data."""
     table = {
         "data": {"path": str(folder)},
         "sae": {"expansion_factor": 8, "k": 32},

@@ -1,13 +1,13 @@
-"""Compares the automatic learning rate with lower ones in long runs, by the FVU of held-out texts.
+"""Compares the automatic learning rate with lower ones in long runs, by the FVU on held-out texts.
 
     python tests/benchmarks/long_runs.py ROWS RESULTS.jsonl [--steps 2000 10000 50000] [--d-sae 1536] [--seeds 0]
         [--recipes NAME ...] [--batch 512] [--threads 1]
     python tests/benchmarks/long_runs.py RESULTS.jsonl
 
 ROWS is a folder that an extraction has written for one hook: shards with `activations` [n_tokens, d_in] and `document`.
-One text in 20 is held out as a whole, the same ones for every seed; every recipe trains on the same rows in the same
-order. Every run is finished, since most of the quality comes while the learning rate falls. Each result is a line of
-RESULTS. Runs that are there already are skipped, so that a stopped benchmark can be continued. Without ROWS only the
+One text in 20 is held out entirely, the same texts for every seed. Every recipe trains on the same rows in the same
+order. Every run is completed, since most of the quality comes while the learning rate falls. Each result is a line of
+RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be continued. Without ROWS only the
 results are printed.
 
 Recipes: `default`; `short`, with the rate of a run of 1,000 steps; `/3` and `/10`, with that rate divided by 3 and by
@@ -53,7 +53,7 @@ RECIPES = ("default", "short", "/3", "/10", "plain")
 
 
 def short_rate(d_sae: int, batch: int) -> float:
-    """Return the rate that `lr = "auto"` stands for in a run of 1,000 steps."""
+    """Return the rate that `lr = "auto"` selects for a run of 1,000 steps."""
     from trainer.contract.planning.rates import full_rate
     from trainer.contract.planning.workload import Layout
     from trainer.contract.settings.job_file import parse_job
@@ -67,7 +67,7 @@ def short_rate(d_sae: int, batch: int) -> float:
 
 
 class Rows:
-    """The rows [n_tokens, d_in] of a hook; the rows of some texts are held out."""
+    """The rows [n_tokens, d_in] of a hook; all rows of some texts are held out."""
 
     def __init__(self, folder: Path) -> None:
         files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
@@ -87,13 +87,13 @@ class Rows:
                     yield self._rows[numbers].float()
 
     def held_out_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the held-out rows with the numbers of their texts."""
+        """Yield the held-out rows with the indices of their texts."""
         for numbers in self.held_out.split(CHUNK):
             yield self._rows[numbers].float(), self.documents[numbers]
 
 
 def measure(fitted: Any, rows: Rows) -> dict[str, float]:
-    """Return the FVU of held-out texts with its standard error over texts, and the share of latents that never fire."""
+    """Return the FVU on held-out texts, its standard error over texts, and the share of latents that never fire."""
     mean = sum(x.double().sum(0) for x, _ in rows.held_out_batches()) / len(rows.held_out)
     n_texts = int(rows.documents.max()) + 1
     error, spread = torch.zeros(2, n_texts, dtype=torch.float64)
@@ -146,7 +146,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, FVUS = 360, 260, 48, 36, (0.125, 0.19)
 
 
 def curves(results: list[dict[str, Any]]) -> str:
-    """Return an SVG of the FVU by length: a panel for each hook with 1,536 latents, a curve for each recipe."""
+    """Return an SVG of the FVU by number of steps: one panel per hook with 1,536 latents, one curve per recipe."""
     hooks, parts = sorted({one["hook"] for one in results}, reverse=True), []
     for column, hook in enumerate(hooks):
         left = column * WIDTH

@@ -32,7 +32,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.states import JobState
 
 STARTS = 5
-JOBS = 8  # finished ones, among which the cursor moves in this app; in the others among the processes
+JOBS = 8  # finished jobs, through which the cursor moves in this app; in the other monitors it moves through processes
 KEYS_PER_S = 2
 DOWN, UP = "\x1b[B", "\x1b[A"
 LIMITS = {
@@ -49,7 +49,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Monitor:
-    """A GPU monitor: its command, the text of its first complete screen about the last GPU, and its quit key."""
+    """A GPU monitor: its command, a check that its first screen is complete, and its quit key."""
 
     name: str
     argv: list[str]
@@ -100,7 +100,7 @@ def record_jobs(data: DataDir) -> None:
 
 
 def monitors(options: argparse.Namespace, folder: str) -> list[Monitor]:
-    """Return this app and those of the peers that are installed."""
+    """Return this app and the other monitors that are installed."""
     last = options.gpus - 1
     found = [
         Monitor(
@@ -134,7 +134,7 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
         terminal.wait_for_exit()
         terminal.close()
 
-    end(begin()[0])  # the first start byte-compiles, and makes folders
+    end(begin()[0])  # the first start byte-compiles and creates folders
     paints = []
     for _ in range(STARTS):
         terminal, paint = begin()
@@ -180,7 +180,7 @@ def press_keys(terminal: Terminal, seconds: float) -> list[float]:
 
 
 def n_calls(log: Path) -> int:
-    """Return how many calls the stand-in counted."""
+    """Return the number of calls that the stand-in counted."""
     lines = (line for each in log.parent.glob(f"{log.name}.*") for line in each.read_text().splitlines())
     return sum(int(line.split()[2]) for line in lines)
 

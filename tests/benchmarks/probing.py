@@ -1,11 +1,11 @@
-"""k-sparse probing of SAEs of one hook, ours and other trainers': what their k best latents tell of a text.
+"""k-sparse probing of SAEs of one hook, ours and other trainers': how well their k best latents predict labels.
 
     python tests/benchmarks/probing.py JOB.toml HOOK FOLDER [--sets 24] [--json FILE]
 
-FOLDER has a folder for each SAE, as `quality.py --save` writes them; JOB.toml is the extraction of the rows that they
-were trained on, HOOK one of its hooks. The model reads the texts once, and every SAE sees the same rows. Beside each
-AUC stands its standard error over the splits into training and test texts. A difference to the first SAE is the mean
-over the sets, its error that of the sets: "same" where it is not two of those.
+FOLDER has a folder for each SAE, as `quality.py --save` writes them. JOB.toml is the extraction that wrote the training
+rows, and HOOK one of its hooks. The model reads the texts once, and every SAE gets the same rows. Next to each AUC is
+its standard error over the splits into training and test texts. The difference to the first SAE is the mean over the
+sets, with its standard error over the sets; it is "same" if it is less than two standard errors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
 
 
 def labelled_rows(options: argparse.Namespace) -> list[LabelledRows]:
-    """Have the model read the texts; it needs no unembedding, so that it may be an encoder."""
+    """Run the model on the texts; the unembedding is not needed, so the model may be an encoder."""
     job = load_extraction(options.job)
     job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=[options.hook]))
     model = LanguageModel(job, CPU)
@@ -85,7 +85,7 @@ def with_error(auc: Auc) -> str:
 
 
 def difference(auc: Auc, other: Auc) -> str:
-    """Return the mean difference over the sets with its error, and what it means."""
+    """Return the mean difference over the sets, its standard error, and a verdict."""
     differences = [value - other.of_sets[name] for name, value in auc.of_sets.items()]
     mean, error = statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5
     verdict = "same" if abs(mean) < 2 * error else "better" if mean > 0 else "worse"

@@ -1,20 +1,21 @@
-"""Held-out FVU against training time: ours and other trainers with their defaults, on the same rows in the same order.
+"""Held-out FVU by training time: our trainer and others with their defaults, on the same rows in the same order.
 
     python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500 | --tokens N] [--d-sae 3072] [--k 32]
         [--seeds 0] [--json FOLDER] [--save FOLDER]
 
-DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. Where they have `document`
-[n_tokens], whole texts of at least 16,384 rows are held out, the same for all seeds; else 16,384 single rows, drawn by
-the seed. The others are trained on in seeded permutations, one per epoch. Measured every 25 steps, outside the clock:
-FVU and L0 as the library's users get them; FVU with the batch's k·n largest activations, which compares BatchTopK at
-equal L0 however its threshold has come out; and the share of latents that fire neither on the held-out rows nor on
-65,536 training rows. With several seeds a second table has the mean FVU at equal L0, its standard deviation over seeds
-and its standard error over held-out texts. Seconds are those of the steps alone; CPU time over all threads, divided by
-their number, is what the wall clock would show on a machine without other work.
+DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. If they have `document`
+[n_tokens], entire texts with at least 16,384 rows are held out, the same texts for all seeds. Otherwise the seed
+selects 16,384 single rows. The remaining rows are trained on in seeded permutations, one per epoch.
 
-With --tokens each is trained on so many rows, in steps of its own where it chooses them by itself, else of --batch.
-With --json every curve is kept in FOLDER, and peers found there are not run again. With --save each SAE but
-that of a plain loop is written to a folder of its recipe in FOLDER, as its library writes it; `probing.py` reads them.
+These are measured every 25 steps, while the clock is stopped: FVU and L0 as the library's users get them; FVU with the
+batch's k·n largest activations, which compares BatchTopK SAEs at equal L0 regardless of their thresholds; and the share
+of latents that fire neither on the held-out rows nor on 65,536 training rows. With several seeds a second table has the
+mean FVU at equal L0, its standard deviation over seeds and its standard error over held-out texts. Seconds are those of
+the steps only. CPU time over all threads, divided by their number, equals the wall time on an idle machine.
+
+With --tokens each recipe trains on this many rows, in steps of its own size if it chooses one, otherwise of --batch.
+With --json every curve is kept in FOLDER, and peers with a curve there are not run again. With --save each SAE, except
+those of plain loops, is written to a folder of its recipe in FOLDER as its library writes it; `probing.py` reads them.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from torch import Tensor
 
 N_HELD_OUT = 16_384
 N_FIRING = 65_536
-# OpenAI's number of rows for b_dec.
+# OpenAI's number of rows for initialising b_dec.
 N_SAMPLE = 32_768
 CHUNK = 4096
 
 
 class Data:
-    """Rows [n_tokens, d_in] in random order; whole texts are held out where `documents` [n_tokens] are known."""
+    """Rows [n_tokens, d_in] in random order; entire texts are held out if `documents` [n_tokens] are known."""
 
     def __init__(self, x: Tensor, seed: int, device: str, documents: Tensor | None = None) -> None:
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -60,7 +61,7 @@ class Data:
         return self.train[:N_SAMPLE].float()
 
     def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """Yield batches without end; drop an incomplete one at the end of an epoch."""
+        """Yield batches without end; an incomplete batch at the end of an epoch is dropped."""
         generator = torch.Generator().manual_seed(self._seed + 1)
         while True:
             order = torch.randperm(len(self.train), generator=generator).to(self.train.device)
@@ -70,7 +71,7 @@ class Data:
 
 
 def of_texts(documents: Tensor, n_rows: int) -> Tensor:
-    """Return which rows are of some random texts, which together have at least `n_rows`; bool [n_tokens]."""
+    """Return the rows of random texts that have at least `n_rows` rows in total, as a mask [n_tokens]."""
     texts, sizes = documents.unique(return_counts=True)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))
     n_texts = int((sizes[order].cumsum(0) < n_rows).sum()) + 1
@@ -88,7 +89,7 @@ class Point:
     l0: float
     fvu_at_k: float
     never_fired: float
-    # Of `fvu_at_k`, over texts; 0 where rows were held out.
+    # The standard error of `fvu_at_k` over texts, or 0 if single rows were held out.
     fvu_error: float = 0.0
 
 
@@ -109,7 +110,7 @@ class Result:
         return self.curve[-1]
 
     def seconds_to(self, fvu: float) -> float | None:
-        """Return the CPU seconds at which the curve comes down to this FVU, interpolated linearly; None if never."""
+        """Return the CPU seconds at which the curve reaches this FVU, interpolated linearly, or None."""
         for before, after in zip(self.curve, self.curve[1:], strict=False):
             if after.fvu_at_k <= fvu:
                 share = (before.fvu_at_k - fvu) / max(before.fvu_at_k - after.fvu_at_k, 1e-12)
@@ -119,7 +120,7 @@ class Result:
 
 def main() -> None:
     options = parse()
-    # CSR tensors are called experimental once, and Triton missing likewise.
+    # Ignore warnings that CSR tensors are experimental and that Triton is missing.
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     x, documents = load(options.data)
@@ -136,7 +137,7 @@ def main() -> None:
 
 
 def load(data: Path) -> tuple[Tensor, Tensor | None]:
-    """Return the rows [n_tokens, d_in] of a file or of all files of a folder, and the text of each row if stored."""
+    """Return the rows [n_tokens, d_in] of a file or of all files of a folder, and the text of each row or None."""
     files = [load_file(file) for file in (sorted(data.glob("*.safetensors")) if data.is_dir() else [data])]
     documents = [file["document"].long() for file in files if "document" in file]
     x = torch.cat([file["activations"].float() for file in files])
@@ -195,7 +196,7 @@ def read(path: Path) -> Result | None:
 
 
 def write(path: Path | None, result: Result) -> None:
-    """Write the result so far: called after every point, so that a run that is cut short leaves its curve."""
+    """Write the result so far after every point, so that an interrupted run leaves its curve."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
@@ -233,9 +234,9 @@ def measure(recipe: peers.Recipe, data: Data, step: int, cpu_s: float, wall_s: f
 
 
 def error_over_texts(reconstruct: Any, data: Data) -> float:
-    """Return the standard error of the held-out FVU over texts; 0 where rows were held out.
+    """Return the standard error of the held-out FVU over texts, or 0 if single rows were held out.
 
-    It is that of a ratio of sums over independent texts: Cochran (1977), Sampling Techniques, section 6.4.
+    This is the error of a ratio of sums over independent texts: Cochran (1977), Sampling Techniques, section 6.4.
     """
     if data.texts is None:
         return 0.0
@@ -250,7 +251,7 @@ def error_over_texts(reconstruct: Any, data: Data) -> float:
 
 @torch.no_grad()
 def evaluate(reconstruct: Any, x: Tensor) -> tuple[float, float, Tensor]:
-    """Return FVU and L0 over the rows of x, and which latents fired, bool [d_sae]."""
+    """Return FVU and L0 over the rows of x, and a mask [d_sae] of the latents that fired."""
     error, n_active, fired = 0.0, 0, None
     mean = x.mean(dim=0, dtype=torch.float32)
     variance = sum(float((chunk.float() - mean).square().sum()) for chunk in x.split(CHUNK))
@@ -290,9 +291,9 @@ def over_seeds(results: list[list[Result]]) -> Table:
 
 
 def race(result: Result, results: list[Result]) -> tuple[str, str]:
-    """Return the seconds to the lowest FVU that a peer of the same kind ever had, and the speed-up over it.
+    """Return the seconds until the lowest FVU of any peer of the same kind is reached, and the speed-up over that peer.
 
-    The lowest counts, not the last: sparsify's was 0.1226 after 300 of 500 steps and 0.1260 at the end.
+    The lowest FVU counts, not the last: sparsify's was 0.1226 after 300 of 500 steps and 0.1260 at the end.
     """
     rivals = [point for other in results if other.is_peer and other.kind == result.kind for point in other.curve]
     if not rivals:

@@ -1,12 +1,12 @@
-"""Print what more GPUs bring, by the cost model: every mode against our own step on one GPU.
+"""Print the modelled speed-up of several GPUs: every mode compared with our step on one GPU.
 
     python tests/benchmarks/speedup.py [--card "NVIDIA H200"] [--d-in 2304] [--d-sae 65536] [--batch 4096]
     python tests/benchmarks/speedup.py --markdown | --write
 
-The first uses the speeds of `box.json` if jobs or `sae-tui doctor --probe` measured this GPU, else published ones. Weak
-scaling: every GPU brings `--batch` tokens to the step; strong scaling: the step stays as it is on one. `--markdown`
-prints the tables of docs/explanation/parallel.md from published speeds alone, with the speed-ups of two CPU processes
-that `scaling.py --json cpu_ranks.json` measured; `--write` replaces them in the page.
+The first form uses the speeds of `box.json` if jobs or `sae-tui doctor --probe` measured this GPU, otherwise published
+speeds. In weak scaling every GPU adds `--batch` tokens to the step; in strong scaling the step stays as it is on one
+GPU. `--markdown` prints the tables of docs/explanation/parallel.md from published speeds only, and the speed-ups of two
+CPU processes that `scaling.py --json cpu_ranks.json` measured. `--write` replaces the tables in the page.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GIB, PROMISED = 2**30, {2: 1.8, 4: 3.2, 8: 6.8}
 
 
 class Shape(NamedTuple):
-    """The sizes of an SAE, and the tokens of a step for each GPU."""
+    """The sizes of an SAE, and the tokens per GPU in a step."""
 
     d_in: int
     d_sae: int
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU of the page: its name as the driver has it, its memory, and how several of them are linked."""
+    """A GPU of the page: the driver's name for it, its memory, and the link between several of them."""
 
     name: str
     gib: int
@@ -109,7 +109,7 @@ def show(shape: Shape, card: str) -> None:
 def forecasts(
     shape: Shape, card: str, parallel: dict[str, Any], box: Box, *, fixed: bool = False, gib: int | None = None
 ) -> list[Forecast]:
-    """Return the forecast of 1, 2, 4 and 8 GPUs of this name, which have `gib` of memory if that is given."""
+    """Return forecasts for 1, 2, 4 and 8 GPUs of this name, with `gib` GiB of memory if it is given."""
     work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), card)
     room = Room(total_bytes=None if gib is None else gib * GIB)
     return forecast(work, box, counts=COUNTS, room=room)
@@ -128,7 +128,7 @@ def job(shape: Shape, parallel: dict[str, Any], *, fixed: bool) -> JobConfig:
     return made
 
 
-# the tables of the page
+# Tables of the page
 
 
 def markdown() -> str:
@@ -136,7 +136,7 @@ def markdown() -> str:
 
 
 def page_with(page: str) -> str:
-    """Return the page with new tables between its marks."""
+    """Return the page with new tables between its markers."""
     before, _, rest = page.partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:
@@ -145,7 +145,7 @@ def page_with(page: str) -> str:
 
 
 def exchange_table() -> str:
-    """Return the megabytes that a GPU sends in a step, in each mode, weak scaling."""
+    """Return a table of the megabytes that a GPU sends in a step in each mode, with weak scaling."""
     heads = [f"{name}, {count} GPUs" for name in SHAPES for count in COUNTS[1:]]
     rows = []
     for mode, parallel in {**MODES, "hybrid of 2": {"mode": "hybrid", "latent_ranks": 2}}.items():
@@ -164,7 +164,7 @@ def sent(shape: Shape, parallel: dict[str, Any], count: int) -> str:
 
 
 def speed_table() -> str:
-    """Return what `auto` takes on each GPU, the step and the speed-up."""
+    """Return a table of the mode that `auto` selects on each GPU, the step time and the speed-up."""
     heads = ["GPU", "link", "SAE", "1 GPU, ms", *(f"{count} GPUs" for count in COUNTS[1:])]
     rows = []
     for gpu in GPUS:
@@ -186,7 +186,7 @@ def speed_cell(row: Forecast) -> str:
 
 
 def cpu_table() -> str:
-    """Return the speed-ups of two CPU processes, which were measured."""
+    """Return a table of the measured speed-ups of two CPU processes."""
     measured = json.loads(CPU_RANKS.read_text())
     modes = ("ddp", "tensor")
     rows = [

@@ -1,10 +1,10 @@
-"""How long a screen waits when runs are long and many, and what reporting costs the training.
+"""Measures how long a screen waits if there are many long runs, and the cost of reporting for the training.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
-Ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that holds the
-lock of the store now and then. Every figure stands beside the wanted one; the peer keeps one JSON text per step, and
-reads all of them at every refresh, as trackio does. Needs 1 GiB of disk.
+Creates ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that
+sometimes locks the store. Every figure is next to its target. The peer keeps one JSON text per step, and reads all of
+them at every refresh, as trackio does. Needs 1 GiB of disk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainer.reporting.progress import StoredProgress
 SERIES = tuple(f"metric_{number}" for number in range(10))
 REPEATS = 20
 PEER = "whole run read as JSON, as trackio does"
-# 0.3 s out of every 0.5.
+# Holds the lock for 0.3 s of every 0.5 s.
 LOCKER = """
 import sqlite3, sys, time
 db = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
@@ -90,7 +90,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def record_runs(data: DataDir, n_runs: int) -> int:
-    """Record jobs that have ended and one that runs."""
+    """Record finished jobs and a running one; return the id of the running job."""
     config, _ = parse_job({"data": {"source": "synthetic"}, "sae": {"d_sae": 64}})
     data.create()
     fields = {"config": dump_job(config), "user": "ann", "host": "box", "device": "cpu", "gpu_source": "none"}
@@ -106,7 +106,7 @@ def record_runs(data: DataDir, n_runs: int) -> int:
 
 
 def fill_metrics(path: Path, n_steps: int) -> None:
-    """Fill the store with what rank 0 would have written value by value."""
+    """Fill the store with the rows that rank 0 would have written one by one."""
     with contextlib.closing(SeriesWriter(path)) as writer:
         writer.write([Row(name, 0, 0.0) for name in SERIES], Heartbeat("training", n_steps, 2 * n_steps, 0, 0.0))
     with contextlib.closing(sqlite3.connect(path)) as db, db:
@@ -120,7 +120,7 @@ def fill_metrics(path: Path, n_steps: int) -> None:
 
 
 def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time the refreshes of the screen of one job."""
+    """Time the refreshes of a job's screen."""
     path = data.run(job_id).metrics_db
     first, later, idle = [], [], []
     for _ in range(3):
@@ -145,7 +145,7 @@ def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[
 
 
 def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time the refreshes of the list of jobs."""
+    """Time the refreshes of the job list."""
     first, changed = [], []
     for _ in range(5):
         with contextlib.closing(JobsReader(data)) as reader:
@@ -159,7 +159,7 @@ def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | No
 
 
 def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
-    """Time, on the thread that trains, the reporting of 30 values at every step."""
+    """Time the reporting of 30 values at every step on the training thread."""
     path = folder / "reported.db"
     progress = StoredProgress(path, 5000, threading.Event(), None)
     progress.rows([Row("loss", 0, 1.0)])
@@ -168,7 +168,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
     with subprocess.Popen([sys.executable, "-c", LOCKER, str(path)]) as locker:
         times = []
         for step in range(1, 5001):
-            # A step of training.
+            # Stands for a training step.
             time.sleep(0.001)
             times.append(timed(lambda step=step: report(progress, step)))
         locker.kill()
@@ -182,7 +182,7 @@ def report(progress: StoredProgress, step: int) -> None:
 
 
 def peer(folder: Path, n_steps: int) -> float:
-    """Return the milliseconds that a refresh takes the peer."""
+    """Return the milliseconds of the peer's refresh."""
     with contextlib.closing(sqlite3.connect(folder / "peer.db")) as db, db:
         db.execute("CREATE TABLE metrics(id INTEGER PRIMARY KEY, run TEXT, step INTEGER, metrics TEXT)")
         pairs = ", ".join(f"'{name}', abs(random()) / 1e19" for name in SERIES)

@@ -1,9 +1,9 @@
-"""What one slowed rank costs, and what a new division of the work wins back: throughput before, during and after.
+"""Measures the cost of one slowed rank and the gain of new shares: throughput before, during and after.
 
     python tests/benchmarks/straggler.py [--mode ddp] [--seconds 15] [--burners 1] [--d-sae 3072]
 
-Two CPU ranks are pinned to a core each; after a while `--burners` processes that only count are pinned to the core of
-rank 1, and later ended. The same is done with fixed shares. To be run on two cores without other work.
+Two CPU ranks are each pinned to a core. After a while `--burners` busy processes are pinned to the core of rank 1, and
+later ended. The same is repeated with fixed shares. Run it on two cores without other work.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measured(options: argparse.Namespace, *, rebalance: bool) -> tuple[float, fl
 
 @contextlib.contextmanager
 def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
-    """Keep a run on two ranks going, each pinned to its core, and yield its folder."""
+    """Run a training on two ranks within the context, each pinned to its core, and yield its folder."""
     settings = {
         "data.source": "synthetic", "data.d_in": 384, "launch.gpus": "cpu:2", "parallel.mode": options.mode,
         "parallel.rebalance": str(rebalance).lower(), "parallel.shares": "even", "sae.d_sae": options.d_sae,
@@ -92,7 +92,7 @@ def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
 
 @contextlib.contextmanager
 def burning(n_burners: int):
-    """Keep core 1 busy with `n_burners` processes."""
+    """Keep core 1 busy with `n_burners` processes within the context."""
     burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(n_burners)]
     for burner in burners:
         os.sched_setaffinity(burner.pid, {1})
@@ -105,7 +105,7 @@ def burning(n_burners: int):
 
 
 def rate(run_dir: Path, seconds: float) -> float:
-    """Return the tokens per second in the last half of these seconds."""
+    """Return the tokens per second in the last half of this period."""
     time.sleep(seconds / 2)
     before, began = tokens_done(run_dir), time.monotonic()
     time.sleep(seconds / 2)

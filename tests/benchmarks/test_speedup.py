@@ -1,4 +1,4 @@
-"""The tables of the page about parallel modes are those of the cost model."""
+"""The tables in the documentation of parallel modes match the cost model."""
 
 from __future__ import annotations
 

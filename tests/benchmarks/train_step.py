@@ -1,16 +1,16 @@
-"""Speed of a training step: ours, other trainers and plain loops side by side on the same data.
+"""Speed of a training step: our trainer, others and plain loops next to each other on the same data.
 
     python tests/benchmarks/train_step.py [--data FILE] [--d-sae 3072] [--batch 4096] [--k 32] [--steps 110]
         [--peers NAME ...] [--device cuda] [--precision bf16] [--d-in 384] [--json FILE]
 
-Each recipe has a process of its own, so that its peak memory is its own. They take turns, a round of some steps each,
-so that another program's work harms all alike; a round's first step is not timed, for it finds other data in the
-caches. Tokens/s are the median over rounds; the CPU figure divides by CPU time per thread instead of by wall time,
-and so suits a machine with other work, though it flatters whoever leaves threads idle. Memory is the peak, and in
-brackets what of it came after libraries and data were loaded. FVU is that of held-out rows after all steps.
+Each recipe runs in its own process, so that peak memory is measured separately. They take turns in rounds of several
+steps, so that other load affects all equally. The first step of a round is not timed, since the caches hold other data.
+Tokens/s are the median over rounds. The CPU figure divides by CPU time per thread instead of wall time. It is more
+meaningful on a busy machine, but favours recipes that leave threads idle. Memory is the peak, and in brackets the
+increase after libraries and data were loaded. FVU is measured on held-out rows after all steps.
 
-The floor is the time that the arithmetic of one sparse step, or its traffic, takes at this machine's own measured
-speed, whichever is longer; a recipe's share of it is how near it comes. Without --data, rows are sparse sums of
+The floor is the time of one sparse step's arithmetic or of its memory traffic at this machine's own measured speed,
+whichever is longer. "of floor" is the floor's share of the measured time. Without --data, rows are sparse sums of
 random directions.
 """
 
@@ -42,7 +42,7 @@ from torch import Tensor
 
 MiB = 2**20
 N_SYNTHETIC = 65_536
-# Big enough that no cache holds them, small enough for a laptop.
+# Large enough that no cache holds them, small enough for a laptop.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
 
@@ -87,21 +87,21 @@ def setup_of(options: argparse.Namespace, d_in: int | None = None) -> peers.Setu
     return peers.Setup(*width, options.k, options.batch, n_steps, options.device, bf16, options.seed)
 
 
-# the process that compares
+# The comparing process
 
 
 class Worker:
-    """A process that trains one recipe, a round whenever it is asked to."""
+    """A process that trains one recipe, a round at each request."""
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, *sys.argv, "--worker", name]
-        # Start ours like a rank, and the others as their users do.
+        # Start our process like a rank, and the others as their users do.
         own = {"THP_MEM_ALLOC_ENABLE": "1"} if name.startswith("ours") else {}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Return the process's answer to a question, as JSON; raise `EOFError` once it has died."""
+        """Return the process's answer to a question, as JSON; raise `EOFError` if it has died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(question, file=self._process.stdin, flush=True)
@@ -117,7 +117,7 @@ class Worker:
 
 
 def take_turns(workers: dict[str, Worker], options: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds of all recipes in turn, then evaluate them; leave out those that fail, with the reason on stderr."""
+    """Run rounds of all recipes in turn, then evaluate them; leave out failing recipes, with the reason on stderr."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     ends: dict[str, dict[str, Any]] = {}
     for question in ["start", *["round"] * (options.steps // options.round), "end"]:
@@ -157,7 +157,7 @@ def table(results: dict[str, Any], options: argparse.Namespace, floor_s: float, 
 
 
 def rate(key: str, result: dict[str, Any], results: dict[str, Any]) -> tuple[str, str]:
-    """Return a rate, and how many times as fast ours is."""
+    """Return a rate, and the speed-up of our recipe over it."""
     ours = results.get(peers.Ours.name)
     return f"{result[key]:,.0f}", f"{ours[key] / result[key]:.2f}" if ours else ""
 
@@ -170,16 +170,16 @@ def title(options: argparse.Namespace, floor_s: float, speeds: dict[str, float])
     return f"{shape}; {floor}"
 
 
-# the least time a step can take
+# The minimum time of a step
 
 
 def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
-    """Return the least seconds of a sparse step, max(FLOPs/peak, bytes/bandwidth), and both speeds as measured here."""
+    """Return the minimum seconds of a sparse step, max(FLOPs/peak, bytes/bandwidth), and both measured speeds."""
     d_in = rows(options).shape[1] if options.data else options.d_in
     tokens, parameters = options.batch, 2 * d_in * options.d_sae + d_in + options.d_sae
-    # The encoder's product; then decode, its two gradients and the encoder's gradient on k latents per token.
+    # The encoder's product; then decoding, its two gradients and the encoder's gradient on k latents per token.
     n_flops = 2 * tokens * d_in * options.d_sae + 8 * tokens * options.k * d_in
-    # Fused Adam reads p, g, m and v and writes p, m and v; gradients are written; pre-activations written and read.
+    # Fused Adam reads p, g, m and v and writes p, m and v. Gradients are written; pre-activations are written and read.
     width = 2 if options.precision == "bf16" else 4
     n_bytes = 28 * parameters + 4 * parameters + 2 * width * tokens * options.d_sae
     speeds = measured_speeds(options)
@@ -214,7 +214,7 @@ def timed(work: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-# the process of one recipe
+# The process of one recipe
 
 
 def work(options: argparse.Namespace) -> None:
@@ -236,7 +236,7 @@ class Trial:
         self._setup = setup_of(options, self._data.train.shape[1])
 
     def start(self) -> dict[str, Any]:
-        """Load what the recipe imports, note the memory, and build it."""
+        """Import the recipe's libraries, record the memory in use, and build the recipe."""
         toy = dataclasses.replace(self._setup, d_in=8, d_sae=16, k=2)
         peers.build(self._options.worker, toy, torch.randn(64, 8, device=self._device))
         sample = self._data.sample
@@ -247,7 +247,7 @@ class Trial:
         return {}
 
     def round(self) -> dict[str, float]:
-        """Train one round; return the mean seconds of its steps but for the first."""
+        """Train one round; return the mean seconds of its steps except the first."""
         self._recipe.step(next(self._batches))
         batches = [next(self._batches) for _ in range(self._options.round - 1)]
         cpu = time.process_time()
@@ -265,7 +265,7 @@ class Trial:
 
 
 def reset_peak(device: str) -> int:
-    """Forget the peak of memory so far; return the bytes in use now."""
+    """Reset the peak memory; return the bytes in use now."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())
@@ -283,14 +283,14 @@ def peak_bytes(device: str) -> int:
 
 
 def status_bytes(key: str) -> int | None:
-    """Return a figure from /proc/self/status in bytes; None where there is none, since only Linux has it."""
+    """Return a value of /proc/self/status in bytes, or None; only Linux has this file."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 def rows(options: argparse.Namespace) -> Tensor:
-    """Return the rows of the file, or sums of k of 2·d_sae random directions, some more frequent than others."""
+    """Return the rows of the file, or sums of k of 2·d_sae random directions with different frequencies."""
     if options.data:
         return load_file(options.data)["activations"]
     generator = torch.Generator().manual_seed(options.seed)

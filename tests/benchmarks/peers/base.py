@@ -1,4 +1,4 @@
-"""The interface of every recipe, and what all recipes of a comparison share."""
+"""The interface of every recipe, and the settings that all recipes of a comparison share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Setup:
-    """What all recipes of one comparison share."""
+    """The settings that all recipes of one comparison share."""
 
     d_in: int
     d_sae: int
@@ -26,7 +26,7 @@ class Setup:
     device: str = "cpu"
     bf16: bool = False
     seed: int = 0
-    # Whether a trainer that chooses its own step size may do so: it then gets the same tokens in other batches.
+    # Whether a trainer that chooses its own step size may do so; it then gets the same tokens in other batches.
     own_steps: bool = False
 
     @property
@@ -34,29 +34,29 @@ class Setup:
         return self.batch_size * self.n_steps
 
     def short(self, n_steps: int) -> int:
-        """Return `n_steps`, a library's default, or a tenth of the run where that is less."""
+        """Return `n_steps`, a library's default, but at most a tenth of the run."""
         return max(1, min(n_steps, self.n_steps // 10))
 
     @property
     def prefix_widths(self) -> list[int]:
-        """Return the widths of Matryoshka's prefixes, which are ours and those of its paper: 1/16 of d_sae to all."""
+        """The widths of Matryoshka's prefixes, the same in our SAE and in its paper: 1/16 of d_sae up to all of it."""
         return [self.d_sae // 2**level for level in (4, 3, 2, 1, 0)]
 
 
 class Seen(NamedTuple):
-    """A reconstruction [n_tokens, d_in] and which latents it is made of, bool [n_tokens, d_sae]."""
+    """A reconstruction [n_tokens, d_in], and a mask [n_tokens, d_sae] of the active latents."""
 
     x_hat: Tensor
     active: Tensor
 
 
 class Recipe(ABC):
-    """One trainer in one configuration; `kind` says which recipes it is compared with."""
+    """One trainer in one configuration; recipes of the same `kind` are compared."""
 
     name: str
     kind = "topk"
     package, module = "torch", "torch"
-    # Whether it is another tool's trainer, not a loop written here.
+    # Whether this is another tool's trainer, not a loop written here.
     is_peer = True
     writes_sae = True
 
@@ -65,7 +65,7 @@ class Recipe(ABC):
         """Build a fresh SAE for inputs like the rows of `sample` [n_tokens, d_in]."""
 
     def steps_of(self, setup: Setup) -> tuple[int, int]:
-        """Return the rows of a step and how many steps there are."""
+        """Return the rows per step and the number of steps."""
         return setup.batch_size, setup.n_steps
 
     @abstractmethod
@@ -77,21 +77,21 @@ class Recipe(ABC):
         """Reconstruct x [n_tokens, d_in] as the library's users would at this point of the training."""
 
     def reconstruct_at_k(self, x: Tensor) -> Seen:
-        """Reconstruct x with k latents per token on average, also where a threshold decides at inference."""
+        """Reconstruct x with k latents per token on average, even if inference uses a threshold."""
         return self.reconstruct(x)
 
     def save(self, folder: Path) -> None:
-        """Write the SAE to an empty folder as its library does, where it `writes_sae`."""
+        """Write the SAE to an empty folder as its library does, if it `writes_sae`."""
         raise NotImplementedError
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return the missing requirement of the recipe; None if it can run."""
+        """Return the missing requirement of the recipe, or None."""
         return None if importlib.util.find_spec(cls.module) else f"{cls.package} is not installed"
 
     @classmethod
     def version(cls) -> str:
-        """Return the package and its version, or only its name where it is not installed as a package."""
+        """Return the package and its version; without the version if it is not installed as a package."""
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{cls.package} {importlib.metadata.version(cls.package)}"
         return cls.package

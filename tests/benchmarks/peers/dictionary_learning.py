@@ -51,13 +51,13 @@ class DictionaryLearningTopK(Recipe):
         return Seen(x_hat, acts > 0)
 
     def save(self, folder: Path) -> None:
-        """Write what its `training.py` writes at the end."""
+        """Write the files that the library's `training.py` writes at the end."""
         torch.save(self._trainer.ae.state_dict(), folder / "ae.pt")
         (folder / "config.json").write_text(json.dumps({"trainer": self._trainer.config}, default=str))
 
 
 class DictionaryLearningBatchTopK(DictionaryLearningTopK):
-    """BatchTopK; its threshold averages over about 1,000 steps, so that in a short run it lags behind the weights."""
+    """BatchTopK; its threshold averages over about 1,000 steps, so it lags behind the weights in a short run."""
 
     name, kind = "dictionary_learning batch_topk", "batchtopk"
     trainer_class = "batch_top_k:BatchTopKTrainer"

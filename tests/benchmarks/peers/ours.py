@@ -1,4 +1,4 @@
-"""Ours, with default settings."""
+"""Our trainer with default settings."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from peers.base import Recipe, Seen, Setup, largest
 
 
 class Ours(Recipe):
-    """Our trainer through its public API, given only architecture, width, k, batch size and length."""
+    """Our trainer, given only architecture, width, k, batch size and length."""
 
     name, package, module = "ours topk", "sae-tui", "trainer"
     architecture = "topk"
     is_peer = False
 
-    # The only place that depends on internals of `trainer`: how to take a step and read its results.
+    # The only place that depends on internals of `trainer`: taking a step and reading its results.
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         from trainer.contract.settings.job_file import parse_job
         from trainer.parallel.base import Parallel

@@ -1,7 +1,7 @@
-"""How fast a language model is read up to a hook: ours, a plain loop over transformers, and SAELens, on the same text.
+"""The speed of running a language model up to a hook: our extraction, a plain loop over transformers, and SAELens.
 
-Every reader has the same weights in fp32 and as many tokens in a forward pass, and none computes the blocks above the
-highest hook. Loading is not timed; tokenising is, but for the plain loop.
+All run on the same text with the same fp32 weights and tokens per forward pass, and none computes the blocks above the
+highest hook. Loading is not timed. Tokenising is timed, except in the plain loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Asked(NamedTuple):
-    """What is read: `layers` are those whose outputs are wanted, `model` a folder of transformers, `text` a .jsonl."""
+    """A request: `layers` whose outputs are read, `model`, a folder for transformers, and `text`, a .jsonl file."""
 
     model: Path
     text: Path
@@ -39,22 +39,22 @@ class Asked(NamedTuple):
 
 
 class Reader(ABC):
-    """One way to read, made anew for each measurement; `does` says what is in its seconds."""
+    """One way to read, created again for each measurement; `does` describes the work that is timed."""
 
     name: str
     does: str
 
     @abstractmethod
     def __init__(self, asked: Asked, folder: Path) -> None:
-        """Load the model; `folder` is an empty one for what is written."""
+        """Load the model; `folder` is an empty folder for output files."""
 
     def tokens_per_s(self) -> float:
-        """Read the text and return the tokens in a second."""
+        """Read the text and return the tokens per second."""
         began = time.perf_counter()
         return self.read() / (time.perf_counter() - began)
 
     def read(self) -> int:
-        """Read the text and return how many tokens."""
+        """Read the text and return the number of tokens."""
         raise NotImplementedError
 
 
@@ -76,7 +76,7 @@ class Ours(Reader):
         self._extraction = Extraction(job, torch.device("cpu"), Alone(threading.Event()))
 
     def tokens_per_s(self) -> float:
-        # It counts those of the last batch too, of which not all rows are wanted.
+        # It counts all tokens of the last batch, although not all of its rows are kept.
         return self._extraction.run().tokens_per_s or 0.0
 
 
@@ -107,7 +107,7 @@ class Plain(Reader):
 
 
 class SaeLensRunner(Reader):
-    """`CacheActivationsRunner` on one hook: it takes one at a time. Its buffer is as large as the text."""
+    """`CacheActivationsRunner`, which reads one hook at a time. Its buffer is as large as the text."""
 
     name, does = "SAELens cache_activations_runner", "one hook, written as Arrow"
 
@@ -143,7 +143,7 @@ class SaeLensRunner(Reader):
 
 
 class SaeLensStore(SaeLensRunner):
-    """Its `ActivationsStore`, by which its trainings read: the batches of the model as they come, not mixed."""
+    """`ActivationsStore`, which SAELens' trainings read from; the model's batches are not mixed."""
 
     name, does = "SAELens ActivationsStore", "one hook, nothing written"
 
@@ -159,8 +159,8 @@ READERS: tuple[type[Reader], ...] = (Ours, Plain, SaeLensStore, SaeLensRunner)
 
 
 def measure(kind: type[Reader], asked: Asked) -> float:
-    """Return the tokens in a second that one reader reads, once."""
+    """Return the tokens per second of one reader, measured once."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Of texts that are not tokenised, and few.
+        # Ignore warnings that the texts are not tokenised and that there are few.
         warnings.simplefilter("ignore")
         return kind(asked, Path(folder)).tokens_per_s()

@@ -28,7 +28,7 @@ class SaeLensTopK(Recipe):
         config = SAETrainerConfig(
             total_training_samples=setup.n_steps * setup.batch_size,
             train_batch_size_samples=setup.batch_size,
-            lr_end=3e-5,  # the runner's default, where a constant schedule never gets
+            lr_end=3e-5,  # the runner's default, which a constant schedule never reaches
             device=setup.device,
             autocast=setup.bf16,
         )
@@ -52,7 +52,7 @@ class SaeLensTopK(Recipe):
 
 
 class SaeLensBatchTopK(SaeLensTopK):
-    """BatchTopK, used as the JumpReLU that it is exported as: a latent is active above its learned threshold."""
+    """BatchTopK, evaluated as the JumpReLU SAE of its export: latents are active above a learned threshold."""
 
     name, kind = "SaeLens batchtopk", "batchtopk"
     sae_class = "batchtopk_sae:BatchTopKTrainingSAE"

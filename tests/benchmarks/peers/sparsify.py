@@ -43,7 +43,7 @@ class Sparsify(Recipe):
         out = self.sae(x=x, y=x, dead_mask=None, total_variance=(x - x.mean(0)).pow(2).sum())
         fired = torch.zeros_like(self._tokens_since_fired, dtype=torch.bool)
         fired[out.latent_indices.flatten()] = True
-        float(out.fvu.detach())  # it reads the loss at every step, which makes the host wait for a GPU
+        float(out.fvu.detach())  # sparsify reads the loss at every step, which makes the host wait for a GPU
         (out.fvu + out.multi_topk_fvu / 8).backward()
         self.sae.remove_gradient_parallel_to_decoder_directions()
         self._update()
@@ -66,7 +66,7 @@ class Sparsify(Recipe):
 
     @contextlib.contextmanager
     def _with_averaged_weights(self) -> Iterator[None]:
-        """Put the weights that it saves, an average over the steps, into the model for the length of the block."""
+        """Use the weights that the library saves, an average over steps, within the context."""
         self._optimizer.eval()
         yield
         self._optimizer.train()

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_down() -> None:
-    """Write down the modules on the call stack, from the outermost."""
+    """Append the modules on the call stack, the outermost first."""
     if path := os.environ.get("WRITTEN_DOWN"):
         frames = [frame.f_globals.get("__name__", "?") for frame, _ in traceback.walk_stack(sys._getframe(2))]
         way = " ".join(dict.fromkeys(reversed(frames)))
@@ -30,6 +30,7 @@ def told(real: Any) -> Any:
     return instead
 
 
-# Whatever it reads, and before anybody can have taken them; the event is that of a class or function in it, by any way.
+# Replace the functions before any module can import them. The event catches classes and functions in pickled data,
+# however they are loaded.
 pickle.Unpickler, pickle.load, pickle.loads = Unpickler, told(pickle.load), told(pickle.loads)  # type: ignore[misc]
 sys.addaudithook(lambda event, _: write_down() if event == "pickle.find_class" else None)
