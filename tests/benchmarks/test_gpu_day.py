@@ -1,4 +1,4 @@
-"""What `make test-gpu` runs, without a GPU: its parts on the CPU, and how it judges what they answer."""
+"""The parts of `make test-gpu` without a GPU: runs on the CPU, and the evaluation of their answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gpu_day(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
 
 
-def test_it_runs_on_a_cpu_and_prints_and_records_each_part(tmp_path: Path) -> None:
+def test_a_run_on_a_cpu_prints_and_records_each_part(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     out, days = tmp_path / "found.json", tmp_path / "days.json"
     names = "kernels", "steps", "driver", "nccl", "failures"
@@ -68,7 +68,7 @@ def test_it_runs_on_a_cpu_and_prints_and_records_each_part(tmp_path: Path) -> No
     assert {part["state"] for part in day["parts"].values()} == {"ok"}
 
 
-def test_two_ranks_on_one_device_learn_what_one_learns_in_fp32_and_in_16_bits() -> None:
+def test_two_ranks_on_one_device_train_like_one_rank_in_fp32_and_bf16() -> None:
     argv = [sys.executable, str(SCRIPT.with_name("gpu_shared.py")), "--device", "cpu"]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,7 +76,7 @@ def test_two_ranks_on_one_device_learn_what_one_learns_in_fp32_and_in_16_bits() 
     assert {(case["mode"], case["precision"]) for case in cases} == set(product(SHARING, ("fp32", "bf16")))
 
 
-def test_ranks_that_differ_from_one_and_hosts_that_wait_are_wrong() -> None:
+def test_a_different_fvu_on_several_ranks_and_waiting_hosts_are_reported() -> None:
     case = {"mode": "ddp", "kind": "topk", "precision": "fp32", "fvu": 0.3, "one": 0.3, "waits": {}}
     assert not wrong_of([case, case | {"precision": "bf16", "fvu": 0.31}])
     (wrong,) = wrong_of([case | {"fvu": 0.31}])
@@ -84,14 +84,14 @@ def test_ranks_that_differ_from_one_and_hosts_that_wait_are_wrong() -> None:
     assert wrong_of([case | {"waits": {"step.py:9": 2}}]) == ["ddp, topk, fp32: the host waits at step.py:9"]
 
 
-def test_a_job_that_is_stopped_and_resumed_ends_with_the_same_bits() -> None:
+def test_a_stopped_and_resumed_job_ends_with_the_same_bits() -> None:
     argv = [sys.executable, str(SCRIPT.with_name("gpu_job.py")), "--gpus", "cpu", "--steps", "30"]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["replayed"][0] > 0
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_rejected() -> None:
     done = gpu_day("--gpus", "77")
     assert done.returncode == 2
     assert "--gpus: " in done.stderr
@@ -105,14 +105,14 @@ def test_steps_of_every_architecture_are_timed_with_dead_latents_where_auxk_exis
     assert len(cases) == len(set(cases))
 
 
-def test_the_parts_that_matter_most_come_first_and_peers_last(tmp_path: Path) -> None:
+def test_the_most_important_parts_run_first_and_peers_last(tmp_path: Path) -> None:
     names = [part.name for part in parts("0", tmp_path)]
     first = ["driver", "steps B", "steps A", "resumed job", "nccl", "shared GPU", "first checks"]
     assert names[: len(first)] == first
     assert names[-1] == "peers"
 
 
-def test_several_gpus_have_parts_of_their_own_and_modes_for_their_number() -> None:
+def test_several_gpus_get_their_own_parts_and_the_modes_for_their_number() -> None:
     names = [part.name for part in several("auto", 3)]
     assert names[:3] == ["bus", "bench B topk ddp", "bench B topk tensor"]
     of_four = {part.name: part.argv for part in several("auto", 4)}
@@ -121,7 +121,7 @@ def test_several_gpus_have_parts_of_their_own_and_modes_for_their_number() -> No
     assert not list(several("auto", 1))
 
 
-def test_on_a_gpu_all_cases_are_run_that_can_be_and_none_in_the_interpreter() -> None:
+def test_all_cases_run_on_a_gpu_and_none_in_the_interpreter() -> None:
     part = kernels(on_cpu=False)
     files = [Path(word) for word in part.argv if word.endswith("_cases.py")]
     assert len(files) > 8
@@ -129,8 +129,8 @@ def test_on_a_gpu_all_cases_are_run_that_can_be_and_none_in_the_interpreter() ->
     assert part.variables["TRITON_INTERPRET"] == "0"
 
 
-def test_a_part_that_takes_too_long_is_ended_with_what_it_has_started() -> None:
-    # What it has started keeps the pipe open.
+def test_a_part_over_its_limit_is_killed_with_its_child_processes() -> None:
+    # The child process keeps the pipe open.
     ran = run(Part("bus", ["sh", "-c", "sleep 900 & sleep 900"], 1.0))
     assert ran.state == WRONG
     assert ran.stderr.endswith("no end within 1 s")
@@ -139,22 +139,20 @@ def test_a_part_that_takes_too_long_is_ended_with_what_it_has_started() -> None:
 @pytest.mark.parametrize(
     ("left_s", "limit_s", "state"), [(0.0, 60.0, NOT_RUN), (LEAST_S, 60.0, NOT_RUN), (60.0, 1.0, WRONG)]
 )
-def test_a_part_without_time_left_is_not_run_and_one_beyond_its_limit_is_wrong(
-    left_s: float, limit_s: float, state: str
-) -> None:
+def test_a_part_runs_only_if_time_is_left_and_fails_beyond_its_limit(left_s: float, limit_s: float, state: str) -> None:
     part = Part("bus", ["sleep", "900"], limit_s)
     ran = run_within(part, left_s)
     assert ran.state == state
     assert ("left" in summary(part, ran)) == (state == NOT_RUN)
 
 
-def test_a_program_that_is_not_there_is_not_run_with_the_reason() -> None:
+def test_a_missing_program_is_not_run_and_the_reason_is_given() -> None:
     ran = run(Part("bus", ["/no/such/program"], 1.0))
     assert ran.state == NOT_RUN
     assert "could not be started" in ran.why
 
 
-def test_an_answer_without_the_expected_figures_still_has_a_line() -> None:
+def test_an_answer_without_the_expected_figures_still_has_a_summary_line() -> None:
     assert "no summary" in summary(Part("nccl", [], 1.0), Ran(OK, answer={}))
 
 
@@ -167,7 +165,7 @@ def test_an_answer_without_the_expected_figures_still_has_a_line() -> None:
         ("bus", "", "the last line"),
     ],
 )
-def test_what_is_wrong_stands_in_the_table(name: str, answer: Any, words: str) -> None:
+def test_errors_are_shown_in_the_table(name: str, answer: Any, words: str) -> None:
     assert summary(Part(name, [], 1.0), Ran(WRONG, 1.0, answer, "a line\nthe last line\n")) == words
 
 
@@ -187,7 +185,7 @@ def card(uuid: str = "GPU-a", total: int | None = 80 * GIB, used: int | None = G
         ([card() | {"healthy": False}], {}, []),
     ],
 )
-def test_cards_are_compared_with_cudas(cards: list[Any], by_cuda: dict[str, int], words: list[str]) -> None:
+def test_the_apps_gpus_are_compared_with_cuda(cards: list[Any], by_cuda: dict[str, int], words: list[str]) -> None:
     wrong = differs_from_cuda(cards, by_cuda)
     assert [one[: len(word)] for one, word in zip(wrong, words, strict=True)] == words
 
@@ -204,7 +202,7 @@ def test_cards_are_compared_with_cudas(cards: list[Any], by_cuda: dict[str, int]
         (card(total=None, used=None), ""),
     ],
 )
-def test_and_with_those_of_its_tool_before_and_after(one: dict[str, Any], words: str) -> None:
+def test_the_apps_gpus_are_compared_with_nvidia_smi_before_and_after(one: dict[str, Any], words: str) -> None:
     before, after = (read_tool(f"GPU-a, {80 * 1024}, {used}\n") for used in (1000, 1024))
     assert after == {"GPU-a": Memory(80 * GIB, GIB)}
     wrong = differs_from_tool([one], before, after)
@@ -213,13 +211,13 @@ def test_and_with_those_of_its_tool_before_and_after(one: dict[str, Any], words:
     assert not differs_from_tool([one], {}, {})
 
 
-def test_a_figure_that_the_tool_does_not_have_is_not_compared() -> None:
+def test_a_value_missing_from_nvidia_smi_is_not_compared() -> None:
     unknown = read_tool("GPU-a, [N/A], [N/A]\n")
     assert unknown == {"GPU-a": Memory(None, None)}
     assert not differs_from_tool([card()], unknown, unknown)
 
 
-def test_ranks_that_come_to_another_fvu_than_one_are_named() -> None:
+def test_modes_whose_fvu_differs_from_one_gpu_are_named() -> None:
     one = dict.fromkeys(KINDS, 0.3)
     assert not differing({"one": one, "ddp": dict.fromkeys(KINDS, 0.3002)})
     (wrong,) = differing({"one": one, "ddp": one | {"jumprelu": 0.3004}})
@@ -227,7 +225,7 @@ def test_ranks_that_come_to_another_fvu_than_one_are_named() -> None:
     assert len(differing({"one": one, "tensor": one | {"topk": float("nan")}})) == 1
 
 
-# what is kept of a day
+# Entries of `gpu_days.json`
 
 
 def day(gpu: str, commit: str, step_ms: float = 1.5) -> dict[str, Any]:
@@ -243,7 +241,7 @@ def day(gpu: str, commit: str, step_ms: float = 1.5) -> dict[str, Any]:
     )
 
 
-def test_a_day_is_added_and_replaces_that_of_the_same_gpu_and_commit(tmp_path: Path) -> None:
+def test_a_new_day_replaces_the_one_of_the_same_gpu_and_commit(tmp_path: Path) -> None:
     file = tmp_path / "days.json"
     for entry in (day("H100", "a"), day("H200", "a"), day("H100", "b"), day("H100", "a", 1.25)):
         gpu_days.record(file, entry)
@@ -251,7 +249,7 @@ def test_a_day_is_added_and_replaces_that_of_the_same_gpu_and_commit(tmp_path: P
     assert kept == [("H200", "a", 1.5), ("H100", "b", 1.5), ("H100", "a", 1.25)]
 
 
-def test_the_table_has_the_newest_day_of_each_gpu_and_leaves_missing_figures_out() -> None:
+def test_the_table_has_each_gpus_newest_day_and_omits_missing_figures() -> None:
     table = gpu_days.table([day("H100", "a"), day("H200", "a"), day("H100", "b", 1.25)])
     words = "topk with AuxK, d_in 768, 24,576 latents"
     assert f"| H100 | {words} | 1.25 | 6.00 | 40% | 1.00 |  |  |" in table

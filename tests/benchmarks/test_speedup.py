@@ -8,7 +8,7 @@ from benchmarks.speedup import GPUS, PAGE, SHAPES, forecasts, markdown, page_wit
 from trainer.contract.planning.hardware import Box
 
 
-def test_the_page_has_the_tables_of_the_cost_model() -> None:
+def test_the_page_has_the_current_tables_of_the_cost_model() -> None:
     page = PAGE.read_text()
     assert page == page_with(page), "PYTHONPATH=tests python tests/benchmarks/speedup.py --write"
 
@@ -19,7 +19,7 @@ def test_every_gpu_and_shape_has_a_row() -> None:
         assert sum(line.startswith(f"| {gpu.name} |") for line in lines) == len(SHAPES)
 
 
-def test_ddp_sends_more_for_a_larger_sae_and_tensor_does_not() -> None:
+def test_only_ddp_sends_more_for_a_larger_sae() -> None:
     small, large = (SHAPES["A"]._replace(d_sae=d_sae) for d_sae in (16384, 65536))
 
     def megabytes(mode: str, n_gpus: int) -> list[int]:
@@ -29,11 +29,11 @@ def test_ddp_sends_more_for_a_larger_sae_and_tensor_does_not() -> None:
     assert megabytes("tensor", 4)[1] == megabytes("tensor", 4)[0]
 
 
-def test_an_sae_that_no_mode_can_hold_is_marked_as_too_large() -> None:
+def test_an_sae_that_fits_no_mode_is_too_large() -> None:
     rows = forecasts(SHAPES["A"]._replace(d_sae=2**21), GPUS[-1].name, {"mode": "auto"}, Box(), gib=8)
     assert not any(row.settled.fits for row in rows)
 
 
-def test_a_page_without_marks_is_refused() -> None:
+def test_a_page_without_markers_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"speedup\.py begins"):
         page_with("# A page\n")

@@ -68,7 +68,7 @@ class Shell:
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         """Start a long-running command with its output in a pipe."""
         argv = self.argv(*arguments)
-        # If SIGINT is ignored in the parent, as under nohup, the child inherits that.
+        # A child inherits an ignored SIGINT, for example under nohup.
         process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env, preexec_fn=_obey_ctrl_c
         )
@@ -101,7 +101,7 @@ class Shell:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
+    """Build stand-ins for NVIDIA's library in a folder: `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

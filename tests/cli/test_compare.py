@@ -17,7 +17,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def two(shell) -> None:
-    """Record two finished runs that differ in k, each with a curve."""
+    """Record two finished runs with different k and a curve each."""
     for name, k, fvu in (("narrow", 16, 0.3), ("wide", 64, 0.1)):
         config = dump_job(parse_job({"name": name, "data": {"path": "x"}, "sae": {"k": k}})[0])
         record(shell, name, config, fvu=fvu, tags=("pair", name[0]))
@@ -37,7 +37,7 @@ def record(shell, name: str, config: str, fvu: float, **fields) -> None:
         writer.write(values, Heartbeat("done", 20, 20, 2000, 0.0))
 
 
-def test_jobs_are_found_by_words_in_an_order_and_up_to_a_limit(shell, two):
+def test_jobs_are_filtered_by_words_sorted_and_limited(shell, two):
     assert [job["name"] for job in shell.json("jobs", "#pair", "state:finished")] == ["wide", "narrow"]
     assert [job["name"] for job in shell.json("jobs", "--sort", "name")] == ["narrow", "wide"]
     assert [job["name"] for job in shell.json("jobs", "--sort", "fvu", "--limit", "1")] == ["wide"]
@@ -45,12 +45,12 @@ def test_jobs_are_found_by_words_in_an_order_and_up_to_a_limit(shell, two):
     assert shell.run("jobs", "nothing").stdout == "none of the 2 jobs matches\n"
 
 
-def test_an_order_that_there_is_not_is_bad_usage(shell):
+def test_an_unknown_sort_order_is_a_usage_error(shell):
     (line,) = shell.errors("jobs", "--sort", "speed", code=2)
     assert "'newest', 'name'" in line
 
 
-def test_settings_that_differ_and_results_are_two_tables(shell, two):
+def test_differing_settings_and_results_are_two_tables(shell, two):
     settings, results = shell.run("compare", 1, 2).stdout.split("\n\n")
     assert [line.split() for line in settings.splitlines()] == [
         ["SETTING", "1", "2"], ["name", "narrow", "wide"], ["sae.k", "16", "64"],
@@ -59,7 +59,7 @@ def test_settings_that_differ_and_results_are_two_tables(shell, two):
     assert lines[:2] == [["RESULT", "1", "2"], ["held-out", "FVU", "0.3", "0.1", "★"]]
 
 
-def test_a_job_is_called_as_it_was_renamed(shell, two):
+def test_a_renamed_job_is_shown_by_its_new_name(shell, two):
     assert shell.run("rename", 2, "broad").returncode == 0
     settings, _ = shell.run("compare", 1, 2).stdout.split("\n\n")
     assert settings.splitlines()[1].split() == ["name", "narrow", "broad"]
@@ -71,7 +71,7 @@ def test_the_comparison_as_json_has_numbers(shell, two):
     assert answer["differences"] == {"name": ["narrow", "wide"], "sae.k": [16, 64]}
 
 
-def test_curves_are_written_as_a_picture_and_as_data(shell, two):
+def test_curves_are_written_as_svg_and_as_csv(shell, two):
     svg, table = shell.folder / "a.svg", shell.folder / "a.csv"
     files = ("--svg", svg, "--csv", table)
     assert shell.json("compare", 1, 2, *files) == {"svg": str(svg), "csv": str(table)}
@@ -95,6 +95,6 @@ def test_curves_are_written_as_a_picture_and_as_data(shell, two):
         ((), 2, "ID"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(shell, two, flags, code, said):
+def test_an_invalid_comparison_is_one_error_line(shell, two, flags, code, said):
     (line,) = shell.errors("compare", *flags, code=code)
     assert said in line

@@ -1,4 +1,4 @@
-"""`sae-tui completion --install`: where shells look, and what it leaves alone."""
+"""`sae-tui completion --install`: the file's location, and the files that it does not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def home(shell):
         ("fish", ".config/fish/completions/sae-tui.fish"),
     ],
 )
-def test_completion_is_installed_once_where_the_shell_looks_and_can_be_undone(shell, home, program, place) -> None:
+def test_completion_is_installed_once_in_the_shells_folder_and_can_be_undone(shell, home, program, place) -> None:
     env = {"HOME": str(home), "SHELL": f"/usr/bin/{program}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
     told = shell.json("completion", "--install", **env)
     assert (told["shell"], told["file"], told["changed"]) == (program, str(home / place), True)
@@ -40,7 +40,7 @@ def test_completion_is_installed_once_where_the_shell_looks_and_can_be_undone(sh
     assert not (home / place).exists()
 
 
-def test_completion_replaces_no_link_and_nobody_elses_file(shell, home) -> None:
+def test_completion_replaces_neither_a_link_nor_an_existing_file(shell, home) -> None:
     env = {"HOME": str(home), "XDG_DATA_HOME": "", "BASH_COMPLETION_USER_DIR": ""}
     file = home / ".local/share/bash-completion/completions/sae-tui"
     file.parent.mkdir(parents=True)
@@ -53,13 +53,13 @@ def test_completion_replaces_no_link_and_nobody_elses_file(shell, home) -> None:
     assert (home / "mine").read_text() == "# mine\n"
 
 
-def test_an_unknown_shell_is_named_and_nothing_is_written(shell, home) -> None:
+def test_an_unknown_shell_is_rejected_and_nothing_is_written(shell, home) -> None:
     (line,) = shell.errors("completion", "--install", code=2, HOME=str(home), SHELL="/bin/tcsh")
     assert line == "sae-tui: error: SHELL: it is not known which one; name bash, zsh or fish"
     assert list(home.iterdir()) == []
 
 
-def test_without_a_named_shell_it_is_the_one_of_the_login(shell, home) -> None:
+def test_the_default_shell_is_the_login_shell(shell, home) -> None:
     program = Path(pwd.getpwuid(os.getuid()).pw_shell).name
     if program not in ("bash", "zsh", "fish"):
         pytest.skip(f"this user logs in with {program!r}")

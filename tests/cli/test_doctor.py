@@ -1,4 +1,4 @@
-"""`doctor` as a script calls it."""
+"""`doctor`, called as by a script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture
 def quick_torch(shell):
-    """Put in place a package named torch that is imported in no time."""
+    """Install a package named torch that is imported immediately."""
     site = shell.folder / "site"
     site.mkdir()
     (site / "torch.py").write_text(
@@ -46,7 +46,7 @@ def test_every_finding_has_a_level_a_subject_and_a_sentence(quick_torch) -> None
         assert finding["level"] in ("ok", "note", "warning", "error")
 
 
-def test_a_line_begins_with_a_sign_and_a_word_and_what_to_do_stands_below(quick_torch) -> None:
+def test_a_finding_has_a_sign_and_a_level_and_its_remedy_is_below(quick_torch) -> None:
     lines = quick_torch.run("doctor").stdout.splitlines()
     (driver,) = [place for place, line in enumerate(lines) if " driver " in line]
     assert lines[driver].startswith("• note     driver         4 GPUs of this box are simulated")
@@ -54,7 +54,7 @@ def test_a_line_begins_with_a_sign_and_a_word_and_what_to_do_stands_below(quick_
     assert lines[-1].endswith(" ok")
 
 
-def test_an_error_is_exit_code_1(quick_torch) -> None:
+def test_an_error_finding_gives_exit_code_1(quick_torch) -> None:
     report = quick_torch.json("doctor", code=1, SAE_TUI_SIMULATED_FAULTS="1:lost")
     assert report["ok"] is False
     (error,) = [finding for finding in report["findings"] if finding["level"] == "error"]
@@ -66,20 +66,20 @@ def test_a_broken_torch_is_an_error(quick_torch) -> None:
     assert "✗ error    torch          it cannot be imported" in quick_torch.run("doctor", code=1).stdout
 
 
-def test_the_locale_of_the_shell_is_judged(quick_torch) -> None:
+def test_the_shells_locale_is_checked(quick_torch) -> None:
     report = quick_torch.json("doctor", LANG="C", LC_ALL="", LC_CTYPE="")
     (characters,) = [finding for finding in report["findings"] if finding["subject"] == "characters"]
     assert (characters["level"], characters["sentence"].split(",")[0]) == ("warning", "LANG=C is not UTF-8")
 
 
-def test_without_gpus_it_says_that_jobs_run_on_the_cpu(quick_torch) -> None:
+def test_without_gpus_the_doctor_says_that_jobs_run_on_the_cpu(quick_torch) -> None:
     report = quick_torch.json("--gpu-source", "none", "doctor")
     (driver,) = [finding for finding in report["findings"] if finding["subject"] == "driver"]
     assert "jobs run on the CPU" in driver["sentence"]
 
 
-def test_what_others_may_do_here_is_told_first(quick_torch) -> None:
-    # In a place that everybody may enter, as the folder of a test is not.
+def test_access_of_other_users_is_reported_first(quick_torch) -> None:
+    # A folder that all users may enter, unlike a test's folder.
     with tempfile.TemporaryDirectory() as folder:
         data = DataDir(Path(folder) / "demo")
         data.create()
@@ -108,7 +108,7 @@ def test_a_job_file_adds_its_memory_time_and_cost_on_1_to_8_gpus(quick_torch) ->
     assert headings == ["GPUS", "MODE", "MEMORY", "TIME", "TOKENS/S", "SPEED-UP", "EFFICIENCY", "HERE"]
 
 
-def test_on_the_cpu_there_are_rows_of_processes_only(quick_torch) -> None:
+def test_on_the_cpu_the_rows_list_processes_only(quick_torch) -> None:
     job = quick_torch.json("doctor", quick_torch.job_file, "--gpus", "cpu")["job"]
     assert job["rows"]
     assert all(row["n_gpus"] == 0 for row in job["rows"])
@@ -124,24 +124,24 @@ def test_the_bus_is_only_probed_when_asked_for(quick_torch) -> None:
 
 
 @pytest.mark.parametrize("price", ["-1", "free", "inf", "nan"])
-def test_a_price_that_is_none_is_bad_usage(shell, price) -> None:
+def test_an_invalid_price_is_a_usage_error(shell, price) -> None:
     (line,) = shell.errors("doctor", f"--price-per-gpu-hour={price}", code=2)
     assert f'takes a price like 2.5, not "{price}"' in line
 
 
-def test_a_job_file_with_a_mistake_is_refused_before_anything_is_looked_at(shell) -> None:
+def test_a_job_file_with_an_error_is_rejected_before_any_check(shell) -> None:
     shell.job_file.write_text("[sae]\nk = 0\n")
     done = shell.run("doctor", shell.job_file, code=1)
     assert done.stdout == ""
     assert "sae.k" in done.stderr
 
 
-def test_nothing_is_left_behind(quick_torch) -> None:
+def test_the_doctor_creates_no_files(quick_torch) -> None:
     quick_torch.run("doctor")
     assert not quick_torch.data.root.exists()
 
 
-def test_a_data_folder_that_does_not_answer_ends_commands_and_the_doctor_examines_the_rest(
+def test_an_unresponsive_data_folder_ends_commands_but_not_the_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hung, listdir = threading.Event(), os.listdir

@@ -1,4 +1,4 @@
-"""The commands that change jobs, as a script calls them."""
+"""Commands that change jobs, called as by a script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.store.states import JobState
 
 
 def held(shell, *flags: object) -> int:
-    """Launch a job that waits for its release."""
+    """Launch a held job and return its id."""
     return shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold", *flags)["id"]
 
 
@@ -29,7 +29,7 @@ def row(shell, job_id: int) -> dict:
     return shell.json("job", job_id)
 
 
-def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
+def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
     first, second = record(shell), record(shell)
     output = shell.run("rename", second, "better").stdout
     assert output == f'job {second} is called "better"\n'
@@ -75,7 +75,7 @@ def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
         (["rename", "1"], 2, "the following arguments are required: NAME"),
     ],
 )
-def test_wrong_use_is_one_sentence(shell, arguments, code, said):
+def test_invalid_use_is_one_error_line(shell, arguments, code, said):
     record(shell)
     record(shell, JobState.STOPPED)
     (line,) = shell.errors(*arguments, code=code)
@@ -84,13 +84,13 @@ def test_wrong_use_is_one_sentence(shell, arguments, code, said):
 
 
 @pytest.mark.parametrize("command", [["note", "1"], ["rename", "1"], ["tag", "1"]])
-def test_text_of_another_encoding_is_refused_in_one_line(shell, command):
+def test_text_that_is_not_utf_8_is_rejected_in_one_line(shell, command):
     record(shell)
     (line,) = shell.errors(*command, os.fsdecode(b"caf\xe9"), code=1)
     assert "names, tags and notes are UTF-8" in line
 
 
-def test_a_question_that_ends_with_the_input_deletes_nothing(shell):
+def test_end_of_input_at_the_confirmation_deletes_nothing(shell):
     job_id = record(shell, JobState.STOPPED)
     leader, terminal = pty.openpty()
     with subprocess.Popen(
@@ -105,7 +105,7 @@ def test_a_question_that_ends_with_the_input_deletes_nothing(shell):
     assert row(shell, job_id)["state"] == "stopped"
 
 
-def test_the_tags_of_a_launch_are_checked_as_any_other(shell):
+def test_tags_of_a_launch_are_validated_like_others(shell):
     (line,) = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--tag", "two words", code=1)
     assert 'a tag is one word of at most 40 characters, not "two words"' in line
     assert shell.json("jobs") == []
@@ -116,7 +116,7 @@ def test_the_tags_of_a_launch_are_checked_as_any_other(shell):
 COMMANDS = ("resume", "pause", "hold", "release", "priority", "after", "rename", "tag", "note", "rm")
 
 
-def test_a_job_that_is_not_there_is_one_sentence_for_every_command(shell):
+def test_every_command_reports_a_missing_job_in_one_line(shell):
     record(shell)
     values = {"priority": ["1"], "rename": ["x"], "note": ["x"], "rm": ["--yes"]}
     for command in COMMANDS:
@@ -124,7 +124,7 @@ def test_a_job_that_is_not_there_is_one_sentence_for_every_command(shell):
         assert line == "sae-tui: error: there is no job 9; `sae-tui jobs` lists them"
 
 
-def test_deleting_removes_all_of_a_job_or_none_where_one_of_several_cannot_go(shell):
+def test_deleting_several_jobs_removes_all_of_them_or_none(shell):
     ended, waits, other = record(shell, JobState.STOPPED), record(shell), record(shell, JobState.FAILED)
     shell.data.run(ended).create()
     shell.data.run(ended).job_file.write_bytes(b"#" * 2**20)
@@ -137,7 +137,7 @@ def test_deleting_removes_all_of_a_job_or_none_where_one_of_several_cannot_go(sh
     assert not shell.data.run(ended).root.exists()
 
 
-def test_a_lost_store_is_repaired(shell):
+def test_a_lost_store_is_repaired_from_the_run_folders(shell):
     job_id = held(shell, "--tag", "mine")
     shell.run("stop", job_id)
     wait_for_state(shell, job_id, "stopped")
@@ -166,7 +166,7 @@ def test_a_clone_is_a_new_job_or_a_job_file(shell):
     assert line.startswith("sae-tui: error: sae.width: is not a known setting")
 
 
-def test_a_grid_is_launched_whole_or_not_at_all(shell):
+def test_a_grid_is_launched_entirely_or_not_at_all(shell):
     launched = shell.json(
         "launch", shell.job_file, "--gpus", "cpu", "--hold", "--grid", "sae.k=2,4", "--grid", "train.seed=0,1"
     )
@@ -181,7 +181,7 @@ def test_a_grid_is_launched_whole_or_not_at_all(shell):
     assert len(shell.json("jobs")) == 4
 
 
-def test_waiting_for_several_jobs_ends_with_the_code_of_the_worst(shell):
+def test_waiting_for_several_jobs_exits_with_the_worst_code(shell):
     waiting = shell.start(
         "launch", shell.job_file, shell.job_file, shell.job_file, "--gpus", "cpu", "--hold", "--wait", "--json"
     )
@@ -196,25 +196,25 @@ def test_waiting_for_several_jobs_ends_with_the_code_of_the_worst(shell):
 
 
 def wait_for_state_of_all(shell, count: int) -> None:
-    """Wait until so many jobs are launched and queued, not only recorded."""
+    """Wait until this many jobs are not only recorded, but queued."""
     waiting = ["queued"] * count
     wait_for_store(shell.data, lambda control: [job.state for job in control.jobs() if job.waits_for] == waiting)
 
 
 def pauses(pid: int) -> int:
-    """Return how often a process has slept or waited for something."""
+    """Return the number of voluntary context switches of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
-def test_waiting_for_a_job_that_is_deleted_ends_with_one_sentence(shell):
+def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
     waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
     assert waiting.stdout.readline().startswith("job 1 is launched and held; Ctrl-C leaves it in line")
-    # Ten pauses later it has looked at the job more than once.
+    # After ten context switches it has polled the job more than once.
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:
         assert waiting.poll() is None
-    # So that it does not see the job stopped before it is gone.
+    # Stop the process, so that it does not see the job as stopped before it is deleted.
     waiting.send_signal(signal.SIGSTOP)
     shell.run("stop", 1)
     wait_for_state(shell, 1, "stopped")
@@ -224,10 +224,10 @@ def test_waiting_for_a_job_that_is_deleted_ends_with_one_sentence(shell):
     assert (waiting.returncode, errors) == (1, "sae-tui: error: job 1 was deleted while it was waited for\n")
 
 
-def test_commands_work_where_the_working_folder_was_deleted(shell):
+def test_commands_work_in_a_deleted_working_folder(shell):
     gone = shell.folder / "gone"
     gone.mkdir()
-    # The shell that deletes the folder it is in.
+    # A shell that deletes its own working folder.
     script = 'rmdir "$PWD"; exec "$@"'
     for arguments in (("validate", shell.job_file), ("jobs",), ("launch", shell.job_file, "--hold")):
         argv = ["sh", "-c", script, "sh", *shell.argv(*arguments)]
@@ -268,12 +268,12 @@ def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
     assert line.startswith(f"sae-tui: error: train.n_steps: job {job_id} has finished")
 
 
-# completion
+# Completion
 
 
 @pytest.fixture
 def path_with_sae_tui(shell) -> str:
-    """Install the program where a shell finds it, and return the $PATH."""
+    """Install the program in a folder on the PATH, and return the PATH."""
     program = shell.folder / "bin" / "sae-tui"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\nimport sys\nfrom sae_tui.cli import main\nsys.exit(main())\n")
@@ -325,12 +325,12 @@ def test_fish_completes_the_ids_of_jobs(shell, path_with_sae_tui):
     assert str(job_id) in ask(shell, "fish", FISH, "sae-tui --demo stop ", path_with_sae_tui)
 
 
-def test_zsh_takes_the_script(shell, path_with_sae_tui):
+def test_zsh_accepts_the_completion_script(shell, path_with_sae_tui):
     assert ask(shell, "zsh", ZSH, "", path_with_sae_tui) == ["_python_argcomplete"]
 
 
 @pytest.mark.parametrize("program", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell_can_be_had_as_json(shell, program):
+def test_completion_scripts_are_available_as_json(shell, program):
     script = shell.json("completion", program)
     assert script["shell"] == program
     assert script["script"] == shell.run("completion", program).stdout

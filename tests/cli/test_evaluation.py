@@ -1,4 +1,4 @@
-"""`sae-tui eval`: a job's report card, and what its latents fire on, by real processes on the shipped activations."""
+"""`sae-tui eval`: report card and features of a job, with real processes on the activations of the repository."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SMALL = ["--set", "sae.d_sae=96", "--set", "sae.k=8", "--set", "train.n_steps=5", "--set", "train.batch_size=256"]
 
 
-def test_a_job_on_the_shipped_activations_is_evaluated_and_its_features_are_there(shell: Shell) -> None:
+def test_evaluating_a_job_writes_its_report_card_and_features(shell: Shell) -> None:
     shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, "--gpus", "cpu", "--wait")
-    # What the latents fire on is found at the end of the run.
+    # The features are collected at the end of the run.
     assert shell.json("features", 1, "--limit", 1)
     told = shell.json("eval", 1, "--wait")["message"]
     assert told.startswith("job 1 is evaluated: FVU 0.")
@@ -21,12 +21,12 @@ def test_a_job_on_the_shipped_activations_is_evaluated_and_its_features_are_ther
     (strongest,) = shell.json("features", 1, "--limit", 1)
     assert len(strongest["contexts"][0]["tokens"]) > 1
     assert [event["kind"] for event in shell.json("job", 1)["events"]][-2:] == ["evaluating", "evaluated"]
-    # No extraction of this machine wrote these activations.
+    # No extraction on this machine wrote these activations.
     failed = shell.run("eval", 1, "--model", "auto", "--wait", code=1)
     assert failed.stdout.startswith("job 1 was not evaluated: --model: no extraction wrote")
 
 
-def test_the_report_card_of_a_job_is_among_what_is_told_of_it(shell: Shell) -> None:
+def test_the_job_command_shows_the_report_card(shell: Shell) -> None:
     sweep = ["--set", "sae.k=[4,8]"]
     for more in ([], sweep):
         shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, *more, "--gpus", "cpu", "--wait")
@@ -42,7 +42,7 @@ def test_the_report_card_of_a_job_is_among_what_is_told_of_it(shell: Shell) -> N
     assert "Report card" not in shell.run("job", 3).stdout
 
 
-def test_what_cannot_be_evaluated_is_told_in_one_sentence(shell: Shell) -> None:
+def test_a_job_that_cannot_be_evaluated_is_reported_in_one_line(shell: Shell) -> None:
     (line,) = shell.errors("eval", 9, code=1)
     assert line == "sae-tui: error: there is no job 9; `sae-tui jobs` lists them"
     shell.run("launch", shell.job_file, "--gpus", "cpu", "--hold")

@@ -41,13 +41,13 @@ def ask(port: int, path: str = "/metrics", method: str = "GET", **headers: str) 
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses, as the kernel lists them, at which somebody listens on a port."""
+    """Return the addresses, in the kernel's format, with a listener on a port."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
 
 
-def test_figures_are_served_to_this_machine_by_its_own_name_only(server, shell):
+def test_metrics_are_served_only_to_this_machine_under_its_own_name(server, shell):
     process, port = server
     for host in ("127.0.0.1", "localhost", f"localhost:{port}", f"127.0.0.1:{port}"):
         status, text, kind = ask(port, host=host)
@@ -59,7 +59,7 @@ def test_figures_are_served_to_this_machine_by_its_own_name_only(server, shell):
     assert [ask(port, path)[0] for path in ("/", "/metrics/", "/metrics?a=1", "/../metrics")] == [404] * 4
     assert ask(port, method="POST")[0] == 501
     with socket.socket() as mute:
-        # One that says nothing keeps nobody else waiting.
+        # A silent client does not delay others.
         mute.connect(("127.0.0.1", port))
         assert ask(port)[0] == 200
     assert listening(port) == [f"0100007F:{port:04X}"]
@@ -68,7 +68,7 @@ def test_figures_are_served_to_this_machine_by_its_own_name_only(server, shell):
     assert "Traceback" not in process.stderr.read()
 
 
-def test_a_crowd_is_hung_up_on_and_a_client_that_goes_leaves_no_trace(server):
+def test_too_many_clients_are_disconnected_and_an_aborting_one_logs_no_error(server):
     process, port = server
     with ExitStack() as stack:
         mutes = [
@@ -90,13 +90,13 @@ def test_a_crowd_is_hung_up_on_and_a_client_that_goes_leaves_no_trace(server):
     assert "Traceback" not in process.stderr.read()
 
 
-def test_once_prints_them(shell):
+def test_once_prints_the_metrics(shell):
     text = shell.run("export-metrics", "--once").stdout
     assert f'uuid="{uuid_of(0)}"' in text
     assert text.endswith(f"{LAST} 1.0\n")
 
 
-def test_without_prometheus_client_it_names_the_command_that_installs_it(shell, tmp_path):
+def test_without_prometheus_client_the_error_names_the_install_command(shell, tmp_path):
     (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError('No module named prometheus_client')")
     env = shell.env | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(shell.argv("export-metrics", "--once"), env=env, capture_output=True, text=True)
@@ -105,7 +105,7 @@ def test_without_prometheus_client_it_names_the_command_that_installs_it(shell, 
     assert done.stderr.splitlines() == [f"sae-tui: error: {needs}"]
 
 
-def test_a_port_in_use_is_told_in_a_sentence(shell):
+def test_a_port_in_use_is_reported_in_one_line(shell):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""An extraction as a job, by the commands that a script calls: real processes, a tiny model."""
+"""An extraction as a job, run by commands as in a script: real processes, a tiny model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.store.job_store import Control
 
-# Some seconds of work, of which a shard is written after each tenth of a second.
+# Several seconds of work; a shard is written about every 0.1 s.
 N_ROWS = 40_000
 
 
 @pytest.fixture
 def job(shell: Shell) -> ExtractJob:
-    """Write the job of an extraction, and the model and the text for it."""
+    """Write the extraction's job file, model and text."""
     text = shell.folder / "corpus.txt"
     text.write_text("\n\n".join(sentences(4000)))
     model = make_model(shell.folder / "gpt2", "gpt2")
@@ -47,7 +47,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("gpus", "size"), [("auto", 1), ("auto:2", 2)])
-def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an_undisturbed_one_does(
+def test_a_killed_stopped_and_resumed_extraction_writes_the_same_rows(
     shell: Shell, job: ExtractJob, tmp_path: Path, gpus: str, size: int
 ) -> None:
     write(job, shell, launch={"gpus": gpus, "max_restarts": 1})
@@ -88,7 +88,7 @@ def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an
     assert "has finished; clone it" in shell.errors("resume", 1, code=1)[0]
 
 
-def test_what_keeps_an_extraction_from_running_is_told_before_it_is_launched(shell: Shell, job: ExtractJob) -> None:
+def test_obstacles_to_an_extraction_are_reported_before_the_launch(shell: Shell, job: ExtractJob) -> None:
     write(job, shell, text={"path": str(shell.folder / "nothing.txt")})
     assert shell.errors("launch", shell.job_file, code=1) == [
         "sae-tui: error: text.context: must be at most 64, which is what the model sees at once, not 256",
@@ -114,9 +114,7 @@ n_steps = 4
 
 
 @pytest.mark.timeout(300)
-def test_a_training_waits_for_the_rows_of_an_extraction_and_tells_where_they_are_too_few(
-    shell: Shell, job: ExtractJob
-) -> None:
+def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: Shell, job: ExtractJob) -> None:
     rows = Path(job.extract.output)
     (training := shell.folder / "training.toml").write_text(TRAINING.format(path=rows / "mlp_out.0"))
     wanted = shell.json("launch", shell.job_file, "--hold", "--set", "extract.n_tokens=100_000_000")["id"]
@@ -138,5 +136,5 @@ def test_a_training_waits_for_the_rows_of_an_extraction_and_tells_where_they_are
     assert f"mlp_out.0 holds {n_rows:,} rows, and job 1 was to write 100,000,000; give it more text, or " in failed
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
-    # What is there now counts, not what was to be.
+    # The existing rows count now, not the requested ones.
     assert f"holds {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

@@ -1,4 +1,4 @@
-"""`sae-tui features`: what the latents of an SAE fire on."""
+"""`sae-tui features`: the tokens on which the latents of an SAE fire."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Job
 
 @pytest.fixture
 def job_id(shell: Shell) -> int:
-    """Record a job whose SAE was evaluated."""
+    """Record a job whose SAE has been evaluated."""
     shell.data.create()
     put_store(shell.data.control_db, "control")
     job_id = record(shell)
@@ -37,7 +37,7 @@ def put(folder: Path) -> None:
     (folder / FEATURES).write_bytes(features_file())
 
 
-def test_latents_are_listed_in_the_order_asked_for(shell: Shell, job_id: int) -> None:
+def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) -> None:
     counts, head, *rows = shell.run("features", job_id, "--sort", "density").stdout.splitlines()
     assert counts == "2 latents on 100 rows: 0 dense (on more than 10% of the rows), 0 never fire"
     assert head.split() == ["LATENT", "DENSITY", "LARGEST", "FIRES", "ON"]
@@ -47,7 +47,7 @@ def test_latents_are_listed_in_the_order_asked_for(shell: Shell, job_id: int) ->
     assert more == "1 more; --limit N shows as many"
 
 
-def test_a_latent_is_told_with_its_contexts(shell: Shell, job_id: int) -> None:
+def test_a_latent_is_shown_with_its_contexts(shell: Shell, job_id: int) -> None:
     told = shell.run("features", job_id, 0).stdout
     assert "latent 0 of 2: fires on 3.000% of 100 rows, at most 4.00, 2.00 on average" in told
     assert "nearest      1 (0.25)" in told
@@ -57,7 +57,7 @@ def test_a_latent_is_told_with_its_contexts(shell: Shell, job_id: int) -> None:
     assert shell.json("features", job_id, "--search", "lämb") == [answer]
 
 
-def test_characters_that_are_spread_over_tokens_are_read_and_found(shell: Shell, job_id: int) -> None:
+def test_characters_split_over_tokens_are_shown_and_found(shell: Shell, job_id: int) -> None:
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
     assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
     *_, apart, _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
@@ -66,7 +66,7 @@ def test_characters_that_are_spread_over_tokens_are_read_and_found(shell: Shell,
     assert row.split()[3] == "天"
 
 
-def test_a_latent_is_told_with_the_tokens_that_it_promotes_and_suppresses(shell: Shell, job_id: int) -> None:
+def test_a_latent_is_shown_with_its_promoted_and_suppressed_tokens(shell: Shell, job_id: int) -> None:
     assert "promotes" not in shell.run("features", job_id, 0).stdout
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(**MOVED))
     lines = shell.run("features", job_id, 0).stdout.splitlines()
@@ -74,14 +74,14 @@ def test_a_latent_is_told_with_the_tokens_that_it_promotes_and_suppresses(shell:
     assert shell.json("features", job_id, 0)["promoted"] == [{"text": " Lämb", "logit": 1.5}]
 
 
-def test_an_saes_folder_does_as_well_as_a_job(shell: Shell, job_id: int, tmp_path: Path) -> None:
+def test_an_sae_folder_works_like_a_job_id(shell: Shell, job_id: int, tmp_path: Path) -> None:
     by_job = shell.run("features", job_id).stdout
     assert shell.run("features", shell.data.sae(job_id)).stdout == by_job
     put(tmp_path / "run" / "sae")
     assert shell.run("features", tmp_path / "run").stdout == by_job
 
 
-def test_of_a_sweep_one_says_which_sae(shell: Shell, job_id: int, tmp_path: Path) -> None:
+def test_a_sweep_requires_the_choice_of_an_sae(shell: Shell, job_id: int, tmp_path: Path) -> None:
     for label in ("k=16", "k=8"):
         put(tmp_path / "sweep" / label)
     (line,) = shell.errors("features", tmp_path / "sweep", code=1)
@@ -91,7 +91,7 @@ def test_of_a_sweep_one_says_which_sae(shell: Shell, job_id: int, tmp_path: Path
     assert line.endswith("--sae: there is one SAE only")
 
 
-def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tmp_path: Path) -> None:
+def test_missing_features_are_reported_in_one_line(shell: Shell, job_id: int, tmp_path: Path) -> None:
     other, made_up = record(shell), record(shell, '[data]\nsource = "synthetic"\n')
     refusals = {
         ("features", 9): "there is no job 9",

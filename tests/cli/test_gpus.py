@@ -18,7 +18,7 @@ TOTALS = {
 GIB = 2**30
 
 
-def test_gpus_lists_every_card_with_all_its_fields(shell):
+def test_gpus_lists_every_gpu_with_all_its_fields(shell):
     rows = shell.json("gpus")
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
     assert all(row.keys() >= GPU_FIELDS for row in rows)
@@ -29,12 +29,12 @@ def test_gpus_lists_every_card_with_all_its_fields(shell):
     assert rows[0]["memory_free"] == rows[0]["memory_total"] - rows[0]["memory_used"]
 
 
-def test_one_card_is_an_object_and_an_unknown_one_an_error(shell):
+def test_a_single_gpu_is_an_object_and_an_unknown_one_an_error(shell):
     assert shell.json("gpus", 2)["name"].endswith("RTX 3080")
     assert shell.errors("gpus", 9, code=1) == ["sae-tui: error: there is no GPU 9 here; this machine has 0, 1, 2, 3"]
 
 
-def test_a_sensor_that_is_not_supported_is_null_and_a_lost_card_a_row(shell):
+def test_an_unsupported_sensor_is_null_and_a_lost_gpu_is_a_row(shell):
     rows = shell.json("gpus", SAE_TUI_SIMULATED_FAULTS="0:lost,1:no_power")
     assert rows[0]["healthy"] is False
     assert "fallen off the bus" in rows[0]["reason"]
@@ -43,7 +43,7 @@ def test_a_sensor_that_is_not_supported_is_null_and_a_lost_card_a_row(shell):
     assert shell.json("metrics", SAE_TUI_SIMULATED_FAULTS="0:lost,1:no_power")["gpu_count"] == 4
 
 
-def test_a_card_that_hangs_is_a_row_once_its_time_is_over_and_the_wait_is_told(shell):
+def test_a_hanging_gpu_becomes_a_row_after_its_timeout(shell):
     done = shell.run("gpus", "--json", SAE_TUI_SIMULATED_FAULTS="1:hang,2:hang")
     assert done.stderr == "sae-tui: asking the NVIDIA driver…\n"
     rows = json.loads(done.stdout)
@@ -51,14 +51,14 @@ def test_a_card_that_hangs_is_a_row_once_its_time_is_over_and_the_wait_is_told(s
     assert rows[0]["utilization"] == 0
 
 
-def test_the_aggregate_sums_over_all_cards(shell):
+def test_the_aggregate_sums_over_all_gpus(shell):
     totals = shell.json("metrics", "--view", "aggregated")
     assert totals.keys() >= TOTALS
     assert totals["total_memory_total"] == (24 + 24 + 10 + 24) * GIB
     assert 20 < totals["average_utilization"] < 30
 
 
-def test_the_metrics_of_all_gpus_say_of_how_many_each_is(shell):
+def test_aggregated_metrics_count_the_gpus_with_each_value(shell):
     faults = {"SAE_TUI_SIMULATED_FAULTS": "0:lost,1:no_power"}
     totals = shell.json("metrics", **faults)
     assert totals["gpus_with"] == {"memory": 3, "utilization": 3, "power": 2, "temperature": 3}
@@ -72,7 +72,7 @@ def test_tables_are_aligned_text(shell):
     assert [row[heading.index("STATE") :] for row in rows[:3]] == ["available"] * 3
 
 
-def test_recommend_takes_the_emptiest_free_cards_and_gives_a_reason_for_each(shell):
+def test_recommend_selects_the_gpus_with_most_free_memory_and_gives_reasons(shell):
     answer = shell.json("recommend", shell.job_file, "--count", 2)
     assert answer["gpus"] == [0, 1]
     assert answer["memory_required"] > 500 * 2**20
@@ -81,13 +81,13 @@ def test_recommend_takes_the_emptiest_free_cards_and_gives_a_reason_for_each(she
     assert "--gpus 0,1" in shell.run("recommend", shell.job_file, "--count", 2).stdout
 
 
-def test_recommend_never_takes_an_unhealthy_card_and_says_why_there_are_fewer(shell):
+def test_recommend_skips_an_unhealthy_gpu_and_explains_the_shortfall(shell):
     answer = shell.json("recommend", shell.job_file, "--count", 3, SAE_TUI_SIMULATED_FAULTS="0:lost")
     assert answer["gpus"] == [1, 2]
     assert answer["shortfall"].startswith("only 2 of 3 GPUs can be had (GPU 0: ")
 
 
-def test_recommend_considers_what_does_not_fit(shell):
+def test_recommend_skips_gpus_that_are_too_small(shell):
     # 11 GiB of pre-activations: too much for the RTX 3080.
     big = ("--set", "train.batch_size=3800", "--set", "sae.d_sae=1500000", "--set", "parallel.mode=ddp")
     answer = shell.json("recommend", shell.job_file, "--count", 3, *big)
@@ -95,24 +95,24 @@ def test_recommend_considers_what_does_not_fit(shell):
     assert answer["reasons"]["2"].startswith("needs ")
 
 
-def test_one_card_is_recommended_where_the_settings_allow_no_more(shell):
+def test_one_gpu_is_recommended_if_the_settings_allow_no_more(shell):
     shell.data.create()
     shell.data.settings_file.write_text("multi_gpu_enabled = false\n")
     assert shell.json("recommend", shell.job_file, "--count", 3)["gpus"] == [0]
 
 
 @pytest.mark.parametrize("command", ["gpus", "metrics"])
-def test_a_machine_without_gpus_says_so_and_goes_on(shell, command):
+def test_a_machine_without_gpus_is_reported_and_no_error(shell, command):
     done = shell.run(command, "--gpu-source", "none")
     assert done.stderr == "sae-tui: GPU monitoring is off; jobs run on the CPU\n"
     assert shell.json("gpus", "--gpu-source", "none") == []
 
 
-# a driver in place of NVIDIA's
+# A driver in place of NVIDIA's
 
 
 def on_nvml(shell, drivers, command, *arguments, code=0, driver="new", **variables):
-    """Run a command on the stand-in for NVML; CUDA_VISIBLE_DEVICES and the like are passed on as they are."""
+    """Run a command with a stand-in for NVML; CUDA_VISIBLE_DEVICES is passed on unchanged."""
     own = {name: variables.pop(name) for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}
     env = environment(drivers, driver, **variables) | own
     return shell.run(command, *arguments, "--gpu-source", "nvml", code=code, **env)
@@ -122,7 +122,7 @@ def rows_on_nvml(shell, drivers, **variables):
     return json.loads(on_nvml(shell, drivers, "gpus", "--json", **variables).stdout)
 
 
-def test_a_card_in_use_by_nobody_that_can_be_seen_is_busy_and_not_recommended(shell, drivers):
+def test_a_gpu_used_by_an_invisible_process_is_busy_and_not_recommended(shell, drivers):
     setting = {"GPUS": 4, "PIDS": "", "FAULTS": "2:idle,3:idle,3:perm_procs"}
     used, _, idle, unlisted = rows_on_nvml(shell, drivers, **setting)
     assert used["is_busy"]
@@ -134,13 +134,13 @@ def test_a_card_in_use_by_nobody_that_can_be_seen_is_busy_and_not_recommended(sh
     assert json.loads(output)["gpus"] == [2, 3]
 
 
-def test_free_memory_is_without_what_the_driver_keeps_for_itself(shell, drivers):
+def test_free_memory_excludes_the_drivers_reserved_memory(shell, drivers):
     for driver in ("new", "old"):
         (row,) = rows_on_nvml(shell, drivers, GPUS=1, driver=driver, FAULTS="0:idle")
         assert row["memory_free"] == row["memory_total"] - (600 << 20)
 
 
-def test_a_split_card_and_one_that_hides_its_memory_are_recommended_to_nobody(shell, drivers):
+def test_gpus_with_mig_or_unknown_memory_are_not_recommended(shell, drivers):
     setting = {"GPUS": 3, "PIDS": "", "FAULTS": "*:idle,0:mig,1:no_memory_info"}
     split, hiding, *_ = rows_on_nvml(shell, drivers, **setting)
     assert not split["healthy"]
@@ -151,20 +151,20 @@ def test_a_split_card_and_one_that_hides_its_memory_are_recommended_to_nobody(sh
     assert answer["reasons"]["1"].endswith("free memory unknown")
 
 
-def test_a_driver_that_takes_seconds_to_open_is_waited_for_and_the_wait_is_told(shell, drivers):
+def test_a_slow_driver_is_waited_for_with_a_message(shell, drivers):
     done = on_nvml(shell, drivers, "gpus", "--json", GPUS=2, INIT_MS=2500)
     assert done.stderr == "sae-tui: asking the NVIDIA driver…\n"
     assert [row["healthy"] for row in json.loads(done.stdout)] == [True, True]
 
 
-def test_a_card_that_takes_long_for_every_answer_is_read_all_the_same(shell, drivers):
+def test_a_slow_gpu_is_still_read(shell, drivers):
     rows = rows_on_nvml(shell, drivers, GPUS=2, FAULTS="1:slow=200")
     assert [row["healthy"] for row in rows] == [True, True]
     assert rows[1]["processes"] == []
 
 
 @pytest.mark.parametrize(("code", "said"), [(9, "is not loaded"), (18, "of different versions"), (999, "error 999")])
-def test_a_broken_driver_is_a_failure_in_one_sentence(shell, drivers, code, said):
+def test_a_broken_driver_is_one_error_line(shell, drivers, code, said):
     for command in (("gpus", "--json"), ("metrics",), ("recommend", shell.job_file, "--json")):
         done = on_nvml(shell, drivers, *command, code=1, INIT_ERROR=code)
         told, other = (done.stdout, done.stderr) if "--json" in command else (done.stderr, done.stdout)
@@ -178,7 +178,7 @@ def test_a_machine_without_a_driver_has_no_gpus_and_is_not_broken(shell, drivers
     assert (done.stdout.strip(), len(done.stderr.splitlines())) == ("[]", 1)
 
 
-def test_only_cards_that_the_environment_leaves_are_shown_by_their_own_numbers(shell, drivers):
+def test_only_gpus_in_cuda_visible_devices_are_shown_under_their_own_indices(shell, drivers):
     setting = {"GPUS": 4, "PIDS": "", "FAULTS": "*:idle"}
     done = on_nvml(shell, drivers, "gpus", "--json", CUDA_VISIBLE_DEVICES="2,GPU-0", **setting)
     assert done.stderr == "sae-tui: 1 of 4 GPUs, by CUDA_VISIBLE_DEVICES\n"
@@ -190,7 +190,7 @@ def test_only_cards_that_the_environment_leaves_are_shown_by_their_own_numbers(s
     assert done.stderr == 'sae-tui: CUDA_VISIBLE_DEVICES="" leaves 0 of 4 GPUs; unset it, or name GPUs in it\n'
 
 
-def test_a_locale_without_a_degree_sign_ends_no_command(shell):
+def test_commands_work_in_a_locale_without_a_degree_sign(shell):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = shell.run("gpus", **plain)
     assert " 33 C " in done.stdout
@@ -199,8 +199,8 @@ def test_a_locale_without_a_degree_sign_ends_no_command(shell):
     assert shell.run("--help", **plain).stdout.isascii()
 
 
-def test_a_command_that_goes_on_has_closed_the_driver(shell, drivers, tmp_path):
-    """Otherwise GPUs could not be reset as long as `launch --wait` waits."""
+def test_a_running_command_has_closed_the_driver(shell, drivers, tmp_path):
+    """Otherwise GPUs could not be reset while `launch --wait` waits."""
     on_nvml(shell, drivers, "gpus", "--json", GPUS=2, OPEN=tmp_path / "open")
     (file,) = tmp_path.glob("open.*")
     assert file.read_text() == "0\n"

@@ -1,4 +1,4 @@
-"""`sae-tui import`: another tool's SAE as a job, by real processes on the shipped activations."""
+"""`sae-tui import`: another tool's SAE as a job, with real processes on the activations of the repository."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = ["--set", "sae.d_sae=96", "--set", "sae.k=8", "--set", "train.n_steps=5"
 
 @pytest.fixture
 def foreign(shell: Shell) -> Path:
-    """Return a folder with an SAE as another tool leaves it; job 1 has the same weights."""
+    """Return a folder with an SAE in another tool's layout; job 1 has the same weights."""
     shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, "--gpus", "cpu", "--wait")
     folder = shell.folder / "theirs"
     folder.mkdir()
@@ -30,7 +30,7 @@ def foreign(shell: Shell) -> Path:
     return folder
 
 
-def test_an_sae_of_another_tool_is_evaluated_compared_and_trained_on_as_a_job(shell: Shell, foreign: Path) -> None:
+def test_an_imported_sae_is_evaluated_compared_and_trained_like_a_job(shell: Shell, foreign: Path) -> None:
     answer = shell.json("import", foreign, "--data", SAMPLE, "--tag", "theirs", "--set", "train.batch_size=256")
     check = answer.pop("check")
     assert answer == {"id": 2, "format": "saelens", "architecture": "topk", "notes": [], "warnings": []}
@@ -57,28 +57,28 @@ def test_an_sae_of_another_tool_is_evaluated_compared_and_trained_on_as_a_job(sh
     assert len(next(line for line in text.splitlines() if line.startswith("report card FVU")).split()) == 7
     assert "job 2 resumes from step 0" in shell.run("resume", 2, "--set", "train.n_steps=3", "--wait").stdout
     assert shell.json("job", 2)["step"] == 3
-    # It began where it was, and not at random.
+    # Training continued from the imported weights, not from random ones.
     assert shell.json("compare", 1, 2)["runs"][1]["fvu"] < 2 * mine["card_fvu"]
 
 
-def test_what_cannot_be_imported_leaves_no_job_and_no_file(shell: Shell, foreign: Path) -> None:
+def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) -> None:
     for folder, data, sentence in (
         (shell.folder, SAMPLE, f"FOLDER: {shell.folder} holds 2 SAEs, e.g. "),
         (SAMPLE, SAMPLE, f"FOLDER: {SAMPLE} holds no SAE; looked for cfg.json + sae_weights.safetensors (saelens), "),
         (foreign, shell.folder / "nothing", "data.path: there is nothing at"),
     ):
         *progress, line = shell.errors("import", folder, "--data", data, code=1)
-        # A busy machine may print progress, a line every 10 s, before the error.
+        # A busy machine may print progress, one line per 10 s, before the error.
         assert [one for one in progress if not one.startswith("importing: ")] == []
         assert line.startswith(f"sae-tui: error: {sentence}")
     assert [job["id"] for job in shell.json("jobs")] == [1]
     assert [folder.name for folder in (shell.data.root / "runs").iterdir()] == ["1"]
 
 
-def test_a_folder_that_is_in_the_way_stays_and_there_is_no_job(
+def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     shell: Shell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another process has made it since the number of the job was chosen.
+    # As if another process had created the folder after the job's id was chosen.
     monkeypatch.setattr(DataDir, "last_id", lambda self: 1)
     (shell.data.sae(2) / "precious").mkdir(parents=True)
     with pytest.raises(UserError, match="the SAE could not be put into"):
@@ -88,7 +88,7 @@ def test_a_folder_that_is_in_the_way_stays_and_there_is_no_job(
     assert [job["id"] for job in shell.json("jobs")] == [1]
 
 
-def test_the_name_of_a_folder_does_not_steer_the_terminal(shell: Shell, foreign: Path) -> None:
+def test_escape_sequences_in_a_folder_name_do_not_reach_the_terminal(shell: Shell, foreign: Path) -> None:
     hostile = foreign.rename(shell.folder / "a\x1b[2Jb")
     shell.run("import", hostile, "--data", SAMPLE)
     text = shell.run("job", 2).stdout + shell.run("jobs").stdout
@@ -96,7 +96,7 @@ def test_the_name_of_a_folder_does_not_steer_the_terminal(shell: Shell, foreign:
     assert "imported from" in text
 
 
-def test_an_imported_job_is_in_the_list_again_after_its_store_was_lost(shell: Shell, foreign: Path) -> None:
+def test_repair_restores_an_imported_job_after_its_store_was_lost(shell: Shell, foreign: Path) -> None:
     shell.run("import", foreign, "--data", SAMPLE)
     shell.data.control_db.unlink()
     shell.run("repair")

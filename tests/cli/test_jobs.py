@@ -57,7 +57,7 @@ def test_a_good_job_is_valid(shell):
     assert answer == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
 
 
-def test_everything_wrong_with_a_job_is_said_at_once(shell):
+def test_all_errors_of_a_job_are_reported_at_once(shell):
     text = shell.job_file.read_text().replace("k = 4", 'k = "four"\nk_axu = 2')
     shell.job_file.write_text(text)
     answer = shell.json("validate", shell.job_file, "--gpus", "0,7", "--set", "train.batch_size=5000", code=1)
@@ -67,7 +67,7 @@ def test_everything_wrong_with_a_job_is_said_at_once(shell):
     assert 'did you mean "k_aux"?' in named["sae.k_axu"]
 
 
-def test_busy_cards_and_too_little_memory_are_warnings(shell):
+def test_busy_gpus_and_too_little_memory_are_warnings(shell):
     answer = shell.json(
         "validate", shell.job_file, "--gpus", "3", "--set", "train.batch_size=3800", "--set", "sae.d_sae=300000"
     )
@@ -76,7 +76,7 @@ def test_busy_cards_and_too_little_memory_are_warnings(shell):
     assert any("GPU 3 has 2.1 GiB free of " in warning for warning in answer["warnings"])
 
 
-def test_what_auto_comes_to_is_the_same_for_every_command(shell):
+def test_every_command_resolves_auto_to_the_same_mode(shell):
     wide = ("--set", "sae.d_sae=15000000", "--set", "train.batch_size=64")
     answer = shell.json("validate", shell.job_file, "--gpus", "0,1", *wide)
     job = shell.json("doctor", shell.job_file, "--gpus", "0,1", *wide, code=None)["job"]
@@ -90,13 +90,13 @@ def test_what_auto_comes_to_is_the_same_for_every_command(shell):
         assert control.job(launched).card_memory_bytes == answer["memory_required"]
 
 
-def test_what_a_job_needs_is_not_told_where_a_default_stands_for_a_refused_value(shell):
+def test_memory_is_not_estimated_for_a_job_with_a_rejected_value(shell):
     answer = shell.json("validate", shell.job_file, "--gpus", "cpu", "--set", "train.n_tokens=1e99", code=1)
     assert answer["errors"] == ["train.n_tokens: must be at most 9,223,372,036,854,775,807, not 1e+99"]
     assert (answer["warnings"], answer["memory_required"], answer["mode"]) == ([], None, None)
 
 
-def test_a_job_for_which_no_card_is_large_enough_is_not_launched(shell):
+def test_a_job_too_large_for_its_gpus_is_not_launched(shell):
     huge = ("--gpus", "2", "--set", "sae.d_sae=30000000", "--set", "train.batch_size=64")
     (error,) = [line for line in shell.json("validate", shell.job_file, *huge, code=1)["errors"] if "sae.d_sae" in line]
     assert " GiB, and GPU 2 has 10.0 GiB in all; " in error
@@ -114,7 +114,7 @@ def test_a_job_for_which_no_card_is_large_enough_is_not_launched(shell):
         ("0,0", "launch.gpus: GPU 0 is given twice in [0, 0]"),
     ],
 )
-def test_gpus_that_cannot_be_had_are_named(shell, gpus, said):
+def test_unavailable_gpus_are_named(shell, gpus, said):
     (error,) = shell.json("validate", shell.job_file, "--gpus", *gpus.split(), code=1)["errors"]
     assert error.startswith(said)
 
@@ -139,7 +139,7 @@ def test_a_bad_job_is_not_launched_and_each_problem_is_a_line(shell):
         ('[data]\npath = "nowhere"\n', "data.path: there is nothing at"),
     ],
 )
-def test_a_job_file_that_cannot_be_used_is_one_line(shell, text, said):
+def test_an_unusable_job_file_is_one_error_line(shell, text, said):
     path = shell.folder / "bad.toml"
     if text is not None:
         path.write_text(text)
@@ -166,7 +166,7 @@ def test_a_job_from_launch_to_its_result(shell):
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
-    # The process of a rank, with PyTorch in it, is measured and expected.
+    # The process of a rank includes PyTorch; both the measurement and the estimate count it.
     measured = job["peak_memory_bytes"]
     assert measured > 100 * 2**20
     assert job["estimated_memory_bytes"] > 100 * 2**20
@@ -233,14 +233,14 @@ def test_an_unknown_job_is_an_error(shell, command):
     assert shell.errors(command, 5, code=1) == expected
 
 
-def test_a_lost_job_is_told_with_its_reason(shell):
+def test_a_lost_job_is_shown_with_its_reason(shell):
     job_id = record(shell, host=os.uname().nodename, created=1.0)
     job = shell.json("job", job_id)
     assert (job["state"], job["error"]) == ("lost", "its supervisor never started")
     assert shell.json("stop", job_id) == {"id": job_id, "state": "lost", "message": f"job {job_id} was lost already"}
 
 
-def test_the_energy_of_a_job_is_told_with_its_price_and_null_where_it_is_unknown(shell):
+def test_a_jobs_energy_has_a_price_or_is_null_if_unknown(shell):
     names = ("energy_wh", "energy_share", "energy_from", "cost", "currency", "co2_g")
     measured = record(shell, energy_wh=1500.0, energy_s=10.0, energy_known_s=10.0, energy_counted_s=0.0)
     unknown = record(shell)
@@ -256,7 +256,7 @@ def test_names_cannot_move_the_cursor(shell):
     assert "evil�[2J�name of" in shell.run("jobs").stdout
 
 
-def test_what_a_job_has_written_cannot_steer_the_terminal(shell):
+def test_a_jobs_output_cannot_control_the_terminal(shell):
     job_id = record(shell, JobState.STARTING)
     paths = shell.data.run(job_id)
     paths.create()
@@ -264,7 +264,7 @@ def test_what_a_job_has_written_cannot_steer_the_terminal(shell):
     assert shell.run("logs", job_id).stdout == "a\tb�]0;title� �2J\n"
 
 
-def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
+def test_a_failure_reason_cannot_control_the_terminal_of_a_waiting_command(shell):
     waiting = shell.start("launch", shell.job_file, *ENDLESS)
     assert waiting.stdout.readline() == "job 1 is launched; Ctrl-C leaves it running\n"
     control = Control(shell.data.control_db)
@@ -274,7 +274,7 @@ def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
     assert waiting.wait(10) == 4
 
 
-def test_launch_reports_a_data_folder_not_known_to_be_local_and_uses_no_wal(shell):
+def test_launch_warns_about_an_unknown_file_system_and_uses_no_wal(shell):
     root = shell.data.root
     root.mkdir(parents=True, exist_ok=True)
     launch = shlex.join(shell.argv("launch", shell.job_file, "--gpus", "cpu", "--hold"))
@@ -332,18 +332,18 @@ def test_following_a_log_ends_with_the_job(shell):
         (["job", "x"], 'ID: takes an integer of at least 1, not "x"'),
     ],
 )
-def test_bad_usage_is_one_line_and_exits_with_2(shell, arguments, said):
+def test_a_usage_error_is_one_line_and_exits_with_2(shell, arguments, said):
     (line,) = shell.errors(*arguments, code=2)
     assert line.startswith("sae-tui: error: ")
     assert said in line
 
 
-def test_a_malformed_override_is_bad_usage(shell):
+def test_a_malformed_override_is_a_usage_error(shell):
     (line,) = shell.errors("launch", shell.job_file, "--set", "lr", code=2)
     assert line == 'sae-tui: error: --set: takes section.key=value, like train.lr=3e-4, not "lr"'
 
 
-def test_a_data_folder_that_cannot_be_made_is_told(shell):
+def test_a_data_folder_that_cannot_be_created_is_reported(shell):
     (shell.folder / "file").touch()
     (line,) = shell.errors("launch", shell.job_file, "--data-dir", shell.folder / "file", code=1)
     assert line == f"sae-tui: error: {shell.folder / 'file'} is not a folder; choose another with --data-dir"
@@ -352,7 +352,7 @@ def test_a_data_folder_that_cannot_be_made_is_told(shell):
     assert line.endswith("choose another with --data-dir")
 
 
-def test_a_corrupt_store_is_told(shell):
+def test_a_corrupt_store_is_reported(shell):
     shell.data.create()
     shell.data.control_db.write_bytes(b"no database" * 1000)
     (line,) = shell.errors("jobs", code=1)
@@ -365,13 +365,13 @@ def test_the_app_needs_a_terminal(shell):
     assert "needs a terminal" in line
 
 
-def test_version_and_help_teach(shell):
+def test_version_and_help_show_examples(shell):
     assert shell.run("--version").stdout == f"sae-tui {version('sae-tui')}\n"
     assert "examples:" in shell.run("--help").stdout
     assert "--gpus" in shell.run("launch", "--help").stdout
 
 
-def test_a_failed_job_is_told_with_its_cause_once_what_to_do_and_its_last_lines(shell):
+def test_a_failed_job_is_shown_with_its_cause_remedy_and_last_log_lines(shell):
     last = "12:35:35  step 10/1465  loss 0.8312"
     error = f"rank 0 was killed (SIGKILL); its last log line: {last}"
     shell.data.create()
@@ -392,7 +392,7 @@ def test_a_failed_job_is_told_with_its_cause_once_what_to_do_and_its_last_lines(
     assert shell.json("job", job_id)["error"] == error
 
 
-def test_a_reader_that_leaves_early_causes_no_noise(shell):
+def test_a_reader_that_closes_the_pipe_early_causes_no_error_output(shell):
     record(shell)
     reading, writing = os.pipe()
     os.close(reading)
@@ -401,7 +401,7 @@ def test_a_reader_that_leaves_early_causes_no_noise(shell):
     assert (listing.returncode, listing.stderr) == (141, "")
 
 
-def test_output_that_cannot_be_written_is_one_sentence(shell):
+def test_an_unwritable_output_is_one_error_line(shell):
     record(shell)
     for arguments in (("jobs",), ("jobs", "--json"), ("completion", "bash")):
         with open("/dev/full", "w") as full:
@@ -412,7 +412,7 @@ def test_output_that_cannot_be_written_is_one_sentence(shell):
         assert done.returncode == 1
 
 
-def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
+def test_quantities_and_lists_are_printed_in_readable_form(shell):
     first = record(shell, tokens_per_s=34120.0, gpu_ids=(0, 1), gpu_uuids=("GPU-a", "GPU-b"), held=True)
     record(shell, after=(first,), fvu=0.1234)
     values = dict(line.split(maxsplit=1) for line in shell.run("job", first).stdout.splitlines() if line)
@@ -427,7 +427,7 @@ def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
     assert listed[2].endswith("until released")
 
 
-def test_the_first_fvu_is_held_out_and_the_fvu_of_the_batches_is_marked(shell):
+def test_the_held_out_fvu_is_listed_and_a_batch_fvu_is_marked(shell):
     config = "[sae]\nk = [8, 32]\nd_sae = 1536\ndead_after_tokens = 20000\n"
     values = {"step": 10, "total_steps": 10, "tokens": 1000, "l0": 32.0, "dead_fraction": 0.004}
     fresh = record(shell, JobState.FAILED, config=config, fvu=0.08, **values)
@@ -472,10 +472,10 @@ def test_commands_load_no_torch_numpy_or_screen(shell):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-# a shared box
+# GPUs in use by others
 
 
-def test_a_card_in_use_by_somebody_else_is_waited_for_unless_it_is_to_be_shared(shell):
+def test_a_job_waits_for_a_gpu_in_use_unless_it_may_share_it(shell):
     output = shell.run("launch", shell.job_file, "--gpus", "3").stdout
     assert output.startswith("job 1 waits: GPU 3 is used by mallory (pid 31415, python train.py); `sae-tui job 1`")
     shared = shell.json("launch", shell.job_file, "--gpus", "3", "--share")["id"]
@@ -486,7 +486,7 @@ def test_a_card_in_use_by_somebody_else_is_waited_for_unless_it_is_to_be_shared(
     wait_for_state(shell, 1, "stopped")
 
 
-def test_a_job_that_must_wait_says_for_whom(shell):
+def test_a_waiting_job_names_the_job_it_waits_for(shell):
     first = shell.json("launch", shell.job_file, "--gpus", "0", "--set", "train.n_steps=100000000")["id"]
     wait_for_state(shell, first, "running")
     output = shell.run("launch", shell.job_file, "--gpus", "0").stdout
@@ -496,14 +496,14 @@ def test_a_job_that_must_wait_says_for_whom(shell):
     wait_for_state(shell, 2, "finished")
 
 
-def test_a_data_dir_that_is_a_file_is_one_sentence(shell, tmp_path):
+def test_a_data_dir_that_is_a_file_is_one_error_line(shell, tmp_path):
     file = tmp_path / "file"
     file.touch()
     (line,) = shell.errors("jobs", code=1, SAE_TUI_DATA_DIR=str(file))
     assert "not a folder" in line
 
 
-def test_a_python_in_a_job_file_that_others_may_write_is_only_taken_by_set(shell) -> None:
+def test_launch_python_in_a_job_file_that_others_can_write_needs_set(shell) -> None:
     python = answering(shell.folder / "env", answer(torch=None, torch_error="libc10.so"))
     shell.job_file.write_text(shell.job_file.read_text() + f'[launch]\ngpus = "cpu"\npython = "{python}"\n')
     (broken,) = shell.json("validate", shell.job_file, "--allow-code", code=1)["errors"]
@@ -534,7 +534,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
         assert "--allow-code" in second
     assert not ran.exists()
     assert not shell.data.control_db.exists()
-    # Other overrides are no consent, and each consent allows only what it names.
+    # Other overrides give no consent, and each consent allows only what it names.
     one = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", "--set", "sae.k=2", code=1)
     assert [line.partition(":")[0] for line in one["errors"]] == ["launch.sbatch_options"]
     assert ran.exists()
@@ -547,7 +547,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
     assert "launch.python: runs" in shell.errors("launch", shell.job_file, code=1)[-2]
 
 
-def test_new_jobs_have_the_python_of_the_settings_and_clones_that_of_their_parent(shell) -> None:
+def test_new_jobs_use_the_python_of_the_settings_and_clones_their_parents(shell) -> None:
     python = answering(shell.folder / "env")
 
     def launched(*words: object) -> bool:
@@ -562,16 +562,16 @@ def test_new_jobs_have_the_python_of_the_settings_and_clones_that_of_their_paren
     assert not launched("clone", 1)
     shell.job_file.write_text(shell.job_file.read_text() + '[launch]\npython = ""\n')
     assert not launched("launch", shell.job_file)
-    # Others could have written it.
+    # Other users could have written it.
     shell.data.settings_file.chmod(0o666)
     said = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--hold", code=0)
     assert any("settings.toml: python: is not run, for others may write to" in line for line in said)
 
 
-# watching
+# Watching
 
 
-def test_watching_jobs_prints_a_line_at_every_change_and_ends_when_nobody_reads(shell):
+def test_watching_jobs_prints_a_line_per_change_and_ends_without_a_reader(shell):
     process = shell.start("jobs", "--watch", "--json")
     assert json.loads(process.stdout.readline()) == []
     job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
@@ -583,7 +583,7 @@ def test_watching_jobs_prints_a_line_at_every_change_and_ends_when_nobody_reads(
     while job["state"] != "finished":
         before, (job,) = job, json.loads(process.stdout.readline())
         assert job != before
-    # Nothing changes any more: its end does not wait for a line that cannot be written.
+    # Nothing changes any more, so the process must end although it has no line to write.
     process.stdout.close()
     assert process.wait(60) == Exit.UNREAD
     assert process.stderr.read() == ""
@@ -596,7 +596,7 @@ def test_watching_jobs_ends_at_ctrl_c(shell):
     assert process.wait(60) == Exit.INTERRUPTED
 
 
-def test_waiting_for_one_job_ends_as_it_did(shell):
+def test_waiting_for_a_job_exits_with_its_code(shell):
     job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
     waiting = shell.start("job", job_id, "--wait", "--json")
     shell.run("stop", job_id)

@@ -1,4 +1,4 @@
-"""Commands of both programs whose outputs are closed, full, or pipes that nobody reads any more."""
+"""Commands of both programs whose outputs are closed, full, or pipes without a reader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = {"trainer": "", "sae_tui": "sae-tui: error: "}
 
 
 def opened(kind: str) -> int:
-    """Open a descriptor of an output that takes nothing."""
+    """Open the descriptor of an output that accepts no data."""
     if kind == "full":
         return os.open("/dev/full", os.O_WRONLY)
     reading, writing = os.pipe()
@@ -26,7 +26,7 @@ def opened(kind: str) -> int:
 
 
 def ended(folder: Path, program: str, *words: str, **lost: str) -> tuple[int, str]:
-    """Run a program with lost outputs; return its exit code and what it wrote on the outputs that are left."""
+    """Run a program with lost outputs; return its exit code and its output on the remaining ones."""
     outputs = {name: opened(kind) for name, kind in lost.items() if kind != "closed"}
     gone = [number for number, name in ((1, "stdout"), (2, "stderr")) if lost.get(name) == "closed"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -44,21 +44,21 @@ def ended(folder: Path, program: str, *words: str, **lost: str) -> tuple[int, st
 
 
 @pytest.mark.parametrize("program", NAMES)
-def test_help_into_a_pipe_that_is_gone_is_silent_and_on_a_full_disk_one_line(program: str, tmp_path: Path) -> None:
+def test_help_is_silent_into_a_closed_pipe_and_one_line_on_a_full_disk(program: str, tmp_path: Path) -> None:
     assert ended(tmp_path, program, "--help", stdout="gone") == (141, "")
     assert ended(tmp_path, program, "--help", stdout="full") == (1, FULL.format(NAMES[program]))
 
 
 @pytest.mark.parametrize(("program", "words"), [("trainer", ["estimate", "none.toml"]), ("sae_tui", ["nonsense"])])
 @pytest.mark.parametrize("kind", ["full", "gone"])
-def test_bad_usage_has_its_exit_code_also_where_nobody_is_told(
+def test_a_usage_error_keeps_its_exit_code_without_a_readable_stderr(
     program: str, words: list[str], kind: str, tmp_path: Path
 ) -> None:
     assert ended(tmp_path, program, *words, stderr=kind) == (2, "")
 
 
 @pytest.mark.parametrize(("gone", "name", "into"), [("stdout", "output", ">"), ("stderr", "error", "2>")])
-def test_no_training_is_begun_of_which_nobody_would_learn(gone: str, name: str, into: str, tmp_path: Path) -> None:
+def test_no_training_starts_with_a_closed_output(gone: str, name: str, into: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[launch]\ngpus = "cpu"\n')
     outcome = ended(tmp_path, "trainer", "run", "job.toml", "--out", "run", **{gone: "closed"})
     assert outcome == (1, CLOSED.format("", name, into))
@@ -66,13 +66,13 @@ def test_no_training_is_begun_of_which_nobody_would_learn(gone: str, name: str, 
     assert ended(tmp_path, "trainer", "run", "job.toml", stdout="closed", stderr="closed") == (1, "")
 
 
-def test_a_warning_that_cannot_be_told_stops_nothing(tmp_path: Path) -> None:
+def test_a_warning_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
     code, output = ended(tmp_path, "trainer", "estimate", "job.toml", stderr="full")
     assert (code, "per process" in output or "per GPU" in output) == (0, True)
 
 
-def test_a_finished_command_whose_output_is_lost_has_its_own_exit_code(tmp_path: Path) -> None:
+def test_a_finished_command_whose_output_is_lost_has_a_special_exit_code(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
     launch = ("launch", "job.toml", "--hold", "--set", "launch.gpus=cpu", "--json")
     code, message = ended(tmp_path, "sae_tui", *launch, stdout="full")

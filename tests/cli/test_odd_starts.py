@@ -1,4 +1,4 @@
-"""Commands started with closed outputs, names of other encodings, odd umasks and odd shells."""
+"""Commands started with closed outputs, names in other encodings, unusual umasks and unusual shells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def started(shell, *arguments, **options):
 
 
 @pytest.mark.parametrize(("closed", "told"), [(1, "standard output is closed"), (2, "standard error is closed")])
-def test_nothing_is_launched_of_which_nobody_would_learn(shell, closed, told):
+def test_nothing_is_launched_with_a_closed_output(shell, closed, told):
     done = started(shell, "launch", shell.job_file, "--gpus", "cpu", preexec_fn=lambda: os.close(closed))
     assert done.returncode == 1
     assert told in (done.stdout + done.stderr).decode()
@@ -37,7 +37,7 @@ def test_nothing_is_launched_of_which_nobody_would_learn(shell, closed, told):
     assert shell.json("jobs") == []
 
 
-def test_words_that_are_no_utf_8_are_refused_in_one_sentence(shell):
+def test_arguments_that_are_not_utf_8_are_rejected_in_one_line(shell):
     done = started(shell, "launch", shell.job_file, "--set", "name=\udcff")
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.splitlines()[-1].endswith(b"set the terminal's encoding to it")
@@ -50,14 +50,14 @@ def test_words_that_are_no_utf_8_are_refused_in_one_sentence(shell):
 
 
 @pytest.mark.parametrize("name", [b"/tmp/" + b"long" * 750, b"/tmp/caf\xe9"], ids=["long", "not UTF-8"])
-def test_a_data_folder_that_cannot_be_written_down_is_refused_in_one_sentence(shell, name):
+def test_an_unusable_data_folder_name_is_rejected_in_one_line(shell, name):
     for command in (["jobs"], ["launch", shell.job_file, "--gpus", "cpu"], ["gpus"]):
         done = started(shell, *command, env=os.environ | {b"SAE_TUI_DATA_DIR": name})
         (line,) = done.stderr.splitlines()
         assert (done.returncode, line.endswith(b"choose another with --data-dir")) == (1, True)
 
 
-def test_a_umask_that_takes_all_leaves_its_owner_what_was_made(shell):
+def test_files_stay_accessible_to_their_owner_under_umask_777(shell):
     def start():
         os.umask(0o777)
 
@@ -67,7 +67,7 @@ def test_a_umask_that_takes_all_leaves_its_owner_what_was_made(shell):
     assert modes <= {0o700, 0o600}
 
 
-def test_a_name_in_a_completion_adds_no_words_of_its_own(tmp_path):
+def test_control_characters_in_a_name_add_no_completion_words(tmp_path):
     data = DataDir(tmp_path)
     data.create()
     with contextlib.closing(Control(data.control_db)) as control:
@@ -92,7 +92,7 @@ def test_a_name_in_a_completion_adds_no_words_of_its_own(tmp_path):
         ("data.source=synthetic data.n_features=9223372036854775807", "data.n_features"),
     ],
 )
-def test_numbers_and_names_without_bounds_are_refused_where_they_are_checked(tmp_path, words, path):
+def test_unbounded_numbers_and_names_are_rejected_during_validation(tmp_path, words, path):
     raw = {"data": {} if "synthetic" in words else {"path": str(tmp_path)}}
     with pytest.raises(JobFileError) as refused:
         job_of(raw, words.split()).data_shape()
@@ -100,7 +100,7 @@ def test_numbers_and_names_without_bounds_are_refused_where_they_are_checked(tmp
     assert (problem.path, len(str(problem)) < 250) == (path, True)
 
 
-def test_names_tags_and_notes_take_no_control_characters(tmp_path):
+def test_control_characters_in_names_tags_and_notes_are_rejected(tmp_path):
     for text in ("a\0b", "a\x1b[31m", "a\x9bb", "a\u202eb", "a\nb"):
         with pytest.raises(UserError, match="are without control characters, not"):
             as_tags([text])
@@ -108,18 +108,18 @@ def test_names_tags_and_notes_take_no_control_characters(tmp_path):
 
 
 @pytest.mark.parametrize("command", [["launch", "--hold"], ["validate"]])
-def test_a_job_for_the_cpu_is_not_told_that_there_are_no_gpus(shell, command):
+def test_a_cpu_job_is_not_warned_about_missing_gpus(shell, command):
     of_cpu, of_a_gpu = (
         run_command([*command, str(shell.job_file), "--gpus", gpus], shell.env, shell.folder, timeout=120)
         for gpus in ("cpu", "auto:1")
     )
     run_command(["stop", "1"], shell.env, shell.folder, timeout=120)
     assert (of_cpu.returncode, "driver" in of_cpu.stderr) == (0, False)
-    # What asks for a GPU is told, where there is none.
+    # A job that requests a GPU is warned if there is no GPU.
     assert of_a_gpu.returncode == 0 or "driver" in of_a_gpu.stderr
 
 
-def test_what_only_shows_takes_no_command_that_changes_something(shell):
+def test_readonly_allows_no_command(shell):
     done = started(shell, "--readonly", "stop", "1")
     assert done.returncode == 2
     assert done.stderr.decode() == (
@@ -127,7 +127,7 @@ def test_what_only_shows_takes_no_command_that_changes_something(shell):
     )
 
 
-def test_another_package_called_trainer_is_named_before_its_code_runs(tmp_path):
+def test_a_foreign_package_named_trainer_is_reported_before_its_code_runs(tmp_path):
     folder = tmp_path / "a\x1b[2J"
     (folder / "trainer").mkdir(parents=True)
     (folder / "trainer" / "__init__.py").write_text("raise SystemExit('this ran')\n")

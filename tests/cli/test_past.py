@@ -1,4 +1,4 @@
-"""`metrics`: the past of each card and of all together, written while it is read."""
+"""`metrics`: the history of each GPU and of all GPUs together, written to the output while it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# Not from getrusage: its peak includes the test process, of which this one was a copy before exec.
+# getrusage would not do: its peak includes the test process, which this process was a copy of before exec.
 MEASURED = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, percent: int = 50, watts=100.0) -> None:
-    """Store one sample a second, as the app does."""
+    """Store one sample per second, as the app does."""
     shell.data.create()
     host, uuid = socket.gethostname(), uuid or uuid_of(index)
     with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
@@ -47,11 +47,11 @@ def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, p
 
 @pytest.fixture
 def minute() -> float:
-    """Return the beginning of the minute ten minutes ago, in seconds since the epoch."""
+    """Return the time of the beginning of the minute ten minutes ago."""
     return time.time() // 60 * 60 - 600
 
 
-def test_there_is_no_history_unless_asked_for_and_an_empty_one_of_nothing_stored(shell):
+def test_history_appears_only_on_request_and_is_empty_without_samples(shell):
     rows = shell.json("metrics", "--view", "per_gpu")
     assert len(rows) == 4
     assert all("history" not in row for row in rows)
@@ -62,7 +62,7 @@ def test_there_is_no_history_unless_asked_for_and_an_empty_one_of_nothing_stored
     assert lines[-1].startswith("All GPUs: nothing was stored since 20")
 
 
-def test_a_card_has_its_own_past_at_whichever_index_it_was(shell, minute):
+def test_a_gpus_history_follows_its_uuid_across_indices(shell, minute):
     store(shell, 0, minute, 3, uuid="GPU-another")
     store(shell, 0, minute + 60, 2, uuid=uuid_of(1), percent=10)
     store(shell, 1, minute + 120, 1, percent=20)
@@ -77,7 +77,7 @@ def test_a_card_has_its_own_past_at_whichever_index_it_was(shell, minute):
     }  # fmt: skip
 
 
-def test_steps_are_means_over_samples_and_where_they_are_gone_over_minutes(shell, minute):
+def test_intervals_are_means_over_samples_or_over_minutes_if_those_are_deleted(shell, minute):
     store(shell, 0, minute, 60, percent=10)
     store(shell, 0, minute + 60, 30, percent=90)
     with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
@@ -101,7 +101,7 @@ def test_steps_are_means_over_samples_and_where_they_are_gone_over_minutes(shell
     ]
 
 
-def test_the_aggregated_past_says_of_how_many_cards_it_is(shell, minute):
+def test_the_aggregated_history_has_the_number_of_gpus(shell, minute):
     store(shell, 0, minute, 60, percent=10)
     store(shell, 1, minute, 120, percent=30)
     answer = shell.json("metrics", "--since", "1h", "--every", "1m")
@@ -122,7 +122,7 @@ def test_the_aggregated_past_says_of_how_many_cards_it_is(shell, minute):
     ] * 2 + ["  1 of 4    30%     8.0 GiB / 24.0 GiB   40 °C    100 W"] * 2
 
 
-def test_rows_of_real_cards_are_not_added_to_simulated_ones(shell, minute):
+def test_rows_of_real_gpus_are_not_added_to_simulated_ones(shell, minute):
     store(shell, 0, minute, 60, uuid="GPU-real")
     store(shell, 1, minute, 60)
     assert {row["gpus_counted"] for row in shell.json("metrics", "--since", "1h")["history"]} == {1}
@@ -137,16 +137,16 @@ def test_rows_of_real_cards_are_not_added_to_simulated_ones(shell, minute):
         (("--since", "1h", "--every", "often"), 'takes a time like 90s, 10m, 2h or 1d, not "often"'),
     ],
 )
-def test_a_step_that_cannot_be_is_told_in_a_line(shell, flags, said):
+def test_an_invalid_interval_is_one_error_line(shell, flags, said):
     (line,) = shell.errors("metrics", *flags, code=2)
     assert said in line
 
 
-def test_help_tells_of_steps_with_an_example(shell):
+def test_help_shows_an_example_of_intervals(shell):
     assert "--since 24h --every 5m" in " ".join(shell.run("metrics", "--help").stdout.split())
 
 
-def test_a_long_past_is_valid_json_and_never_all_in_memory(shell, tmp_path):
+def test_a_long_history_is_valid_json_and_never_entirely_in_memory(shell, tmp_path):
     n = 150_000
     store(shell, 0, time.time() - n, n)
     asked = shell.argv("metrics", "--view", "per_gpu", "--since", "48h", "--json")
@@ -154,11 +154,11 @@ def test_a_long_past_is_valid_json_and_never_all_in_memory(shell, tmp_path):
     with output.open("w") as stream:
         argv = [sys.executable, "-c", MEASURED, *asked[3:]]
         done = subprocess.run(argv, stdout=stream, stderr=subprocess.PIPE, env=shell.env, cwd=shell.folder, check=True)
-    assert int(done.stderr) < 80  # MiB; 30 of them are the program, and all rows at once 200
+    assert int(done.stderr) < 80  # MiB; the program takes 30, and all rows at once would take 200
     assert len(json.loads(output.read_text())[0]["history"]) == n
 
 
-def test_a_reader_that_has_seen_enough_ends_it_quietly(shell):
+def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(shell):
     store(shell, 0, time.time() - 20_000, 20_000)
     process = shell.start("metrics", "--view", "per_gpu", "--since", "6h", "--json")
     assert process.stdout.readline() == "[\n"
@@ -167,7 +167,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(shell):
     assert process.wait(30) == 141
 
 
-def test_the_past_is_a_csv_table_of_each_card_or_of_all(shell, minute):
+def test_the_history_is_a_csv_table_per_gpu_or_over_all_gpus(shell, minute):
     store(shell, 0, minute, 2)
     store(shell, 2, minute, 1, percent=20)
     per_gpu = shell.run("metrics", "--view", "per_gpu", "--since", "1h", "--csv").stdout

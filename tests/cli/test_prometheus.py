@@ -1,4 +1,4 @@
-"""The figures that Prometheus reads, checked by prometheus-client's own parser."""
+"""The metrics for Prometheus, checked by prometheus-client's own parser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text_of(metrics: Iterable[Metric]) -> str:
 
 
 def read(text: str) -> Values:
-    """Return every value by its name and labels; no value comes twice."""
+    """Return every value by its name and labels; each combination occurs once."""
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     values = {(one.name, tuple(sorted(one.labels.items()))): one.value for one in samples}
     assert len(values) == len(samples)
@@ -41,7 +41,7 @@ def job(**fields) -> JobView:
     return JobView(**usual | {"state": JobState.RUNNING} | fields)
 
 
-def test_a_label_may_hold_anything():
+def test_labels_with_special_characters_are_escaped():
     name = 'a "quoted" \\n back\\slash, {braces} = 1'
     text = text_of([gauge("x", "Help.", [({"name": name, "id": 3}, 1.5)])])
     assert read(text) == {("x", (("id", "3"), ("name", name))): 1.5}
@@ -99,7 +99,7 @@ def test_a_job_on_a_silent_host_has_no_state_and_no_speed():
     assert "sae_tui_job_tokens_per_second" not in {name for name, _ in values}
 
 
-def test_the_metrics_state_what_they_describe():
+def test_the_help_text_says_whether_an_fvu_is_held_out():
     text = text_of(job_metrics([job(fvu=0.142, heldout_fvu=0.2)], NOW))
     assert "# HELP sae_tui_job_heldout_fvu Newest held-out FVU.\n" in text
     assert "# HELP sae_tui_job_fvu Newest batch FVU.\n" in text

@@ -1,4 +1,4 @@
-"""`sae-tui schema`, and failures in JSON as commands give them."""
+"""`sae-tui schema`, and JSON errors of commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 
-def test_schema_lists_all_and_prints_each(shell) -> None:
+def test_schema_lists_all_schemas_and_prints_each(shell) -> None:
     names = shell.run("schema").stdout.splitlines()
     assert {"gpus", "trainer run", "error"} <= set(names)
     assert shell.json("schema") == {"commands": names}
@@ -16,7 +16,7 @@ def test_schema_lists_all_and_prints_each(shell) -> None:
     assert shell.json("schema", "nothing", code=1)["error"]["field"] == "COMMAND"
 
 
-def test_what_goes_wrong_under_json_is_one_object_and_nothing_on_stderr(shell) -> None:
+def test_an_error_with_json_is_one_object_and_nothing_on_stderr(shell) -> None:
     shell.job_file.write_text(f'[data]\npath = "{shell.folder}"\n[sae]\nk = 0\n')
     for arguments, code, field in (
         (("job", 99), 1, None),
@@ -32,7 +32,7 @@ def test_what_goes_wrong_under_json_is_one_object_and_nothing_on_stderr(shell) -
         assert done.stderr == ""
 
 
-def test_the_trainer_tells_failures_in_the_same_way(shell) -> None:
+def test_the_trainer_reports_errors_in_the_same_way(shell) -> None:
     shell.job_file.write_text(f'[data]\npath = "{shell.folder}"\n[sae]\nk = 0\n')
     for arguments, code, field in (
         (["run", str(shell.job_file)], 2, "sae.k"),

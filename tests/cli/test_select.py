@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from sae_tui.cli_commands.values import size
 
 
-def test_free_gpus_are_printed_as_cuda_visible_devices_takes_them(shell) -> None:
+def test_free_gpus_are_printed_in_the_format_of_cuda_visible_devices(shell) -> None:
     assert shell.run("select").stdout == "GPU-51a0-sim-0" + "\n"
     assert shell.run("select", "-n", 2, "--free-memory", "20GiB").stdout == "GPU-51a0-sim-0,GPU-51a0-sim-1" + "\n"
     assert shell.run("select", "-n", 3, "--index").stdout == "0,1,2" + "\n"
 
 
-def test_too_few_are_none_and_it_says_why_not_the_others(shell) -> None:
+def test_too_few_gpus_are_an_error_that_explains_each_other_gpu(shell) -> None:
     (error,) = shell.errors("select", "-n", 3, "--free-memory", "20GiB", code=1)
     assert "2 of 3 GPUs can be had" in error
     assert "GPU 2: needs 20.0 GiB, 9.1 GiB free" in error
@@ -32,25 +32,25 @@ def test_too_few_are_none_and_it_says_why_not_the_others(shell) -> None:
     assert answer["reasons"]["3"].startswith("used by mallory")
 
 
-def test_a_size_without_a_unit_is_refused(shell) -> None:
+def test_a_size_without_a_unit_is_rejected(shell) -> None:
     (error,) = shell.errors("select", "--free-memory", "20", code=2)
     assert 'takes a size like 20GiB or 500MB, not "20"' in error
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["KiB", "MiB", "GiB", "TiB", "G", "g", "kB", "MB", "GB", "B"]))
-def test_a_size_has_the_bytes_of_its_unit(number: int, unit: str) -> None:
+def test_a_size_is_parsed_by_its_unit(number: int, unit: str) -> None:
     base = 1000 if unit.endswith("B") and "i" not in unit else 1024
     power = "bkmgt".index(unit[0].lower())
     assert size(f"{number}{unit}") == size(f" {number} {unit.lower()} ") == number * base**power
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e3G", "20GiBs", "20", "1" * 400 + "G"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         size(text)
 
 
-def test_watching_prints_a_line_of_json_a_second_until_ctrl_c(shell) -> None:
+def test_watching_prints_one_json_line_per_second_until_ctrl_c(shell) -> None:
     process = shell.start("gpus", "--watch", "--json")
     rows = [json.loads(line) for line in itertools.islice(process.stdout, 2)]
     process.send_signal(signal.SIGINT)
@@ -61,7 +61,7 @@ def test_watching_prints_a_line_of_json_a_second_until_ctrl_c(shell) -> None:
     assert rows[0][3]["performance_state"] == 2
 
 
-def test_watching_ends_where_nobody_reads_any_more_and_where_there_is_no_such_card(shell) -> None:
+def test_watching_ends_without_a_reader_and_fails_for_a_missing_gpu(shell) -> None:
     process = shell.start("gpus", "0", "--watch")
     assert process.stdout.readline().strip()
     process.stdout.close()

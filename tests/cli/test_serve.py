@@ -1,4 +1,4 @@
-"""What `sae-tui serve` says; what it serves is tested in tests/web."""
+"""The output of `sae-tui serve`; the served pages are tested in tests/web."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 
-def test_it_says_the_address_how_to_reach_it_and_that_nothing_can_be_changed(shell) -> None:
+def test_serve_prints_its_address_the_ssh_command_and_that_it_is_read_only(shell) -> None:
     process = shell.start("serve")
     lines = [process.stdout.readline().rstrip() for _ in range(5)]
     address = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/[\w-]{43}/", lines[0])
@@ -20,7 +20,7 @@ def test_it_says_the_address_how_to_reach_it_and_that_nothing_can_be_changed(she
     assert process.stderr.read() == ""
 
 
-def test_a_port_that_is_taken_is_said_in_one_line(shell) -> None:
+def test_a_port_in_use_is_reported_in_one_line(shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         (line,) = shell.errors("serve", "--port", port, code=1)
@@ -29,13 +29,13 @@ def test_a_port_that_is_taken_is_said_in_one_line(shell) -> None:
     )
 
 
-def test_without_its_extra_one_sentence_says_what_to_install(shell, tmp_path: Path) -> None:
+def test_without_its_extra_serve_names_the_package_to_install(shell, tmp_path: Path) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "aiohttp.py").write_text("raise ModuleNotFoundError('no aiohttp')")
     (line,) = shell.errors("serve", code=1, PYTHONPATH=str(tmp_path / "without"))
     assert line == "sae-tui: error: serve needs a terminal for browsers: pip install 'sae-tui[web]'"
 
 
-def test_neither_another_address_nor_another_port_than_a_number_can_be_asked_for(shell) -> None:
+def test_other_addresses_and_invalid_ports_are_rejected(shell) -> None:
     assert "--host" in shell.errors("serve", "--host", "0.0.0.0", code=2)[0]
     assert shell.errors("serve", "--port", "http", code=2)[0].startswith("sae-tui: error: --port: takes a port from 0")

@@ -1,9 +1,9 @@
-"""`sae-tui export`: what it refuses; what it writes is tested by the guide for agents."""
+"""Errors of `sae-tui export`; its output is tested by the guide for agents."""
 
 from __future__ import annotations
 
 
-def test_an_export_that_cannot_be_names_why_and_writes_nothing(shell) -> None:
+def test_an_impossible_export_names_the_reason_and_writes_nothing(shell) -> None:
     out = shell.folder / "out"
     assert shell.errors("export", 7, "--out", out, code=1) == [
         "sae-tui: error: there is no job 7; `sae-tui jobs` lists them"

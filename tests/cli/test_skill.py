@@ -1,4 +1,4 @@
-"""`sae-tui skill`: an agent that runs nothing but the commands of the guide, in order, has an exported SAE."""
+"""`sae-tui skill`: running exactly the commands of the guide, in order, produces an exported SAE."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_commands_of_the_guide_lead_to_an_exported_sae(shell) -> None:
         done = subprocess.run(
             ["bash", "-euc", command], capture_output=True, text=True, cwd=place, env=env, timeout=240
         )
-        # The doctor finds fault with many a machine.
+        # The doctor reports errors on many machines.
         assert done.returncode == 0 or command.startswith("sae-tui doctor"), (command, done.stdout, done.stderr)
         if command.startswith("sae-tui"):
             check_output(command.split(), done.stdout)
@@ -32,7 +32,7 @@ def test_the_commands_of_the_guide_lead_to_an_exported_sae(shell) -> None:
 
 
 def commands_of(guide: str) -> list[str]:
-    """Return the commands of the blocks for a shell; a document is part of the command that begins it."""
+    """Return the commands of the shell blocks; a here-document belongs to the command that begins it."""
     text = "\n".join(re.findall(r"^```sh\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL))
     commands, lines = [], iter(text.splitlines())
     for line in lines:

@@ -1,4 +1,4 @@
-"""`stream`: what another machine's app is told, and when it ends."""
+"""`stream`: the messages to another machine's app, and the end of the stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def streaming(shell, *words: object) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def messages(out: IO[bytes], *, until: type[Message]) -> list[Message]:
-    """Return the messages up to the first of a kind."""
+    """Return the messages up to and including the first of a kind."""
     read: list[Message] = []
     while not read or not isinstance(read[-1], until):
         line = out.readline()
@@ -34,7 +34,7 @@ def messages(out: IO[bytes], *, until: type[Message]) -> list[Message]:
     return read
 
 
-def test_gpus_and_jobs_are_told_until_standard_input_ends(shell) -> None:
+def test_gpus_and_jobs_are_sent_until_standard_input_ends(shell) -> None:
     shell.data.create()
     record_job(shell.data, "first", JobState.QUEUED, host="elsewhere", note="\x1b[2J")
     with streaming(shell) as (process, out):
@@ -54,14 +54,14 @@ def test_gpus_and_jobs_are_told_until_standard_input_ends(shell) -> None:
         assert process.wait(20) == 0
 
 
-def test_it_ends_where_nobody_reads_any_more(shell) -> None:
+def test_the_stream_ends_without_a_reader(shell) -> None:
     with streaming(shell) as (process, out):
         messages(out, until=Gpus)
         out.close()
         assert process.wait(20) == 141
 
 
-def test_a_log_is_told_as_it_grows_and_only_the_greeting_of_one_that_is_not_there(shell) -> None:
+def test_a_log_is_sent_as_it_grows(shell) -> None:
     shell.data.create()
     log = shell.data.run(3).log(1)
     log.parent.mkdir(parents=True)
@@ -77,7 +77,7 @@ def test_a_log_is_told_as_it_grows_and_only_the_greeting_of_one_that_is_not_ther
         assert process.wait(20) == 0
 
 
-def test_no_line_has_what_steers_a_terminal(shell) -> None:
+def test_no_line_has_terminal_control_sequences(shell) -> None:
     shell.data.create()
     record_job(shell.data, "x", JobState.QUEUED, host="elsewhere", note="x\x1b]2;y\x07\u202e")
     done = subprocess.run(
@@ -88,7 +88,7 @@ def test_no_line_has_what_steers_a_terminal(shell) -> None:
     assert json.loads(done.stdout.splitlines()[1])["jobs"][0]["note"] == "x�]2;y��"
 
 
-def test_a_host_is_for_the_app_alone_and_its_name_is_checked(shell) -> None:
+def test_host_is_an_option_of_the_app_only_and_is_validated(shell) -> None:
     assert "no command may follow it" in shell.errors("--host", "gpu1", "jobs", code=2)[0]
     (line,) = shell.errors("--host", "a;b", code=2)
     assert line.startswith('sae-tui: error: --host: "a;b" cannot be the name of a host; give one like gpu1')
