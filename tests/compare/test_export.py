@@ -32,7 +32,7 @@ def sae(name: str = "x", label: str = "1") -> Sae:
         max_size=5,
     )
 )
-def test_what_is_written_as_csv_is_read_back(rows) -> None:
+def test_written_csv_is_read_back_unchanged(rows) -> None:
     values = [
         (sae(name, label), metric, Sample(step, 2.0 * step, 0.5, value)) for name, label, metric, step, value in rows
     ]
@@ -56,7 +56,7 @@ def test_the_table_has_every_value_of_every_sae(runs, tmp_path) -> None:
     assert [row["run"] for row in rows if row["metric"] == "tokens_per_s"] == ["2 k=8"]
 
 
-def test_a_long_series_is_written_whole_and_a_value_that_was_not_finite_is_empty(data, pair, runs, tmp_path) -> None:
+def test_a_long_series_is_complete_and_a_non_finite_value_is_empty(data, pair, runs, tmp_path) -> None:
     write(data, pair[0], [Row("fvu", step, float("nan") if step == 5 else 1.0) for step in range(3000)], steps=3000)
     write_table(tmp_path / "fvu.csv", runs, "fvu")
     rows = [row for row in csv.DictReader((tmp_path / "fvu.csv").open()) if row["run"] == "1"]
@@ -66,7 +66,7 @@ def test_a_long_series_is_written_whole_and_a_value_that_was_not_finite_is_empty
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("log", [False, True])
-def test_the_picture_is_svg_with_a_line_and_an_entry_for_every_curve(runs, tmp_path, axis, log) -> None:
+def test_the_svg_has_a_line_and_a_legend_entry_for_every_curve(runs, tmp_path, axis, log) -> None:
     path = tmp_path / "fvu.svg"
     write_picture(path, runs.read("fvu"), View("fvu", axis, log=log))
     root = ElementTree.parse(path).getroot()
@@ -78,7 +78,7 @@ def test_the_picture_is_svg_with_a_line_and_an_entry_for_every_curve(runs, tmp_p
 
 
 @given(anything, anything)
-def test_a_picture_is_well_formed_whatever_runs_are_called(name, metric) -> None:
+def test_the_svg_is_well_formed_for_any_run_name(name, metric) -> None:
     from sae_tui.compare.lines import Trace
     from sae_tui.compare.svg import svg
 
@@ -88,7 +88,7 @@ def test_a_picture_is_well_formed_whatever_runs_are_called(name, metric) -> None
 
 @pytest.mark.parametrize("values", [(), ((0.0, 0.0),), ((5.0, 3.0), (6.0, 3.0))])
 @pytest.mark.parametrize("log", [False, True])
-def test_a_picture_of_nothing_or_of_a_flat_line_is_drawn_too(values, log) -> None:
+def test_empty_and_flat_curves_are_drawn_too(values, log) -> None:
     from sae_tui.compare.lines import Trace
     from sae_tui.compare.svg import svg
 
@@ -101,7 +101,7 @@ def test_the_title_names_each_run_once(runs) -> None:
     assert picture_title(msgspec.structs.replace(runs.read("fvu"), saes=())) == "batch FVU: "
 
 
-def test_a_file_is_private_and_not_written_over_unless_it_is_said(tmp_path) -> None:
+def test_a_file_is_private_and_overwritten_only_with_force(tmp_path) -> None:
     path = tmp_path / "out.csv"
     write_new(path, ["one"], force=False)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -112,7 +112,7 @@ def test_a_file_is_private_and_not_written_over_unless_it_is_said(tmp_path) -> N
     assert path.read_text() == "two"
 
 
-def test_a_file_that_fails_halfway_leaves_nothing_behind(tmp_path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path) -> None:
     def parts():
         yield "half"
         raise UserError("the store is gone")

@@ -14,7 +14,7 @@ SAMPLES = (Sample(10, 1000.0, 1.5, 4.0), Sample(20, 2000.0, 3.0, None), Sample(3
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=30), st.sampled_from(SMOOTHING))
-def test_smoothing_is_the_weighted_mean_of_all_values_so_far(values, smoothing) -> None:
+def test_smoothing_is_a_weighted_mean_of_all_values_so_far(values, smoothing) -> None:
     def weighted_mean(newest: int) -> float:
         weights = [smoothing ** (newest - place) for place in range(newest + 1)]
         return sum(weight * value for weight, value in zip(weights, values, strict=False)) / sum(weights)
@@ -28,7 +28,7 @@ def test_without_smoothing_values_stay_as_they_are() -> None:
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e9))
 def test_ticks_are_round_numbers_evenly_spaced_within_the_range(low, width) -> None:
-    assume(width > 1e-9 * abs(low))  # narrower ones are at the end of what a float tells apart
+    assume(width > 1e-9 * abs(low))  # narrower ranges are at the limit of float precision
     positions = ticks(low, low + width)
     assert 2 <= len(positions) <= 8
     assert all(low - width * 1e-6 <= tick <= low + width * (1 + 1e-6) for tick in positions)
@@ -36,19 +36,19 @@ def test_ticks_are_round_numbers_evenly_spaced_within_the_range(low, width) -> N
     assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-3)
 
 
-def test_ticks_of_a_logarithmic_scale_are_powers_of_ten_or_finer_where_those_are_few() -> None:
+def test_log_ticks_are_powers_of_ten_or_finer_in_a_short_range() -> None:
     assert log_ticks(0.001, 100.0) == pytest.approx([0.001, 0.01, 0.1, 1, 10, 100])
     assert log_ticks(0.15, 2.5) == pytest.approx([0.2, 0.5, 1, 2])
     assert log_ticks(0.34, 0.36) == [0.34, 0.36]
 
 
 @pytest.mark.parametrize(("axis", "xs"), [("step", (10, 30)), ("tokens", (1000, 3000)), ("time", (1.5, 4.5))])
-def test_a_trace_is_over_the_axis_that_is_asked_for_and_leaves_out_what_is_not_known(axis, xs) -> None:
+def test_a_trace_uses_the_requested_axis_and_omits_missing_values(axis, xs) -> None:
     (trace,) = traces([Curve("7", 0, SAMPLES)], View(axis=axis))
     assert trace.points == tuple(zip(xs, (4.0, 0.0), strict=True))
 
 
-def test_a_logarithmic_scale_leaves_out_what_has_no_logarithm() -> None:
+def test_a_logarithmic_scale_omits_values_without_a_logarithm() -> None:
     (trace,) = traces([Curve("7", 0, SAMPLES)], View(log=True))
     assert trace.points == ((10.0, 4.0),)
     assert math.isfinite(trace.newest)

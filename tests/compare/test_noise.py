@@ -1,4 +1,4 @@
-"""A lead gets a star beyond the errors of texts (paired on the same rows) and beyond the noise of seeds."""
+"""A run gets a star only if its lead exceeds the errors over texts, paired on the same rows, and the noise of seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line_of(*saes: Sae, title: str = "report card FVU") -> Line:
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return the sums of an SAE whose error differs widely between texts, as the errors of all others do."""
+    """Return the sums of an SAE whose error varies widely between texts, in the same way as for all others."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
@@ -43,7 +43,7 @@ def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -
     return RowSums(rows, [factor * part * one * (1 + drawn[1].gauss(0, jitter)) for one, part in pairs], spreads)
 
 
-def test_the_paired_error_is_what_resampling_the_texts_gives() -> None:
+def test_the_paired_error_agrees_with_resampling_the_texts() -> None:
     one, other, drawn = sums_of(1.0, jitter=0.1), sums_of(1.02, jitter=0.1), random.Random(1)
     differences = []
     for _ in range(500):
@@ -54,7 +54,7 @@ def test_the_paired_error_is_what_resampling_the_texts_gives() -> None:
     assert paired_error(one, sums_of(1.02, rows="b")) is None
 
 
-def test_on_the_same_rows_the_paired_error_finds_a_lead_that_separate_errors_hide() -> None:
+def test_the_paired_error_finds_a_lead_that_separate_errors_hide() -> None:
     one, other = sums_of(1.0, jitter=0.02), sums_of(1.03, jitter=0.02)
     values = [(1, one.fvu, 0.005, one), (2, other.fvu, 0.005, other)]
     assert line_of(*(run(*each) for each in values)).best == {0}
@@ -64,7 +64,7 @@ def test_on_the_same_rows_the_paired_error_finds_a_lead_that_separate_errors_hid
     assert apart.why.endswith("2 standard errors of both together")
 
 
-def test_few_texts_show_less_and_a_value_between_two_equal_ones_is_equal_too() -> None:
+def test_few_texts_show_no_lead_and_equal_values_form_a_group() -> None:
     def few(n: int, factor: float) -> RowSums:
         many = sums_of(factor, jitter=0.02)
         return RowSums("few", many.errors[:n], many.spreads[:n])
@@ -81,7 +81,7 @@ def test_few_texts_show_less_and_a_value_between_two_equal_ones_is_equal_too() -
     assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
 
 
-def test_a_difference_within_twice_the_combined_error_is_no_lead() -> None:
+def test_a_difference_within_two_combined_errors_is_no_lead() -> None:
     def three(error: float) -> Line:
         return line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu in ((1, 0.10), (2, 0.11), (3, 0.20))))
 
@@ -94,11 +94,11 @@ def test_a_difference_below_one_percent_may_come_from_the_seed() -> None:
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which another seed can make (compare 3 seeds to measure it)" in line.why
     assert line_of(run(1, 0.1000, 1e-6), run(2, 0.1011, 1e-6)).best == {0}
-    # Also where no error is known.
+    # The same holds if no error is known.
     assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
 
 
-def test_three_seeds_of_the_same_settings_measure_their_own_spread() -> None:
+def test_three_seeds_of_the_same_settings_measure_the_spread() -> None:
     close = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32}) for seed in range(3)]
     assert line_of(*close, run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
     far = [run(seed, 0.1 + 0.004 * seed, 1e-7, **{"sae.k": 32}) for seed in range(3)]

@@ -16,7 +16,7 @@ from trainer.contract.store.metrics_store import Row
 from trainer.contract.store.states import JobState
 
 
-def test_every_sae_of_a_sweep_is_compared_on_its_own(runs) -> None:
+def test_every_sae_of_a_sweep_is_compared_separately(runs) -> None:
     comparison = runs.read("fvu")
     assert [sae.label for sae in comparison.saes] == ["1", "2 k=8", "2 k=32"]
     assert [sae.latest["fvu"] for sae in comparison.saes] == [0.2, 0.5, 0.1]
@@ -24,7 +24,7 @@ def test_every_sae_of_a_sweep_is_compared_on_its_own(runs) -> None:
     assert [(curve.label, curve.sae) for curve in comparison.curves] == [("1", 0), ("2 k=8", 1), ("2 k=32", 2)]
 
 
-def test_a_metric_that_the_saes_of_a_sweep_share_is_one_curve_of_the_run(runs) -> None:
+def test_a_metric_shared_by_the_saes_of_a_sweep_is_one_curve(runs) -> None:
     comparison = runs.read("tokens_per_s")
     assert [(curve.label, curve.sae) for curve in comparison.curves] == [("2", 1)]
     assert [sae.latest.get("tokens_per_s") for sae in comparison.saes] == [None, 900.0, 900.0]
@@ -36,13 +36,13 @@ def test_samples_are_over_steps_tokens_and_the_time_since_the_start(runs) -> Non
     assert all(sample.time_s >= 0 for sample in samples)
 
 
-def test_a_metric_that_nobody_has_gives_way_to_the_first_there_is(runs) -> None:
+def test_an_unknown_metric_is_replaced_by_the_first_available_one(runs) -> None:
     comparison = runs.read("nonsense")
     assert comparison.metric == "fvu"
     assert comparison.metrics == ("fvu", "l0", "tokens_per_s", "lr")
 
 
-def test_what_a_run_adds_is_seen_and_what_has_not_changed_is_not_read_again(data, pair, runs) -> None:
+def test_new_values_are_read_and_unchanged_series_are_not_read_again(data, pair, runs) -> None:
     before = runs.read("fvu")
     assert runs.read("fvu").curves[1].samples is before.curves[1].samples
     write(data, pair[1], [Row("fvu@k=8", 30, 0.3)], steps=30)
@@ -52,13 +52,13 @@ def test_what_a_run_adds_is_seen_and_what_has_not_changed_is_not_read_again(data
     assert after.curves[0].samples is before.curves[0].samples
 
 
-def test_a_run_that_is_deleted_meanwhile_is_left_out(data, pair, runs) -> None:
+def test_a_deleted_run_is_left_out(data, pair, runs) -> None:
     with closing(Control(data.control_db)) as control:
         control.forget(pair[0])
     assert [sae.label for sae in runs.read("fvu").saes] == ["2 k=8", "2 k=32"]
 
 
-def test_a_run_that_has_measured_nothing_has_no_curve(data, pair) -> None:
+def test_a_run_without_metrics_has_no_curve(data, pair) -> None:
     data.run(pair[0]).metrics_db.unlink()
     with closing(Runs(data, pair[:1])) as runs:
         comparison = runs.read("fvu")
@@ -66,7 +66,7 @@ def test_a_run_that_has_measured_nothing_has_no_curve(data, pair) -> None:
     assert comparison.saes[0].label == "1"
 
 
-def test_a_job_file_of_another_version_is_compared_by_what_it_says() -> None:
+def test_a_job_file_of_another_version_is_compared_by_its_raw_settings() -> None:
     assert settings_of("[sae]\nwings = 2\n[sae.more]\nx = false\n") == {"": {"sae.wings": 2, "sae.more.x": False}}
     assert settings_of("not toml") == {"": {}}
 

@@ -15,19 +15,19 @@ def sae(number: int = 1, settings: dict | None = None, latest: dict | None = Non
     return Sae(str(number), Job(id=number, **(usual | fields)), "", settings or {}, latest or {})
 
 
-def test_only_settings_that_differ_are_shown_and_false_0_and_nothing_are_three_values() -> None:
+def test_only_differing_settings_are_shown_and_false_0_and_none_differ() -> None:
     settings = [{"sae.k": 1, "a": 0, "b": 5}, {"sae.k": 1, "a": False, "b": 5}, {"sae.k": 1, "b": 5}]
     (line,) = differences([sae(number, one) for number, one in enumerate(settings)])
     assert (line.title, line.values) == ("a", (0, False, None))
     assert line.words() == ["0", "false", "–"]
 
 
-def test_how_a_job_ran_is_a_difference_too() -> None:
+def test_parallel_mode_and_device_are_differences_too() -> None:
     (line,) = differences([sae(1), sae(2, mode="ddp", world_size=2, device="cuda")])
     assert line.words() == ["single, 1 × cpu", "ddp, 2 × cuda"]
 
 
-def test_runs_of_other_lengths_differ_in_the_tokens_of_an_automatic_batch() -> None:
+def test_runs_of_different_lengths_differ_in_tokens_per_automatic_batch() -> None:
     short, long = sae(1, step=521, tokens=300_096), sae(2, step=1954, tokens=2_000_896)
     (line,) = differences([short, long])
     assert (line.title, line.values) == ("tokens per step", (576, 1024))
@@ -46,11 +46,11 @@ def test_runs_of_other_lengths_differ_in_the_tokens_of_an_automatic_batch() -> N
         ([], "lower", set()),
     ],
 )
-def test_the_best_is_who_has_the_lowest_or_highest_of_unlike_values(values, better, places) -> None:
+def test_the_best_is_the_lowest_or_highest_of_different_values(values, better, places) -> None:
     assert best(values, better) == places
 
 
-def test_a_resumed_job_has_no_duration_and_one_that_restarted_by_itself_has() -> None:
+def test_a_restarted_job_has_a_duration_and_a_resumed_one_has_none() -> None:
     took = {"started": 100.0, "ended": 160.0}
     (line,) = [
         line
@@ -62,7 +62,7 @@ def test_a_resumed_job_has_no_duration_and_one_that_restarted_by_itself_has() ->
     assert line.words() == ["60 s", "–", "60 s"]
 
 
-def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
+def test_requested_values_and_equal_displays_have_no_best() -> None:
     sizes = [634 << 20, 640 << 20, 636 << 20]
     saes = [
         sae(number, latest={"l0": 8.0 * number, "dead_fraction": dead}, peak_memory_bytes=size)
@@ -87,7 +87,7 @@ def test_an_unfinished_run_is_marked_and_never_the_best_by_quality(state) -> Non
     assert lines["tokens/s"][0] == "3 ★"
 
 
-def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_nobody_has() -> None:
+def test_results_have_units_a_marked_best_and_no_empty_lines() -> None:
     first = sae(1, latest={"heldout_fvu": 0.25}, tokens=12_345, started=0.0, ended=3600.0, peak_memory_bytes=1 << 30)
     second = sae(2, latest={"heldout_fvu": 0.5}, tokens=500, started=0.0, ended=45.0)
     lines = {line.title: line.words() for line in results([first, second])}
@@ -103,7 +103,7 @@ def words(*saes: Sae) -> dict[str, list[str]]:
     return {line.title: line.words() for line in results(saes)}
 
 
-def test_values_of_training_batches_have_no_best_before_an_evaluation_either() -> None:
+def test_training_batch_values_never_have_a_best() -> None:
     trained = [{"fvu": 0.3037, "loss": 0.31}, {"fvu": 0.3141, "loss": 0.32}]
     saes = [sae(number, latest=one) for number, one in enumerate(trained)]
     assert words(*saes)["batch FVU"] == ["0.3037", "0.3141"]
@@ -117,7 +117,7 @@ def test_values_of_training_batches_have_no_best_before_an_evaluation_either() -
     assert lines["held-out FVU"] == ["0.35 same", "0.36 same"]
 
 
-def test_a_star_for_quality_shows_its_tokens_where_their_numbers_differ() -> None:
+def test_a_quality_star_shows_its_tokens_if_token_counts_differ() -> None:
     def run(number: int, fvu: float, tokens: int) -> Sae:
         latest = {"heldout_fvu": fvu, "tokens_per_s": 1000.0 / number}
         return sae(number, latest=latest, tokens=tokens, started=0.0, ended=100.0)
@@ -125,11 +125,11 @@ def test_a_star_for_quality_shows_its_tokens_where_their_numbers_differ() -> Non
     lines = words(run(1, 0.10, 300_000), run(2, 0.25, 60_000), run(3, 0.3, 0))
     assert lines["held-out FVU"] == ["0.1 ★ (300.0k tokens)", "0.25", "0.3"]
     assert lines["tokens/s"] == ["1000 ★", "500", "333"]
-    # A run ends with a whole step, so numbers of tokens rarely agree exactly.
+    # A run ends with an entire step, so numbers of tokens rarely agree exactly.
     assert words(run(1, 0.10, 300_000), run(2, 0.25, 300_500))["held-out FVU"] == ["0.1 ★", "0.25"]
 
 
-def test_speeds_and_times_have_a_best_only_by_a_clear_lead() -> None:
+def test_speeds_and_times_have_a_best_only_with_a_clear_lead() -> None:
     def run(number: int, speed: float, seconds: float) -> Sae:
         return sae(number, latest={"tokens_per_s": speed}, started=0.0, ended=seconds)
 
@@ -141,18 +141,18 @@ def test_speeds_and_times_have_a_best_only_by_a_clear_lead() -> None:
     assert lines["duration"] == ["2 min", "80 s ★"]
 
 
-def test_a_share_of_dead_latents_has_the_error_of_a_binomial() -> None:
+def test_the_dead_fraction_has_a_binomial_error() -> None:
     def run(number: int, dead: float, d_sae: int | None = 1000) -> Sae:
         settings = {"sae.d_sae": d_sae, "sae.expansion_factor": 8.0}
         return sae(number, settings, {"dead_fraction": dead}, d_in=1000)
 
     assert words(run(1, 0.010), run(2, 0.015))["dead"] == ["1% same", "1.5% same"]
     assert words(run(1, 0.010), run(2, 0.040))["dead"] == ["1% ★", "4%"]
-    # Of 8,000 latents that is a lead.
+    # With 8,000 latents the same difference is a lead.
     assert words(run(1, 0.010, None), run(2, 0.015, None))["dead"] == ["1% ★", "1.5%"]
 
 
-def test_scores_in_the_language_model_are_told_apart_by_their_errors() -> None:
+def test_language_model_scores_are_compared_by_their_errors() -> None:
     def run(number: int, ce: float, kl: float) -> Sae:
         errors = {"card_ce_score_error": 0.004, "card_kl_score_error": 0.004}
         return sae(number, latest={"card_ce_score": ce, "card_kl_score": kl} | errors)
@@ -162,7 +162,7 @@ def test_scores_in_the_language_model_are_told_apart_by_their_errors() -> None:
     assert lines["report card KL score"] == ["0.95", "0.97 ★"]
 
 
-def test_how_an_imported_sae_would_be_trained_is_no_difference() -> None:
+def test_training_settings_of_an_imported_sae_are_no_difference() -> None:
     def settings(n_steps: int) -> dict[str, object]:
         return {"sae.k": n_steps, "train.n_steps": n_steps, "launch.gpus": n_steps, "parallel.mode": n_steps}
 
@@ -172,12 +172,12 @@ def test_how_an_imported_sae_would_be_trained_is_no_difference() -> None:
     lines = {line.title: line.words() for line in differences([theirs, *mine])}
     assert lines["train.n_steps"] == ["–", "2", "3"]
     assert "ran as" not in lines
-    # One that was trained on here is as any.
+    # An imported SAE that was trained further here is compared like any other.
     trained = sae(1, settings(1), state=JobState.FINISHED, started=1.0, device="cuda")
     assert [line.title for line in differences([trained, mine[0]])] == list(settings(1))
 
 
-def test_energy_is_compared_where_it_is_known_whole_with_its_price_by_the_settings() -> None:
+def test_energy_is_compared_if_fully_measured_and_priced_by_the_settings() -> None:
     known = {"energy_s": 100.0, "energy_counted_s": 100.0}
     saes = [
         sae(1, energy_wh=900.0, energy_known_s=99.0, **known),

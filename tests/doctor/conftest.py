@@ -96,7 +96,7 @@ print(msgspec.json.encode(list({function}(box))).decode())
 
 @pytest.fixture
 def mounts() -> None:
-    """Skip the test if a process cannot create a mount namespace and mount in it."""
+    """Skip the test if this process cannot create a mount namespace and mount in it."""
     program = shutil.which("unshare")
     if program is None or subprocess.run([program, "-rm", "true"], capture_output=True).returncode:
         pytest.skip("mounting needs user namespaces")
@@ -104,7 +104,7 @@ def mounts() -> None:
 
 @pytest.fixture
 def without_locks(tmp_path: Path) -> Callable[[str], str]:
-    """Return a function that runs a script whose file locks all fail with ENOLCK, and returns its output."""
+    """Return a function that runs a script in which all file locks fail with ENOLCK, and returns its output."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("a file system without locks is played by a library that is compiled")

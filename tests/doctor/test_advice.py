@@ -32,7 +32,7 @@ def measured(device: str, precision: str, bus: float, *counts: int) -> Box:
 
 
 def advice(*arguments, **options):
-    """Return the finding on speeds and the recommendation."""
+    """Return the finding on speeds and the finding with the recommendation."""
     findings = job_report(*arguments, **options).findings
     assert [finding.subject for finding in findings] == ["speeds", "job"]
     return findings
@@ -50,7 +50,7 @@ def test_the_fewest_gpus_that_hold_the_job_are_recommended() -> None:
     assert ": --gpus 0,1" in finding.sentence
 
 
-def test_the_most_gpus_that_pay_are_named_with_what_they_reach() -> None:
+def test_the_most_efficient_number_of_gpus_is_named_with_its_speed_up() -> None:
     fast = measured("NVIDIA H100", "bf16", 1e13, 1, 2, 4)
     _, finding = advice(job(), cards(4), speeds=fast)
     best = [row for row in job_report(job(), cards(4), speeds=fast).rows if row.chosen and row.gpus][-1]
@@ -59,13 +59,13 @@ def test_the_most_gpus_that_pay_are_named_with_what_they_reach() -> None:
     assert finding.sentence.endswith(f"{best.speed_up:.1f}× the speed of one: --gpus 0,1,2,3")
 
 
-def test_gpus_that_wait_for_each_other_do_not_pay_and_the_reason_is_told() -> None:
+def test_gpus_with_a_slow_link_are_not_recommended_and_the_reason_is_given() -> None:
     _, finding = advice(job(), cards(2), speeds=measured("NVIDIA H100", "bf16", 1e8, 1, 2))
     assert "; more do not pay: 2 GPUs reach 0." in finding.sentence
     assert "on 2: " in finding.sentence.partition("more do not pay")[2]
 
 
-def test_whether_times_are_measured_is_told() -> None:
+def test_the_speeds_finding_says_whether_times_are_measured() -> None:
     speeds, _ = advice(job(), cards(4))
     assert (speeds.level, speeds.sentence) == (
         "note",
@@ -76,7 +76,7 @@ def test_whether_times_are_measured_is_told() -> None:
     assert speeds.level == "ok"
 
 
-def test_a_job_that_fits_only_free_cards_is_a_warning() -> None:
+def test_a_job_that_fits_only_if_gpus_are_free_is_a_warning() -> None:
     used = {"memory_used_bytes": 79 * GIB, "memory_free_bytes": GIB}
     taken = [dataclasses.replace(sample, **used) for sample in cards(1)]
     _, finding = advice(job(), taken)
@@ -90,7 +90,7 @@ def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:
     assert finding.remedy
 
 
-def test_without_gpus_the_memory_on_one_is_told_and_the_cpu_named() -> None:
+def test_without_gpus_the_memory_is_reported_and_the_cpu_suggested() -> None:
     _, finding = advice(job(), ())
     assert finding.level == "note"
     assert finding.sentence.startswith("there is no GPU for it here, where it would take ")

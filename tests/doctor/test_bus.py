@@ -23,7 +23,7 @@ FOUND = {
 
 
 class Used(Cards):
-    """Cards of which the last has a stranger's process on it."""
+    """GPUs; the last one has another user's process."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)
@@ -34,7 +34,7 @@ class Used(Cards):
 
 
 class Cut(Cards):
-    """Cards and slices of cards."""
+    """Two GPUs followed by MIG slices."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)
@@ -43,7 +43,7 @@ class Cut(Cards):
 
 @pytest.fixture
 def probing(sandbox, tmp_path, monkeypatch):
-    """Return a function that makes a box whose trainer measures what the test says and records how it was called."""
+    """Return a function that makes a box whose trainer returns given measurements and records its arguments."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)
@@ -59,7 +59,7 @@ def probing(sandbox, tmp_path, monkeypatch):
     return box
 
 
-def test_the_bus_between_all_idle_gpus_is_measured_and_kept(probing, tmp_path) -> None:
+def test_the_bus_between_all_idle_gpus_is_measured_and_stored(probing, tmp_path) -> None:
     box = probing(Cards(3))
     (finding,) = check_bus(box)
     assert (finding.level, finding.remedy) == ("ok", "")
@@ -70,32 +70,32 @@ def test_the_bus_between_all_idle_gpus_is_measured_and_kept(probing, tmp_path) -
     assert speeds.speeds("NVIDIA H100", "bf16", 2).bus_bytes_per_s == 1.5e10
 
 
-def test_nothing_is_measured_between_slices(probing, tmp_path) -> None:
+def test_mig_slices_are_not_measured(probing, tmp_path) -> None:
     list(check_bus(probing(Cut(4), ranks=2)))
     assert (tmp_path / "asked").read_text() == "probe --gpus auto:2 --json GPU-0,GPU-1"
 
 
-def test_a_slow_bus_is_a_warning_that_names_tensor(probing) -> None:
+def test_a_slow_bus_is_a_warning_that_suggests_tensor(probing) -> None:
     (finding,) = check_bus(probing(Cards(3), bus_bytes_per_s=6e9))
     assert finding.level == "warning"
     assert "6.0 GB/s" in finding.sentence
     assert '"tensor"' in finding.remedy
 
 
-def test_a_pair_slower_than_half_of_the_usual_is_named_by_its_gpus(probing) -> None:
+def test_a_pair_below_half_of_the_usual_speed_is_named(probing) -> None:
     _, finding = check_bus(probing(Cards(3), pairs={"0-1": 2e10, "0-2": 2e10, "1-2": 9e9}))
     assert finding.level == "warning"
     assert finding.sentence.startswith("GPUs 1-2 (9.0 GB/s) exchange less than half of the 20.0 GB/s")
 
 
-def test_it_is_not_measured_while_somebody_uses_a_gpu(probing, tmp_path) -> None:
+def test_the_bus_is_not_measured_while_a_gpu_is_in_use(probing, tmp_path) -> None:
     (finding,) = check_bus(probing(Used(3)))
     assert finding.level == "note"
     assert "GPU 2 is used by bob" in finding.sentence
     assert not (tmp_path / "asked").exists()
 
 
-def test_it_is_not_measured_while_a_job_takes_a_gpu(probing, tmp_path) -> None:
+def test_the_bus_is_not_measured_while_a_job_leases_a_gpu(probing, tmp_path) -> None:
     box = probing(Cards(2))
     box.data.create()
     locks = GpuLocks(lock_folder(box.data, "nvml"), ["GPU-1"])
@@ -106,14 +106,14 @@ def test_it_is_not_measured_while_a_job_takes_a_gpu(probing, tmp_path) -> None:
     assert not (tmp_path / "asked").exists()
 
 
-def test_a_data_folder_that_cannot_be_made_is_told(probing, tmp_path) -> None:
+def test_a_data_folder_that_cannot_be_created_is_a_note(probing, tmp_path) -> None:
     box = probing(Cards(2))
     box.data.root.write_text("in the way")
     (finding,) = check_bus(box)
     assert (finding.level, str(box.data.root) in finding.sentence) == ("note", True)
 
 
-def test_a_probe_leaves_the_gpus_to_jobs_again(probing) -> None:
+def test_a_probe_releases_its_gpus(probing) -> None:
     box = probing(Cards(2))
     list(check_bus(box))
     locks = GpuLocks(lock_folder(box.data, "nvml"), ["GPU-0", "GPU-1"])
@@ -133,7 +133,7 @@ def test_without_two_real_gpus_there_is_nothing_to_measure(probing, tmp_path, so
     ("body", "why"),
     [("sys.exit('NCCL error: unhandled cuda error')", "NCCL error: unhandled cuda error"), ("print(1)", "no JSON")],
 )
-def test_a_probe_that_fails_says_why(probing, body, why) -> None:
+def test_a_failed_probe_is_reported_with_its_reason(probing, body, why) -> None:
     box = probing(Cards(2), body)
     (finding,) = check_bus(box)
     assert finding.level == "error"
@@ -141,7 +141,7 @@ def test_a_probe_that_fails_says_why(probing, body, why) -> None:
     assert not box.data.box_file.exists()
 
 
-def test_gpus_that_cannot_read_each_other_are_measured_by_way_of_the_host_and_jobs_go_that_way(probing) -> None:
+def test_without_peer_access_the_bus_is_measured_through_host_memory(probing) -> None:
     body = "if 'NCCL_P2P_DISABLE' not in os.environ:\n    sys.exit('the exchange hung')\n"
     box = probing(Cards(2), body + f"print({json.dumps(FOUND)!r})")
     broken, bus = check_bus(box)
@@ -150,12 +150,12 @@ def test_gpus_that_cannot_read_each_other_are_measured_by_way_of_the_host_and_jo
     speeds = read_box(box.data.box_file)
     assert speeds.peers_fail
     assert speeds.speeds("NVIDIA H100", "bf16", 3).is_measured
-    # Once they can, that is known as well.
+    # Working direct reads are detected and stored as well.
     tuple(check_bus(probing(Cards(2), f"print({json.dumps(FOUND)!r})")))
     assert not read_box(box.data.box_file).peers_fail
 
 
-def test_what_the_trainer_prints_is_understood() -> None:
+def test_the_trainers_output_is_parsed() -> None:
     command = [sys.executable, "-m", "trainer", "probe", "--gpus", "cpu:2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     answer = msgspec.json.decode(done.stdout.strip().rpartition("\n")[2], type=Probed)

@@ -19,7 +19,7 @@ class Broken(Cards):
         raise SourceUnavailable("the NVIDIA driver is not loaded", "load it with `sudo modprobe nvidia`, or reboot")
 
 
-def test_a_machine_without_gpus_is_told_that_jobs_run_on_the_cpu(sandbox) -> None:
+def test_without_gpus_the_finding_says_that_jobs_run_on_the_cpu(sandbox) -> None:
     (finding,) = check_driver(sandbox.box(Broken()))
     assert finding.level == "note"
     assert finding.sentence == ("the NVIDIA driver is not loaded; there are no GPUs to see, and jobs run on the CPU")
@@ -27,7 +27,7 @@ def test_a_machine_without_gpus_is_told_that_jobs_run_on_the_cpu(sandbox) -> Non
     assert list(check_cards(sandbox.box(Broken()))) == []
 
 
-def test_cards_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
+def test_gpus_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
     for place, vendor, kind in (("17:00.0", "0x10de", "0x030200"), ("17:00.1", "0x10de", "0x040300"),
                                 ("65:00.0", "0x10de", "0x030000"), ("02:00.0", "0x1a03", "0x030000")):  # fmt: skip
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/vendor", f"{vendor}\n")
@@ -37,7 +37,7 @@ def test_cards_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
     assert "though 2 NVIDIA cards can be seen" in finding.sentence
 
 
-def test_the_graphics_of_a_processor_are_no_card_that_lacks_a_driver(sandbox) -> None:
+def test_integrated_graphics_do_not_count_as_gpus_without_a_driver(sandbox) -> None:
     for place, memory in (("05:00.0", 512 << 20), ("06:00.0", 16 << 30)):
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/vendor", "0x1002\n")
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/class", "0x030000\n")
@@ -49,7 +49,7 @@ def test_the_graphics_of_a_processor_are_no_card_that_lacks_a_driver(sandbox) ->
     assert finding.level == "note"
 
 
-def test_a_working_driver_is_told_with_its_cuda(sandbox) -> None:
+def test_a_working_driver_is_reported_with_its_cuda_version(sandbox) -> None:
     box = sandbox.box(Cards(8, GpuFacts(driver="570.172.08", cuda=(12, 8))))
     (driver,) = check_driver(box)
     assert (driver.level, driver.sentence) == ("ok", "NVIDIA driver 570.172.08, for CUDA up to 12.8; 8 GPUs")
@@ -57,14 +57,14 @@ def test_a_working_driver_is_told_with_its_cuda(sandbox) -> None:
     assert cards.sentence == "8 GPUs can be read: H100"
 
 
-def test_a_lost_card_is_an_error_of_its_own(sandbox) -> None:
+def test_a_lost_gpu_is_a_separate_error(sandbox) -> None:
     lost, rest = check_cards(sandbox.box(Simulated(4, faults={2: "lost"})))
     assert (lost.level, lost.subject) == ("error", "GPU 2")
     assert "fallen off the bus" in lost.sentence
     assert rest.sentence.startswith("3 GPUs can be read")
 
 
-def test_a_split_card_is_noted(sandbox) -> None:
+def test_a_gpu_split_by_mig_is_a_note(sandbox) -> None:
     class Split(Cards):
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             return dataclasses.replace(super().sample(index, processes=processes), unusable="it is split")
@@ -86,7 +86,7 @@ def test_a_split_card_is_noted(sandbox) -> None:
         ({"CUDA_VISIBLE_DEVICES": "GPU-2"}, "note", "1 of 4 GPUs are shown and used, by CUDA_VISIBLE_DEVICES=GPU-2"),
     ],
 )
-def test_cards_that_the_environment_hides_are_told(sandbox, environ, level, said) -> None:
+def test_gpus_hidden_by_the_environment_are_reported(sandbox, environ, level, said) -> None:
     box = sandbox.box(Cards(4, GpuFacts(pairs=(GpuPair(0, 1), GpuPair(2, 3)))), **environ)
     (finding,) = check_visible(box)
     assert finding.level == level
@@ -96,18 +96,18 @@ def test_cards_that_the_environment_hides_are_told(sandbox, environ, level, said
     assert len(box.gpus.samples) == (1 if "2" in environ["CUDA_VISIBLE_DEVICES"] else 0)
 
 
-def test_an_environment_that_hides_nothing_is_not_told_of(sandbox) -> None:
+def test_an_environment_that_hides_nothing_gives_no_finding(sandbox) -> None:
     assert list(check_visible(sandbox.box(Cards(4)))) == []
     assert list(check_visible(sandbox.box(Simulated(4), CUDA_VISIBLE_DEVICES="1"))) == []
 
 
-def test_simulated_cards_are_called_so(sandbox) -> None:
+def test_simulated_gpus_are_reported_as_simulated(sandbox) -> None:
     (finding,) = check_driver(sandbox.box(Simulated(4)))
     assert finding.level == "note"
     assert "simulated" in finding.sentence
 
 
-def test_a_driver_that_hangs_is_told_after_a_limit(sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_driver_is_reported_after_a_timeout(sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     class Hanging(Cards):

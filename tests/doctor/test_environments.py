@@ -1,4 +1,4 @@
-"""What the doctor tells of the environments of app and trainer."""
+"""The doctor's findings on the environments of app and trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def box_of(tmp_path: Path, python: str = "") -> Box:
     return Box(DataDir(tmp_path / "data"), NoGpus(), root=tmp_path, python=python)
 
 
-def test_both_environments_are_told_and_torch_is_asked_of_the_one_that_trains(tmp_path: Path) -> None:
+def test_both_environments_are_reported_with_the_trainers_torch(tmp_path: Path) -> None:
     python = str(answering(tmp_path / "env"))
     box = box_of(tmp_path, python)
     app, trainer = check_environments(box)
@@ -58,7 +58,7 @@ def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
     assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"
 
 
-def test_an_environment_that_cannot_train_is_one_error_with_its_cure(tmp_path: Path) -> None:
+def test_an_environment_that_cannot_train_is_one_error_with_its_remedy(tmp_path: Path) -> None:
     python = answering(tmp_path / "env", answer(trainer=None))
     box = box_of(tmp_path, str(python))
     _, trainer, *others = [*check_environments(box), *check_torch(box)]

@@ -12,7 +12,7 @@ from sae_tui.doctor.storage import check_space
 from sae_tui.gpu.simulated import Simulated
 
 
-def test_every_finding_that_is_not_ok_says_what_to_do(sandbox) -> None:
+def test_every_finding_that_is_not_ok_has_a_remedy(sandbox) -> None:
     for box in (sandbox.box(), sandbox.box(Simulated(8, faults={3: "lost"}), size=(60, 10), TERM="dumb")):
         findings = list(examine(box, CHECKS[:-1]))
         assert len(findings) > 10
@@ -26,7 +26,7 @@ def test_subjects_fit_their_column() -> None:
     assert all(len(check.__name__.removeprefix("check_")) <= 14 for check in CHECKS)
 
 
-def test_a_check_that_fails_is_a_finding_and_does_not_hide_the_others(sandbox) -> None:
+def test_a_failing_check_is_a_finding_and_the_others_still_run(sandbox) -> None:
     def check_weather(box: Box) -> list[Finding]:
         raise ZeroDivisionError("rain")
 
@@ -39,7 +39,7 @@ def test_a_check_that_fails_is_a_finding_and_does_not_hide_the_others(sandbox) -
     assert moon.level == "ok"
 
 
-def test_a_check_that_hangs_is_named_and_a_hung_data_folder_leaves_out_the_others_of_it(sandbox, monkeypatch) -> None:
+def test_a_hanging_check_is_named_and_a_hung_data_folder_skips_its_checks(sandbox, monkeypatch) -> None:
     hung = threading.Event()
 
     def check_first(box: Box) -> Iterator[Finding]:
@@ -65,7 +65,7 @@ def test_a_check_that_hangs_is_named_and_a_hung_data_folder_leaves_out_the_other
     hung.set()
 
 
-def test_findings_come_one_by_one(sandbox) -> None:
+def test_findings_are_yielded_one_by_one(sandbox) -> None:
     looked = []
 
     def check_first(box: Box) -> list[Finding]:

@@ -37,7 +37,7 @@ def rows(config=None, samples=None, speeds=None, **options):
     return job_rows(config, config.data_shape(), cards(8) if samples is None else samples, speeds or Box(), **options)
 
 
-def test_there_is_a_row_for_every_count_and_mode_and_the_chosen_one_comes_first() -> None:
+def test_every_count_and_mode_has_a_row_and_the_chosen_one_comes_first() -> None:
     forecasts = rows(job(parallel={"mode": "ddp"}))
     assert [(row.n_gpus, row.mode) for row in forecasts] == [
         (1, "single"),
@@ -48,14 +48,14 @@ def test_there_is_a_row_for_every_count_and_mode_and_the_chosen_one_comes_first(
 
 
 @pytest.mark.parametrize(("slices_from", "gpus"), [(2, {1: (0,), 2: (0, 1)}), (0, {1: (0,), 2: ()})])
-def test_slices_stand_in_for_no_second_gpu(slices_from: int, gpus: dict[int, tuple[int, ...]]) -> None:
+def test_a_mig_slice_is_not_a_second_gpu(slices_from: int, gpus: dict[int, tuple[int, ...]]) -> None:
     cut = [
         dataclasses.replace(card, uuid=f"MIG-{card.index}") if card.index >= slices_from else card for card in cards(4)
     ]
     assert {row.n_gpus: row.gpus for row in rows(samples=cut) if row.n_gpus <= 2} == gpus
 
 
-def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
+def test_auto_is_resolved_with_the_measured_speeds() -> None:
     slow = Box().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
     fast = Box().with_measured("NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13))
     for speeds in (slow, fast):
@@ -67,7 +67,7 @@ def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
         assert chosen.reason
 
 
-def test_gpus_that_somebody_uses_are_taken_last_and_the_job_does_not_fit_there_now() -> None:
+def test_busy_gpus_are_taken_last_and_the_job_does_not_fit_there_now() -> None:
     chosen = [row for row in rows(samples=cards(4), busy={0, 2}) if row.chosen and row.gpus]
     assert [(row.gpus, row.fits, row.fits_now) for row in chosen] == [
         ((1,), True, True),
@@ -76,7 +76,7 @@ def test_gpus_that_somebody_uses_are_taken_last_and_the_job_does_not_fit_there_n
     ]
 
 
-def test_the_memory_is_that_of_the_estimate_with_as_many_tokens_in_a_step() -> None:
+def test_memory_is_estimated_with_the_same_tokens_per_step() -> None:
     for row in rows():
         if not row.chosen:
             same_step = job().replace("train", global_batch_size=row.n_gpus * 4096)
@@ -91,24 +91,24 @@ def test_the_modes_of_a_count_take_the_same_steps() -> None:
         assert max(tokens) - min(tokens) <= 1
 
 
-def test_an_optimizer_that_needs_whole_matrices_is_only_offered_replicas() -> None:
+def test_an_optimizer_of_entire_matrices_is_only_offered_replicas() -> None:
     modes = {row.mode for row in rows(job(train={"optimizer": "muon"}), cards(2))}
     assert modes == {"single", "ddp"}
 
 
-def test_rows_for_more_gpus_than_there_are_have_a_time_and_no_verdict() -> None:
+def test_rows_for_more_gpus_than_present_have_a_time_and_no_verdict() -> None:
     forecasts = rows(samples=cards(2))
     assert [row.fits for row in forecasts if row.n_gpus > 2] == [None] * 6
     assert all(row.seconds > 0 for row in forecasts)
     assert all(row.fits for row in forecasts if row.n_gpus <= 2)
 
 
-def test_the_roomiest_gpus_are_taken_and_only_named_ones_where_some_are() -> None:
+def test_gpus_with_most_memory_are_taken_and_only_named_ones_if_given() -> None:
     assert rows(samples=cards(4))[1].gpus == (0, 1)
     assert rows(job(launch={"gpus": [2, 3]}), cards(4))[1].gpus == (2, 3)
 
 
-def test_cards_of_different_kinds_are_as_fast_as_the_slowest() -> None:
+def test_gpus_of_different_models_are_as_fast_as_the_slowest() -> None:
     mixed = [dataclasses.replace(sample, name=name) for sample, name in zip(cards(2), ("H100", "T4"), strict=True)]
     alike = [dataclasses.replace(sample, name="T4") for sample in cards(2)]
     assert rows(samples=mixed)[1].seconds == rows(samples=alike)[1].seconds
@@ -116,14 +116,14 @@ def test_cards_of_different_kinds_are_as_fast_as_the_slowest() -> None:
 
 
 @pytest.mark.parametrize(("price", "dear"), [(None, None), (3.6, 7.2)])
-def test_the_cost_is_that_of_all_gpus_for_the_time(price, dear) -> None:
+def test_the_cost_covers_all_gpus_for_the_entire_time(price, dear) -> None:
     for one, two in zip(rows(price_per_gpu_hour=price), rows(price_per_gpu_hour=dear), strict=True):
         assert one.cost == (None if price is None else pytest.approx(one.n_gpus * one.seconds * price / 3600))
         assert two.cost == (None if price is None else pytest.approx(2 * one.cost))
 
 
 @pytest.mark.parametrize("gpus", ["auto", "cpu", "cpu:3"])
-def test_the_cpu_has_a_row_for_one_process_for_each_core_and_for_what_is_asked(gpus) -> None:
+def test_cpu_rows_are_one_process_one_per_core_and_the_requested_number(gpus) -> None:
     forecasts = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else cards(8))
     asked = 3 if gpus == "cpu:3" else 1
     assert {row.ranks for row in forecasts} == {1, asked, len(os.sched_getaffinity(0))}
@@ -133,7 +133,7 @@ def test_the_cpu_has_a_row_for_one_process_for_each_core_and_for_what_is_asked(g
     assert forecasts[0].seconds == expected.seconds
 
 
-def test_a_model_that_fits_only_alone_on_a_card_counts_as_having_cards_of_its_own(tmp_path) -> None:
+def test_a_model_too_large_to_share_a_gpu_is_planned_on_its_own_gpus(tmp_path) -> None:
     (tmp_path / "text.txt").write_text("a cat sat")
     (tmp_path / "config.json").write_text(
         json.dumps({"hidden_size": 3584, "num_hidden_layers": 40, "dtype": "float16"})

@@ -14,19 +14,19 @@ def facts(count: int, **fields: object) -> GpuFacts:
     return GpuFacts(nvlinks=(18 * bool(fields.get("nvlink")),) * count, pairs=tuple(pairs))
 
 
-def test_one_gpu_has_nothing_to_be_linked_with(sandbox) -> None:
+def test_a_single_gpu_has_no_link_findings(sandbox) -> None:
     box = sandbox.box(Cards(1, facts(1)))
     assert [*check_nvlink(box), *check_peers(box)] == []
 
 
-def test_all_pairs_over_nvlink_are_well(sandbox) -> None:
+def test_all_pairs_over_nvlink_are_ok(sandbox) -> None:
     box = sandbox.box(Cards(8, facts(8, path="SYS", nvlink=True, peer_to_peer=True)))
     (nvlink,), (peers,) = check_nvlink(box), check_peers(box)
     assert (nvlink.level, peers.level) == ("ok", "ok")
     assert nvlink.sentence == "every GPU reaches every other one over NVLink, 18 links for each GPU"
 
 
-def test_some_pairs_over_nvlink_are_named_with_the_longest_way_of_the_others(sandbox) -> None:
+def test_pairs_over_nvlink_are_named_with_the_longest_path_of_the_others(sandbox) -> None:
     (finding,) = check_nvlink(sandbox.box(Simulated(8)))
     assert finding.level == "note"
     assert "GPUs 0-1 and 4-5 are linked by NVLink" in finding.sentence
@@ -39,7 +39,7 @@ def test_no_nvlink_is_a_note(sandbox) -> None:
     assert finding.sentence.startswith("there is none; the GPUs are connected through several PCIe switches (PXB)")
 
 
-def test_gpus_that_cannot_read_each_other_are_told_with_the_reason(sandbox) -> None:
+def test_missing_peer_access_is_reported_with_its_reason(sandbox) -> None:
     apart = facts(2, path="PHB", peer_to_peer=False, obstacle="the chipset does not support it")
     (finding,) = check_peers(sandbox.box(Cards(2, apart)))
     assert finding.level == "note"
@@ -47,12 +47,12 @@ def test_gpus_that_cannot_read_each_other_are_told_with_the_reason(sandbox) -> N
     assert "topo -p2p" in finding.remedy
 
 
-def test_many_such_pairs_are_counted(sandbox) -> None:
+def test_many_pairs_without_peer_access_are_counted(sandbox) -> None:
     (finding,) = check_peers(sandbox.box(Simulated(4)))
     assert "GPUs 0-2, 0-3, 1-2, 1-3 and 1 more pair" in finding.sentence
 
 
-def test_what_the_driver_does_not_tell_is_not_guessed(sandbox) -> None:
+def test_unknown_links_are_not_guessed(sandbox) -> None:
     box = sandbox.box(Cards(2, facts(2)))
     assert list(check_peers(box)) == []
     (finding,) = check_nvlink(box)

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 
-def test_a_low_limit_of_open_files_that_can_be_raised_is_told_with_the_command(in_process) -> None:
+def test_a_low_open_file_limit_is_reported_with_the_command_to_raise_it(in_process) -> None:
     (finding,) = in_process("machine:check_open_files", limits={resource.RLIMIT_NOFILE: (256, 4096)})
     assert finding["level"] == "warning"
     assert "only 256 files" in finding["sentence"]
@@ -23,7 +23,7 @@ def test_enough_open_files_are_ok(in_process) -> None:
 
 
 @pytest.mark.parametrize(("infiniband", "level"), [(True, "warning"), (False, "ok")])
-def test_locked_memory_matters_to_infiniband_alone(in_process, sandbox, infiniband: bool, level: str) -> None:
+def test_locked_memory_matters_only_to_infiniband(in_process, sandbox, infiniband: bool, level: str) -> None:
     if infiniband:
         sandbox.file("sys/class/infiniband/mlx5_0/node_type")
     limits = {resource.RLIMIT_MEMLOCK: (65536, 65536)}
@@ -42,7 +42,7 @@ def test_small_shared_memory_is_a_warning(in_process, sandbox, mounts) -> None:
     assert "--shm-size" in finding["remedy"]
 
 
-def test_full_shared_memory_is_told_apart_from_a_small_one(in_process, sandbox, mounts) -> None:
+def test_full_and_small_shared_memory_are_distinguished(in_process, sandbox, mounts) -> None:
     shm = sandbox.root / "dev/shm"
     shm.mkdir(parents=True)
     mount = f"mount -t tmpfs -o size=1100m none {shm} && fallocate -l 200m {shm}/left-behind"
@@ -51,6 +51,6 @@ def test_full_shared_memory_is_told_apart_from_a_small_one(in_process, sandbox, 
     assert "ls -l /dev/shm" in finding["remedy"]
 
 
-def test_no_shared_memory_at_all_is_an_error(in_process, sandbox) -> None:
+def test_missing_shared_memory_is_an_error(in_process, sandbox) -> None:
     (finding,) = in_process("machine:check_shared_memory", root=sandbox.root)
     assert finding["level"] == "error"

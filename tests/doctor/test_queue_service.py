@@ -1,4 +1,4 @@
-"""The user service that restarts the queue after a restart of the machine."""
+"""The user service that restarts the queue after a reboot of the machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_doctor_offers_the_service_under_systemd_and_says_what_is_missing(sandbo
     assert level(sandbox, tmp_path) == "ok"
 
 
-def test_each_data_folder_has_a_service_of_its_own(sandbox, tmp_path: Path) -> None:
+def test_each_data_folder_has_its_own_service(sandbox, tmp_path: Path) -> None:
     sandbox.file("run/systemd/system/.keep")
     sandbox.program("systemctl", "exit 0")
     first = sandbox.data
@@ -100,7 +100,7 @@ def test_the_command_of_the_service_is_quoted_and_exits_with_0(tmp_path: Path) -
         ("/a\nExecStart=/bin/false", '"/a\\x0aExecStart=/bin/false"'),
     ],
 )
-def test_systemd_reads_any_name_of_a_folder(tmp_path: Path, folder: str, written: str) -> None:
+def test_systemd_reads_any_folder_name(tmp_path: Path, folder: str, written: str) -> None:
     file = tmp_path / "queue.service"
     file.write_text(unit(DataDir(Path(folder))))
     (line,) = [line for line in file.read_text().splitlines() if line.startswith("ExecStart=")]

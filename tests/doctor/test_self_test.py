@@ -17,7 +17,7 @@ FOUND = {"device": "NVIDIA H100", "ok": True, "checks": 214, "failed": [], "seco
 
 @pytest.fixture
 def tested(sandbox, tmp_path, monkeypatch):
-    """Return a function that makes a box whose trainer answers what the test says and records how it was called."""
+    """Return a function that makes a box whose trainer returns a given answer and records its arguments."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)
@@ -35,13 +35,13 @@ print({json.dumps(FOUND | found)!r})
     return box
 
 
-def test_an_idle_gpu_is_tested_and_found_right(tested, tmp_path) -> None:
+def test_an_idle_gpu_is_tested_and_passes(tested, tmp_path) -> None:
     (finding,) = check_training(tested(Cards(3)))
     assert (finding.level, finding.sentence) == ("ok", "this box trains right: 214 checks in 118 s on NVIDIA H100")
     assert (tmp_path / "asked").read_text() == "self-test --gpus auto:1 --json GPU-0 -"
 
 
-def test_what_is_wrong_is_named(tested) -> None:
+def test_failed_checks_are_named(tested) -> None:
     failed = [{"part": "curves", "name": f"topk {n}", "ok": False, "found": {}} for n in range(5)]
     (finding,) = check_training(tested(Cards(1), ok=False, failed=failed))
     assert finding.level == "error"
@@ -51,7 +51,7 @@ def test_what_is_wrong_is_named(tested) -> None:
     )
 
 
-def test_a_gpu_that_a_job_takes_is_left_alone(tested, tmp_path) -> None:
+def test_a_leased_gpu_is_not_tested(tested, tmp_path) -> None:
     box = tested(Cards(1))
     box.data.create()
     locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), ["GPU-0"])
@@ -63,7 +63,7 @@ def test_a_gpu_that_a_job_takes_is_left_alone(tested, tmp_path) -> None:
 
 
 class Mixed(Cards):
-    """A card of NVIDIA and one of AMD, as a source of several vendors tells of them."""
+    """One NVIDIA GPU and one AMD GPU, as a source of several vendors reports them."""
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return replace(super().sample(index, processes=processes), vendor=("nvml", "amdsmi")[index])
@@ -72,16 +72,14 @@ class Mixed(Cards):
 @pytest.mark.parametrize(
     ("runtime", "pinned"), [("cuda", ["GPU-0", "-"]), ("hip", ["-", "GPU-1"]), ("", ["GPU-0", "-"])]
 )
-def test_of_cards_of_two_vendors_one_is_tested_that_torch_can_use(
-    runtime, pinned, tested, tmp_path, monkeypatch
-) -> None:
+def test_with_two_vendors_a_gpu_that_torch_can_use_is_tested(runtime, pinned, tested, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch_build, "installed_build", lambda: torch_build.Build("2.11", runtime))
     (finding,) = check_training(tested(Mixed(2)))
     assert finding.level == "ok"
     assert (tmp_path / "asked").read_text().split()[-2:] == pinned
 
 
-def test_no_card_of_another_vendor_is_tested_where_torchs_are_in_use(tested, tmp_path, monkeypatch) -> None:
+def test_no_gpu_is_tested_if_all_that_torch_can_use_are_leased(tested, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch_build, "installed_build", lambda: torch_build.Build("2.11", "hip"))
     box = tested(Mixed(2))
     box.data.create()
@@ -93,7 +91,7 @@ def test_no_card_of_another_vendor_is_tested_where_torchs_are_in_use(tested, tmp
     assert not (tmp_path / "asked").exists()
 
 
-def test_where_every_card_is_hidden_none_is_tested(tested) -> None:
+def test_with_all_gpus_hidden_none_is_tested(tested) -> None:
     box = tested(Cards(2))
     box.environ = {**box.environ, "CUDA_VISIBLE_DEVICES": ""}
     (finding,) = check_training(box)
@@ -108,7 +106,7 @@ class Unreachable(Cards):
 
 
 @pytest.mark.parametrize("source", [Unreachable(0), Cards(0)], ids=["no driver", "a driver without cards"])
-def test_where_there_is_no_card_it_is_the_cpu_that_is_tested_and_that_is_said(source, tested, tmp_path) -> None:
+def test_without_a_gpu_the_cpu_is_tested_and_the_finding_says_so(source, tested, tmp_path) -> None:
     (finding,) = check_training(tested(source, device="CPU"))
     assert (finding.level, finding.sentence) == (
         "ok", "there is no GPU, so the CPU was tested; this box trains right: 214 checks in 118 s on CPU",
@@ -116,7 +114,7 @@ def test_where_there_is_no_card_it_is_the_cpu_that_is_tested_and_that_is_said(so
     assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json - -"
 
 
-def test_a_card_that_no_driver_reaches_is_not_taken_for_none(tested, sandbox, tmp_path) -> None:
+def test_a_gpu_without_a_driver_does_not_count_as_no_gpu(tested, sandbox, tmp_path) -> None:
     sandbox.file("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
     sandbox.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030200\n")
     (finding,) = check_training(tested(Unreachable(0)))
@@ -124,7 +122,7 @@ def test_a_card_that_no_driver_reaches_is_not_taken_for_none(tested, sandbox, tm
     assert not (tmp_path / "asked").exists()
 
 
-def test_without_real_gpus_it_is_the_cpu_that_is_tested(tested, tmp_path) -> None:
+def test_with_simulated_gpus_the_cpu_is_tested(tested, tmp_path) -> None:
     (finding,) = check_training(tested(Simulated(), device="CPU"))
     assert finding.level == "ok"
     assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json - -"

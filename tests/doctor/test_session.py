@@ -30,17 +30,17 @@ def test_without_systemd_a_logout_ends_nothing(sandbox) -> None:
     assert level(sandbox, SESSION) == "ok"
 
 
-def test_a_session_that_logind_clears_is_a_warning(systemd) -> None:
+def test_a_session_whose_processes_logind_kills_is_a_warning(systemd) -> None:
     logind(systemd, "yes")
     assert level(systemd, SESSION) == "warning"
 
 
-def test_a_session_that_logind_leaves_alone_is_ok(systemd) -> None:
+def test_a_session_that_logind_does_not_kill_is_ok(systemd) -> None:
     logind(systemd, "no")
     assert level(systemd, SESSION) == "ok"
 
 
-def test_exempt_users_and_those_not_listed_are_left_alone(systemd) -> None:
+def test_exempt_and_unlisted_users_are_not_killed(systemd) -> None:
     logind(systemd, "yes")
     assert level(systemd, SESSION, USER="root") == "ok"
     logind(systemd, "yes", only="bob eve")
@@ -56,7 +56,7 @@ def test_with_linger_jobs_are_started_outside_the_session(systemd) -> None:
     assert level(systemd, SESSION) == "ok"
 
 
-def test_the_service_manager_of_a_user_ends_with_the_last_login_but_for_linger(systemd) -> None:
+def test_without_linger_the_user_manager_ends_with_the_last_login(systemd) -> None:
     assert level(systemd, MANAGER) == "warning"
     systemd.file("var/lib/systemd/linger/ada")
     assert level(systemd, MANAGER) == "ok"
@@ -66,5 +66,5 @@ def test_a_service_or_container_belongs_to_no_session(systemd) -> None:
     assert level(systemd, "0::/system.slice/sshd.service\n") == "ok"
 
 
-def test_a_logind_that_cannot_be_asked_is_a_note(systemd) -> None:
+def test_an_unavailable_logind_is_a_note(systemd) -> None:
     assert level(systemd, SESSION) == "note"

@@ -5,7 +5,7 @@ import time
 from sae_tui.doctor.slurm import check_slurm
 
 
-def test_without_slurm_all_is_well(sandbox) -> None:
+def test_without_slurm_the_finding_is_ok(sandbox) -> None:
     (finding,) = check_slurm(sandbox.box())
     assert finding.level == "ok"
 
@@ -19,7 +19,7 @@ def test_a_cluster_without_an_allocation_is_a_note_with_its_partitions(sandbox) 
     assert "salloc" in finding.remedy
 
 
-def test_a_cluster_that_does_not_answer_is_a_warning_in_its_own_words(sandbox) -> None:
+def test_an_unresponsive_cluster_is_a_warning_with_slurms_message(sandbox) -> None:
     sandbox.program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     sandbox.program("squeue", "true")
     (finding,) = check_slurm(sandbox.box())
@@ -27,7 +27,7 @@ def test_a_cluster_that_does_not_answer_is_a_warning_in_its_own_words(sandbox) -
     assert "Unable to contact slurm controller" in finding.sentence
 
 
-def test_half_of_slurm_is_a_warning(sandbox) -> None:
+def test_an_incomplete_slurm_is_a_warning(sandbox) -> None:
     sandbox.program("sinfo", "true")
     (finding,) = check_slurm(sandbox.box())
     assert (finding.level, finding.sentence.split()[0]) == ("warning", "squeue")

@@ -10,21 +10,21 @@ from sae_tui.doctor.storage import check_file_locks, check_file_system, check_fo
 from trainer.contract.paths import DataDir
 
 
-def test_a_folder_that_can_be_written_to_is_ok_and_left_as_it_was(sandbox) -> None:
+def test_a_writable_folder_is_ok_and_stays_unchanged(sandbox) -> None:
     sandbox.data.root.mkdir()
     (finding,) = check_folder(sandbox.box())
     assert (finding.level, finding.sentence) == ("ok", str(sandbox.data.root))
     assert list(sandbox.data.root.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there_yet_is_not_made(sandbox) -> None:
+def test_a_missing_folder_is_ok_and_is_not_created(sandbox) -> None:
     (finding,) = check_folder(sandbox.box())
     assert finding.level == "ok"
     assert "which the first job makes" in finding.sentence
     assert not sandbox.data.root.exists()
 
 
-def test_a_folder_where_nobody_can_write_is_an_error(sandbox) -> None:
+def test_an_unwritable_folder_is_an_error(sandbox) -> None:
     sandbox.data = DataDir(Path("/proc/sae-tui"))
     (finding,) = check_folder(sandbox.box())
     assert finding.level == "error"
@@ -52,12 +52,12 @@ def test_a_read_only_mount_is_an_error(mounted) -> None:
 
 
 @pytest.mark.parametrize(("size", "level"), [("64m", "error"), ("2g", "warning")])
-def test_little_free_space_is_told(mounted, size: str, level: str) -> None:
+def test_little_free_space_is_reported(mounted, size: str, level: str) -> None:
     finding = mounted("check_space", f"tmpfs -o size={size}")
     assert (finding["level"], finding["subject"]) == (level, "disk")
 
 
-def test_a_file_system_that_is_not_known_to_be_local_is_a_warning(mounted) -> None:
+def test_a_file_system_not_known_to_be_local_is_a_warning(mounted) -> None:
     finding = mounted("check_file_system", "ramfs")
     assert finding["level"] == "warning"
     assert "is on ramfs, where SQLite's WAL does not work" in finding["sentence"]
@@ -73,7 +73,7 @@ def test_a_file_system_with_locks_passes(sandbox) -> None:
     assert finding.level == "ok"
 
 
-def test_a_file_system_without_locks_is_named_by_the_doctor_and_by_a_store(sandbox, without_locks) -> None:
+def test_doctor_and_store_report_a_file_system_without_locks(sandbox, without_locks) -> None:
     sandbox.data.root.mkdir()
     script = f"""
 from sae_tui.doctor.base import Box
@@ -96,16 +96,16 @@ except database.StoreError as error:
 
 
 @pytest.mark.parametrize("version", ["3.7.0", "3.40.1", "3.44.5", "3.45.0", "3.50.6", "3.51.0", "3.51.2"])
-def test_versions_with_the_wal_reset_bug(version: str) -> None:
+def test_versions_with_the_wal_reset_bug_are_recognised(version: str) -> None:
     assert has_wal_reset_bug(tuple(map(int, version.split("."))))
 
 
 @pytest.mark.parametrize("version", ["3.6.23", "3.44.6", "3.50.7", "3.51.3", "3.52.0", "4.0.0"])
-def test_versions_without_it(version: str) -> None:
+def test_versions_without_the_wal_reset_bug_are_recognised(version: str) -> None:
     assert not has_wal_reset_bug(tuple(map(int, version.split("."))))
 
 
-def test_the_sqlite_of_this_python_is_judged(sandbox) -> None:
+def test_the_sqlite_of_this_python_is_checked(sandbox) -> None:
     (finding,) = check_sqlite(sandbox.box())
     assert sqlite3.sqlite_version in finding.sentence
     assert (finding.level == "warning") == storage.has_wal_reset_bug(sqlite3.sqlite_version_info)

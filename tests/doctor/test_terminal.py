@@ -37,12 +37,12 @@ def test_colours_come_from_the_environment(sandbox, environ, level, words) -> No
         ({}, "warning"),
     ],
 )
-def test_the_locale_is_read_as_programs_read_it(sandbox, environ, level) -> None:
+def test_the_locale_variables_have_their_usual_precedence(sandbox, environ, level) -> None:
     (finding,) = check_characters(sandbox.box(**environ))
     assert finding.level == level
 
 
-def test_the_locale_is_that_of_the_shell_and_not_what_python_makes_of_it() -> None:
+def test_the_locale_is_the_shells_and_not_pythons_coerced_one() -> None:
     script = "import os; from sae_tui.doctor.base import environment_at_start as e; print(e().get('LC_CTYPE'))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_a_small_window_is_a_warning_and_80_by_24_is_enough(sandbox) -> None:
     ]
 
 
-def test_tmux_screen_and_neither_are_told_apart(sandbox) -> None:
+def test_tmux_screen_and_neither_are_distinguished(sandbox) -> None:
     boxes = sandbox.box(TMUX="/tmp/tmux-0/default,1,0"), sandbox.box(STY="1.pts"), sandbox.box()
     levels = [(finding.level, finding.sentence.split(":")[0]) for box in boxes for finding in check_multiplexer(box)]
     assert levels == [
@@ -76,7 +76,7 @@ def test_a_console_has_no_mouse(sandbox) -> None:
     ]
 
 
-def test_without_a_terminal_there_is_one_note_and_no_judgement_of_it(sandbox) -> None:
+def test_without_a_terminal_there_is_only_one_note(sandbox) -> None:
     box = sandbox.box(size=None)
     checks = (check_colours, check_size, check_multiplexer, check_mouse)
     (finding,) = [finding for check in checks for finding in check(box)]

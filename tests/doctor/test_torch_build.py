@@ -1,4 +1,4 @@
-"""Packages named torch stand in for builds that this machine does not have; one test asks the real one."""
+"""Packages named torch stand in for builds that this machine does not have; one test uses the real torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def torch_says(sandbox, tmp_path: Path) -> Callable[..., list[Finding]]:
     return check
 
 
-def test_a_build_that_suits_driver_and_cards_is_ok(torch_says) -> None:
+def test_a_build_that_fits_driver_and_gpus_is_ok(torch_says) -> None:
     torch, nccl = torch_says()
     assert (torch.level, nccl.level) == ("ok", "ok")
     assert torch.sentence == "2.9.0, built for CUDA 12.8, which this driver runs (up to 12.8)"
@@ -59,7 +59,7 @@ def test_a_build_that_suits_driver_and_cards_is_ok(torch_says) -> None:
     ("version", "capability", "advised"),
     [("2.7.1", (8, 9), True), ("2.8.0", (8, 9), False), ("2.7.1+cu128", (9, 0), False), ("next", (8, 9), False)],
 )
-def test_a_newer_torch_is_advised_for_cards_that_are_slow_at_fp64(torch_says, version, capability, advised) -> None:
+def test_a_newer_torch_is_advised_for_gpus_slow_at_fp64(torch_says, version, capability, advised) -> None:
     facts = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=(capability, (9, 0)))
     notes = [finding for finding in torch_says(version=version, facts=facts) if finding.level == "note"]
     assert [one.sentence for one in notes] == [f"Adam of {version} computes in fp64, at which GPU 0 is slow"] * advised
@@ -69,7 +69,7 @@ def test_a_newer_minor_version_of_cuda_runs_on_the_driver(torch_says) -> None:
     assert torch_says(cuda="12.9")[0].level == "ok"
 
 
-def test_a_newer_major_version_of_cuda_does_not(torch_says) -> None:
+def test_a_newer_major_version_of_cuda_is_an_error(torch_says) -> None:
     finding = torch_says(cuda="13.0", available=False)[0]
     assert finding.level == "error"
     assert finding.sentence == "2.9.0 is built for CUDA 13.0, but the driver runs 12.8 at most"
@@ -82,7 +82,7 @@ def test_a_build_without_cuda_on_a_box_with_gpus_is_an_error(torch_says) -> None
     assert "no job can use the 2 GPUs" in finding.sentence
 
 
-def test_hidden_gpus_are_told_with_the_variable_that_hides_them(torch_says) -> None:
+def test_hidden_gpus_are_reported_with_the_variable_that_hides_them(torch_says) -> None:
     finding = torch_says(available=False, CUDA_VISIBLE_DEVICES="1,GPU-0")[0]
     assert finding.level == "error"
     assert finding.sentence.endswith("sees none of the 1 GPU")
@@ -100,19 +100,19 @@ def test_hidden_gpus_are_told_with_the_variable_that_hides_them(torch_says) -> N
         (("sm_89a",), False),
     ],
 )
-def test_cards_for_which_there_is_no_code_are_an_error(torch_says, archs, known) -> None:
+def test_gpus_without_compiled_code_are_an_error(torch_says, archs, known) -> None:
     lacking = [finding for finding in torch_says(archs=archs) if "has no code" in finding.sentence]
     assert bool(lacking) is not known
     assert all("GPU 0 and GPU 1 (sm_90)" in finding.sentence for finding in lacking)
 
 
-def test_another_nccl_than_torch_was_built_with_is_a_warning(torch_says) -> None:
+def test_an_nccl_other_than_the_one_torch_was_built_with_is_a_warning(torch_says) -> None:
     nccl = torch_says(installed="2.21.5")[1]
     assert nccl.level == "warning"
     assert nccl.remedy == "run `pip install nvidia-nccl-cu12==2.27.5`"
 
 
-def test_the_same_nccl_up_to_its_patch_is_ok(torch_says) -> None:
+def test_a_different_patch_version_of_nccl_is_ok(torch_says) -> None:
     assert torch_says(installed="2.27.7")[1].level == "ok"
 
 
@@ -121,7 +121,7 @@ def test_several_gpus_need_nccl_and_one_does_not(torch_says) -> None:
     assert len(torch_says(nccl=None, gpus=1)) == 1
 
 
-def test_a_build_for_rocm_on_a_box_with_cards_of_amd_is_ok(torch_says) -> None:
+def test_a_rocm_build_on_a_machine_with_amd_gpus_is_ok(torch_says) -> None:
     rocm = {"cuda": None, "hip": "6.4.43482", "source": "amdsmi", "triton": "pytorch_triton_rocm"}
     torch, rccl = torch_says(**rocm, archs=("gfx942", "gfx1031"))
     assert (torch.level, torch.sentence) == ("ok", "2.9.0, built for ROCm 6.4.43482")
@@ -133,7 +133,7 @@ def test_a_build_for_rocm_on_a_box_with_cards_of_amd_is_ok(torch_says) -> None:
     assert hidden.remedy == 'unset HIP_VISIBLE_DEVICES, which is "0"'
 
 
-def test_a_build_for_another_vendors_cards_is_an_error_with_its_remedy(torch_says) -> None:
+def test_a_build_for_another_vendors_gpus_is_an_error_with_its_remedy(torch_says) -> None:
     (cuda,) = torch_says(source="amdsmi")
     assert cuda.level == "error"
     assert cuda.sentence == "2.9.0 is built for CUDA, so that no job can use the GPUs of AMD"
@@ -145,21 +145,21 @@ def test_a_build_for_another_vendors_cards_is_an_error_with_its_remedy(torch_say
     assert rocm.remedy.startswith("install a build of torch for CUDA")
 
 
-def test_a_torch_that_cannot_be_imported_is_an_error_with_its_last_words(sandbox, tmp_path: Path) -> None:
+def test_a_failing_torch_import_is_an_error_with_its_message(sandbox, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudnn.so.9: cannot open shared object file')")
     (finding,) = check_torch(sandbox.box(PYTHONPATH=str(tmp_path)))
     assert finding.level == "error"
     assert "libcudnn.so.9" in finding.sentence
 
 
-def test_a_torch_that_never_answers_is_told_after_a_limit(sandbox, tmp_path: Path, monkeypatch) -> None:
+def test_a_hanging_torch_is_reported_after_a_timeout(sandbox, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "torch.py").write_text("import threading; threading.Event().wait()")
     monkeypatch.setattr("sae_tui.doctor.torch_build.LIMIT_S", 1.0)
     (finding,) = check_torch(sandbox.box(PYTHONPATH=str(tmp_path)))
     assert "did not answer within 1 s" in finding.sentence
 
 
-def test_the_real_torch_answers(sandbox) -> None:
+def test_the_real_torch_is_recognised(sandbox) -> None:
     (finding,) = check_torch(sandbox.box(PATH=os.environ["PATH"]))
     assert finding.level == "ok"
     assert finding.sentence.endswith("jobs run on the CPU here")

@@ -1,4 +1,4 @@
-"""What others may do in a data folder, by its files, modes and links."""
+"""Access of other users to a data folder, given its owners, modes and links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 
 @pytest.fixture
 def box(sandbox) -> Iterator[Box]:
-    """Yield a box with a run, in a place that everybody may enter."""
+    """Yield a box with a run, in a folder that all users may enter."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         sandbox.data = DataDir(Path(folder) / "data")
@@ -32,25 +32,25 @@ def box(sandbox) -> Iterator[Box]:
 
 
 def of_trust(box: Box) -> list[Finding]:
-    """Return the findings of the first four checks, those before the file system."""
+    """Return the findings of the first four checks, which precede the file system checks."""
     return list(examine(box, CHECKS[:4]))
 
 
 def may_read(file: Path) -> bool:
-    """Tell whether a user who shares no group with this one may read a file."""
+    """Return whether a user who shares no group with this user may read a file."""
     reader = subprocess.run(["cat", str(file)], user=STRANGER, group=STRANGER, extra_groups=[], capture_output=True)
     return reader.returncode == 0
 
 
-def test_a_folder_that_we_made_lets_nobody_in_and_a_missing_one_is_not_judged(box: Box) -> None:
+def test_a_new_data_folder_is_private_and_a_missing_one_gives_no_finding(box: Box) -> None:
     assert [(finding.level, finding.subject) for finding in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
-    # Whatever is open below a folder that nobody enters.
+    # Open files do not matter below a folder that no one else may enter.
     box.data.run(7).job_file.chmod(0o644)
     assert [finding.level for finding in of_trust(box)] == ["ok", "ok"]
     assert of_trust(Box(DataDir(box.data.root / "none"), box._source)) == []
 
 
-def test_what_is_open_below_a_folder_that_nobody_enters_is_not_told(box: Box) -> None:
+def test_open_files_below_a_closed_folder_are_not_reported(box: Box) -> None:
     for path in (box.data.root, box.data.root / "runs", box.data.run(7).root):
         path.chmod(0o755)
     box.data.run(7).job_file.chmod(0o644)
@@ -60,7 +60,7 @@ def test_what_is_open_below_a_folder_that_nobody_enters_is_not_told(box: Box) ->
 
 
 @as_root
-def test_files_that_another_user_can_read_are_told_until_the_remedy_is_followed(box: Box) -> None:
+def test_readable_files_are_reported_until_the_remedy_is_applied(box: Box) -> None:
     root, file = box.data.root, box.data.run(7).job_file
     for path in (root, root / "runs", file.parent):
         path.chmod(0o755)
@@ -78,7 +78,7 @@ def test_files_that_another_user_can_read_are_told_until_the_remedy_is_followed(
     assert [finding.level for finding in check_readers(box)] == ["ok"]
 
 
-def test_what_a_group_shares_on_purpose_is_a_note_and_not_told_as_open(box: Box) -> None:
+def test_an_intentionally_shared_group_folder_is_a_note(box: Box) -> None:
     root, file = box.data.root, box.data.run(7).job_file
     for path in (root, root / "runs", file.parent):
         path.chmod(0o2770)
@@ -95,7 +95,7 @@ def test_what_a_group_shares_on_purpose_is_a_note_and_not_told_as_open(box: Box)
 
 
 @as_root
-def test_a_folder_of_a_stranger_or_of_everybody_is_an_error(box: Box) -> None:
+def test_a_folder_of_another_user_or_writable_by_all_is_an_error(box: Box) -> None:
     root = box.data.root
     root.chmod(0o777)
     (finding,) = check_owner(box)
@@ -112,7 +112,7 @@ def test_a_folder_of_a_stranger_or_of_everybody_is_an_error(box: Box) -> None:
 
 
 @pytest.mark.parametrize("place", ["trash", "runs", "runs/7/checkpoints"])
-def test_a_link_in_the_place_of_a_folder_of_ours_is_an_error(box: Box, place: str) -> None:
+def test_a_link_in_place_of_a_data_folder_is_an_error(box: Box, place: str) -> None:
     folder = box.data.root / place
     if folder.exists():
         folder.rename(folder.with_name("moved"))
@@ -123,7 +123,7 @@ def test_a_link_in_the_place_of_a_folder_of_ours_is_an_error(box: Box, place: st
 
 
 @as_root
-def test_a_command_that_is_not_run_at_the_end_of_a_job_is_told_with_the_reason(box: Box) -> None:
+def test_an_untrusted_on_job_end_command_is_reported_with_the_reason(box: Box) -> None:
     file = box.data.settings_file
     file.write_text('on_job_end = ["id"]\n')
     file.chmod(0o600)
