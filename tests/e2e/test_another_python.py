@@ -1,4 +1,4 @@
-"""A job is trained and evaluated by the Python of another environment, which the settings name."""
+"""Training and evaluating a job with the Python of another environment, which the settings name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.environments import make_environment
 
 
 @pytest.mark.timeout(300)
-def test_ranks_and_evaluations_are_run_by_the_python_of_the_settings(box: Box, tmp_path: Path) -> None:
+def test_ranks_and_evaluations_use_the_python_of_the_settings(box: Box, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "env")
     box.data.create()
     box.data.settings_file.write_text(f'python = "{python}"\n')
@@ -19,7 +19,7 @@ def test_ranks_and_evaluations_are_run_by_the_python_of_the_settings(box: Box, t
     job_id = box.shell("launch", str(box.job_file(2)), *quick)["id"]
     assert box.wait_for_state(job_id, "finished", "failed")["state"] == "finished"
     assert f'\npython = "{python}"\n' in box.data.run(job_id).job_file.read_text()
-    # A job that has recorded its Python ignores later settings.
+    # A job with a recorded Python ignores later settings.
     box.data.settings_file.unlink()
     assert "is evaluated: " in box.shell("eval", str(job_id), "--cpu", "--wait")["message"]
     starts = (tmp_path / "starts").read_text()

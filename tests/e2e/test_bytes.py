@@ -1,4 +1,4 @@
-"""The app survives input other than keys and library output: its screen stays intact, and crashes are reported."""
+"""Input other than keys and output of libraries leave the app's screen intact, and crashes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Display of GPUs that report few values, and display on limited terminals."""
+"""Display of GPUs that report few values, and of the app on limited terminals."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from support.box import ESC, Box
 from support.driver import environment
 
 
-def test_a_full_card_whose_user_cannot_be_seen_is_neither_idle_nor_ticked(box: Box, drivers: Path) -> None:
+def test_a_full_gpu_with_an_invisible_user_is_neither_idle_nor_selected(box: Box, drivers: Path) -> None:
     hidden = environment(drivers, GPUS=3, PIDS="", FAULTS="1:idle") | {"CUDA_VISIBLE_DEVICES": "0,1"}
     terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **hidden)
-    # The screen is drawn from the top and may have been read halfway.
+    # The screen is drawn from the top, so it may have been read half drawn.
     text = terminal.wait_for(
         lambda text: "in use, cannot be seen" in text and "idle" in text and text.count("H200") == 2
     )
@@ -28,7 +28,7 @@ def test_a_full_card_whose_user_cannot_be_seen_is_neither_idle_nor_ticked(box: B
     terminal.wait_for("in use, cannot be seen")
 
 
-def test_a_locale_without_blocks_is_refused_in_one_sentence(box: Box) -> None:
+def test_a_locale_without_block_characters_is_rejected_in_one_line(box: Box) -> None:
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     terminal = box.app(120, 24, "--demo", shows="LC_ALL=C.UTF-8", **plain)
     assert terminal.wait_for_exit() == 1

@@ -1,4 +1,4 @@
-"""The frame around the content, in a 256-colour terminal as over ssh."""
+"""The frame around the content in a 256-colour terminal, as over ssh."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     terminal.wait_for(lambda _: differs_from_below(terminal, row_of(terminal, "Name of job 1")))
 
 
-def test_sixteen_gpus_have_their_numbers_on_the_launch_screen(box: Box) -> None:
+def test_sixteen_gpus_show_their_indices_on_the_launch_screen(box: Box) -> None:
     terminal = box.app(120, 40, "--demo", "--demo-gpus", "16")
     terminal.send("n")
     assert "GPU …" not in terminal.wait_for("GPU 9 ")
@@ -85,7 +85,7 @@ def test_the_footer_fits_every_width_and_ends_with_quit_and_help(box: Box) -> No
     assert "? Help" not in footer(terminal)
 
 
-def test_a_message_is_one_line_above_the_footer_and_goes_and_an_error_waits_for_a_key(box: Box) -> None:
+def test_a_message_above_the_footer_disappears_and_an_error_waits_for_a_key(box: Box) -> None:
     box.record_job("done", JobState.FINISHED)
     terminal = box.app(80, 24)
     terminal.wait_for("✓ finished")

@@ -9,7 +9,7 @@ from support.box import ROOT, Box, processes_of, wait_for_store
 
 
 @pytest.mark.timeout(400)
-def test_a_job_launched_by_keys_outlives_the_app_and_leaves_an_sae_that_saelens_loads(box: Box) -> None:
+def test_a_job_launched_by_keys_outlives_the_app_and_saelens_loads_its_sae(box: Box) -> None:
     terminal = box.app()
     box.launch_by_keys(terminal, steps=120)
     terminal.wait_for("▶ running", 90)
@@ -31,7 +31,7 @@ def test_a_job_launched_by_keys_outlives_the_app_and_leaves_an_sae_that_saelens_
 
 
 @pytest.mark.timeout(400)
-def test_killing_the_app_and_closing_the_terminal_leave_the_job_running_and_stop_saves_it(box: Box) -> None:
+def test_a_job_survives_the_apps_death_and_a_closed_terminal_and_can_be_stopped(box: Box) -> None:
     killed = box.app(80, 24)
     box.launch_by_keys(killed, steps=100_000)
     killed.wait_for("▶ running", 90)

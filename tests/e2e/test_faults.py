@@ -1,4 +1,4 @@
-"""The app starts and quits with any failure outside it."""
+"""The app starts and quits despite any failure outside it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def seconds_to_quit(terminal: Terminal) -> float:
     return time.monotonic() - started
 
 
-def test_a_machine_without_a_driver_says_so_and_what_to_do(start) -> None:
+def test_a_missing_driver_is_reported_with_its_consequence(start) -> None:
     terminal = start("--gpu-source", "nvml")
     text = terminal.wait_for("so jobs run on the CPU", 60)
     assert "driver" in text
@@ -47,7 +47,7 @@ def test_a_machine_without_a_driver_says_so_and_what_to_do(start) -> None:
     terminal.wait_for("1 CPU process, single")
 
 
-def test_a_card_that_hangs_stops_neither_the_others_nor_the_keys_nor_leaving(start) -> None:
+def test_a_hanging_gpu_blocks_neither_other_gpus_nor_keys_nor_quitting(start) -> None:
     terminal = start("--gpu-source", "simulated", SAE_TUI_SIMULATED_FAULTS="1:hang")
     terminal.wait_for("mallory", 60)
     terminal.send("v")
@@ -55,7 +55,7 @@ def test_a_card_that_hangs_stops_neither_the_others_nor_the_keys_nor_leaving(sta
     assert seconds_to_quit(terminal) < 2  # the promise is 1 s; the machine may be busy
 
 
-def test_a_data_folder_that_hangs_is_reported_and_stops_neither_the_keys_nor_leaving(start, tmp_path) -> None:
+def test_a_hanging_data_folder_is_reported_and_blocks_neither_keys_nor_quitting(start, tmp_path) -> None:
     hangs = Hangs(tmp_path, [tmp_path / "data"])
     terminal = start("--gpu-source", "simulated", **hangs.variables)
     terminal.wait_for("mallory", 60)
@@ -68,7 +68,7 @@ def test_a_data_folder_that_hangs_is_reported_and_stops_neither_the_keys_nor_lea
         seconds_to_quit(terminal)
 
 
-def test_the_app_ends_when_its_terminal_is_gone(start) -> None:
+def test_the_app_exits_when_its_terminal_is_closed(start) -> None:
     terminal = start("--gpu-source", "simulated")
     terminal.wait_for("mallory", 60)
     os.close(terminal.detach())
@@ -79,7 +79,7 @@ LEAVES = (b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?1006l", b"\x1b[?2004l", b"\x1b
 
 
 def left(terminal: Terminal) -> bool:
-    """Return whether the alternate screen, mouse and paste modes were all left again."""
+    """Return whether the app left the alternate screen, mouse and paste modes again."""
     written = bytes(terminal.raw)
     after = written[written.rindex(b"\x1b[?1049h") :]
     return all(sequence in after for sequence in LEAVES)
@@ -104,12 +104,12 @@ def test_a_signal_restores_the_terminal_from_a_dialog_and_while_the_app_is_stopp
     for number in (signal.SIGHUP, signal.SIGCONT):
         stopped.process.send_signal(number)
     assert stopped.wait_for_exit() == Exit.HUNG_UP
-    # The shell has the terminal again.
+    # The shell owns the terminal again.
     assert b"\x1b[?1049h" not in bytes(stopped.raw)[n_read:]
     assert stopped.mode == before
 
 
-def test_a_signal_while_the_first_screen_is_made_prints_no_traceback(start) -> None:
+def test_a_signal_during_the_first_screen_prints_no_traceback(start) -> None:
     terminal = start("--demo")
     before = terminal.mode
     while b"\x1b[?1049h" not in terminal.raw:
@@ -121,11 +121,11 @@ def test_a_signal_while_the_first_screen_is_made_prints_no_traceback(start) -> N
     assert b"Traceback" not in terminal.raw
 
 
-def test_a_second_signal_ends_an_app_whose_terminal_takes_nothing(start) -> None:
+def test_a_second_signal_ends_an_app_whose_terminal_accepts_no_output(start) -> None:
     terminal = start("--demo")
     before = terminal.mode
     terminal.wait_for("RTX 3080", 60)
-    # Nothing reads from here on, so the output buffer fills up.
+    # Nothing reads the output from here on, so its buffer fills up.
     for _ in range(20):
         terminal.send("v?\x1b")
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -138,7 +138,7 @@ def test_a_second_signal_ends_an_app_whose_terminal_takes_nothing(start) -> None
 
 
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
-def test_a_lost_card_is_a_row(start, view) -> None:
+def test_a_lost_gpu_is_shown_as_a_row(start, view) -> None:
     terminal = start("--gpu-source", "simulated", SAE_TUI_SIMULATED_FAULTS="1:lost,2:no_power")
     terminal.wait_for("mallory", 60)
     if view == "per_gpu":
@@ -146,7 +146,7 @@ def test_a_lost_card_is_a_row(start, view) -> None:
     terminal.wait_for("fallen off the bus")
 
 
-def test_a_corrupt_store_is_said_and_the_gpus_are_shown_all_the_same(start, tmp_path) -> None:
+def test_a_corrupt_store_is_reported_and_the_gpus_are_still_shown(start, tmp_path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "control.db").write_bytes(b"this is no database" * 500)
@@ -155,7 +155,7 @@ def test_a_corrupt_store_is_said_and_the_gpus_are_shown_all_the_same(start, tmp_
     terminal.wait_for("mallory")
 
 
-def test_a_store_of_a_newer_version_is_said(start, tmp_path) -> None:
+def test_a_store_of_a_newer_version_is_reported(start, tmp_path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     with sqlite3.connect(folder / "control.db") as db:
@@ -165,7 +165,7 @@ def test_a_store_of_a_newer_version_is_said(start, tmp_path) -> None:
     terminal.wait_for("mallory")
 
 
-def test_a_wrong_setting_is_told_by_name(start, tmp_path) -> None:
+def test_an_invalid_setting_is_reported_by_name(start, tmp_path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "settings.toml").write_text('monitor_view_default = "both"\n')
@@ -173,7 +173,7 @@ def test_a_wrong_setting_is_told_by_name(start, tmp_path) -> None:
     terminal.wait_for("monitor_view_default", 60)
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence_and_no_traceback(start, tmp_path) -> None:
+def test_a_data_folder_that_cannot_be_created_is_reported_without_a_traceback(start, tmp_path) -> None:
     (tmp_path / "data").write_text("a file where a folder should be")
     terminal = start("--gpu-source", "simulated")
     text = terminal.wait_for("--data-dir", 60)

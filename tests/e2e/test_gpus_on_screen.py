@@ -26,9 +26,7 @@ def drawn(terminal: Terminal, card: int) -> int:
     return sum(char in BLOCKS[1:] for char in line[29:44])
 
 
-def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_the_sums(
-    box: Box, drivers: Path
-) -> None:
+def test_a_slow_gpus_plot_is_as_wide_as_others_and_silent_gpus_are_not_summed(box: Box, drivers: Path) -> None:
     faults = environment(drivers, GPUS=4, PIDS="", FAULTS="1:slow=400,2:hang@5,3:lost@5")
     terminal = box.app(99, 30, *NVML, shows="H200", **faults)
     terminal.wait_for(SILENT)
@@ -47,7 +45,7 @@ def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_t
     terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)
 
 
-def test_a_restart_makes_no_dip_in_the_sums_though_one_card_answers_later(box: Box, drivers: Path) -> None:
+def test_a_restart_causes_no_dip_in_the_sums_although_one_gpu_responds_later(box: Box, drivers: Path) -> None:
     slow = environment(drivers, GPUS=2, PIDS="", FAULTS="1:slow=300")
     for columns in (4, 9):
         terminal = box.app(99, 30, *NVML, shows="H200", **slow)
@@ -59,7 +57,7 @@ def test_a_restart_makes_no_dip_in_the_sums_though_one_card_answers_later(box: B
     assert max(steps) <= 1, shown
 
 
-def test_gpus_below_the_edge_are_reached_by_keys(box: Box) -> None:
+def test_keys_scroll_to_gpus_below_the_edge(box: Box) -> None:
     terminal = box.app(80, 24, "--demo", "--demo-gpus", "16", shows="▼ 7 more")
     terminal.send("]")
     terminal.wait_for(lambda text: "15 RTX 3090" in text and "▲ 7 more" in text and "16 GPUs · 0 running" in text)
@@ -67,7 +65,7 @@ def test_gpus_below_the_edge_are_reached_by_keys(box: Box) -> None:
     terminal.wait_for(lambda text: " 0 RTX 3090" in text and "▼ 7 more" in text)
 
 
-def test_a_driver_that_takes_seconds_to_open_is_being_asked(box: Box, drivers: Path) -> None:
+def test_a_slow_driver_is_shown_as_being_queried(box: Box, drivers: Path) -> None:
     slow = environment(drivers, GPUS=2, PIDS="", INIT_MS=3000)
     terminal = box.app(80, 24, *NVML, shows="asking the driver…", **slow)
     text = terminal.wait_for(lambda text: text.count("asking the driver…") == 2)

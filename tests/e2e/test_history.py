@@ -25,12 +25,12 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """Return the utilisation row of each of three GPUs that are shown side by side."""
+    """Return the utilisation rows of three GPUs that are shown next to each other."""
     line = next(line for line in text.splitlines() if line.count(" util ") == 3)
     return [line[start : start + 40] for start in (0, 40, 80)]
 
 
-def test_the_past_of_another_card_is_not_drawn_as_this_ones(box: Box) -> None:
+def test_another_gpus_history_is_not_drawn_for_this_one(box: Box) -> None:
     store(box, 0, "GPU-of-before-the-reboot", 90)
     store(box, 1, uuid_of(2), 60)  # its index has changed since
     terminal = box.app(120, 40)

@@ -24,7 +24,7 @@ CTRL_Z = "\x1a"
 
 
 @pytest.mark.parametrize("opened", [["n"], ["y"], ["y", ESC, "n"]])
-def test_escape_from_the_form_and_then_a_clone_opens_the_clone(box: Box, opened: list[str]) -> None:
+def test_cloning_right_after_leaving_the_form_opens_the_clone(box: Box, opened: list[str]) -> None:
     box.record_job("first", JobState.FINISHED)
     terminal = box.app(80, 24)
     terminal.wait_for("first")
@@ -32,7 +32,7 @@ def test_escape_from_the_form_and_then_a_clone_opens_the_clone(box: Box, opened:
     terminal.wait_for("clone of job 1")
 
 
-def test_a_screen_is_opened_again_as_fast_as_keys_come(box: Box) -> None:
+def test_a_screen_can_be_reopened_as_fast_as_keys_are_typed(box: Box) -> None:
     box.record_job("first", JobState.FINISHED)
     terminal = box.app(80, 24)
     terminal.wait_for("first")
@@ -61,7 +61,7 @@ def wait_for_first_job(data: DataDir) -> Job:
         return control.jobs()[0]
 
 
-def test_keys_that_arrive_in_one_packet_are_taken_in_their_order(box: Box) -> None:
+def test_keys_in_one_packet_are_handled_in_order(box: Box) -> None:
     box.record_job("quick", JobState.FINISHED)
     box.record_job("other", JobState.FINISHED)
     terminal = box.app(80, 24)
@@ -79,7 +79,7 @@ CTRL_E, CTRL_R, F1, DOWN = "\x05", "\x12", "\x1bOP", "\x1b[B"
 
 
 def editor(box: Box, *lines: str) -> str:
-    """Write a shell script of these lines to use as an editor; return its path."""
+    """Write a shell script with these lines to use as an editor; return its path."""
     path = box.folder / "editor"
     path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
     path.chmod(0o755)
@@ -87,7 +87,7 @@ def editor(box: Box, *lines: str) -> str:
 
 
 @pytest.mark.parametrize("command", ["false", "no-such-editor"])
-def test_an_editor_that_fails_gives_the_terminal_back(box: Box, command: str) -> None:
+def test_a_failing_editor_gives_the_terminal_back(box: Box, command: str) -> None:
     terminal = box.app(80, 24, EDITOR=command, VISUAL="")
     terminal.press("n")
     terminal.wait_for("3 GPUs, ")
@@ -100,7 +100,7 @@ def test_an_editor_that_fails_gives_the_terminal_back(box: Box, command: str) ->
     assert terminal.wait_for_exit() == 0
 
 
-def test_a_paste_whose_end_comes_in_two_parts_leaves_every_key_alive(box: Box) -> None:
+def test_keys_still_work_after_a_paste_whose_end_is_split(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.send("\x1b[200~some text\x1b[20")
     terminal.read(0.4)  # longer than Textual waits for the rest of a sequence
@@ -109,7 +109,7 @@ def test_a_paste_whose_end_comes_in_two_parts_leaves_every_key_alive(box: Box) -
     terminal.wait_for("GPUs above")
 
 
-def test_ctrl_s_typed_as_the_editor_opens_does_not_keep_the_app_waiting(box: Box) -> None:
+def test_ctrl_s_typed_while_the_editor_opens_does_not_block_the_app(box: Box) -> None:
     terminal = box.app(80, 24, EDITOR=editor(box, "sleep 0.5"), VISUAL="")
     terminal.press("n")
     terminal.wait_for("3 GPUs, ")
@@ -123,7 +123,7 @@ def test_ctrl_s_typed_as_the_editor_opens_does_not_keep_the_app_waiting(box: Box
     terminal.wait_for(lambda _: b"Launch" in terminal.raw[shown:])
 
 
-def test_ctrl_z_in_an_editor_stops_no_app_that_no_shell_goes_on_with(box: Box) -> None:
+def test_ctrl_z_in_an_editor_does_not_stop_an_app_without_a_shell(box: Box) -> None:
     opened, done = box.folder / "opened", box.folder / "done"
     script = editor(box, f"touch {opened}", f"until [ -e {done} ]; do sleep 0.05; done")
     terminal = box.app(80, 24, EDITOR=script, VISUAL="", controlling=True)
@@ -138,7 +138,7 @@ def test_ctrl_z_in_an_editor_stops_no_app_that_no_shell_goes_on_with(box: Box) -
     terminal.wait_for(lambda _: b"Launch" in terminal.raw[shown:])
 
 
-def test_the_editor_opens_again_with_what_is_wrong_until_the_job_is_right(box: Box) -> None:
+def test_the_editor_reopens_with_the_errors_until_the_job_is_valid(box: Box) -> None:
     copy = box.folder / "seen.toml"
     script = editor(
         box,
@@ -155,7 +155,7 @@ def test_the_editor_opens_again_with_what_is_wrong_until_the_job_is_right(box: B
     assert "banana" in copy.read_text()
 
 
-def test_a_draft_is_not_lost_without_a_question_and_ctrl_r_resets_it(box: Box) -> None:
+def test_a_draft_is_discarded_only_after_a_question_and_ctrl_r_resets_it(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")
     terminal.wait_for("3 GPUs, ")
@@ -174,7 +174,7 @@ def test_a_draft_is_not_lost_without_a_question_and_ctrl_r_resets_it(box: Box) -
     terminal.wait_for(lambda text: "changed · " not in text and "other" not in text)
 
 
-def test_a_text_pasted_onto_the_dashboard_does_nothing(box: Box) -> None:
+def test_text_pasted_onto_the_dashboard_does_nothing(box: Box) -> None:
     job = box.record_job("first", JobState.QUEUED)
     terminal = box.app(80, 24)
     terminal.wait_for("first")
@@ -185,7 +185,7 @@ def test_a_text_pasted_onto_the_dashboard_does_nothing(box: Box) -> None:
     assert terminal.process.poll() is None
 
 
-def test_what_was_typed_in_the_editor_is_not_lost_and_a_form_with_errors_can_be_edited(box: Box) -> None:
+def test_text_typed_in_the_editor_is_kept_and_a_form_with_errors_can_be_edited(box: Box) -> None:
     copy = box.folder / "seen.toml"
     script = editor(box, f'cp "$1" {copy}', 'grep -q mended "$1" && exit 1', 'sed -i "s/many/mended/" "$1"')
     terminal = box.app(120, 40, EDITOR=script, VISUAL="", TMPDIR=str(box.folder))
@@ -206,14 +206,12 @@ def gives_the_terminal_away(terminal: Terminal) -> bool:
 
 
 def times_open(box: Box) -> int:
-    """Return NVML's open count in the only program that uses the stand-in library; -1 if unknown."""
+    """Return NVML's open count in the only program that uses the stand-in library, or -1."""
     (file,) = box.folder.glob("open.*")
     return int(file.read_text() or -1)
 
 
-def test_ctrl_z_closes_the_driver_so_that_gpus_can_be_reset_also_in_an_editor_and_fg_opens_it(
-    box: Box, drivers: Path
-) -> None:
+def test_ctrl_z_closes_the_driver_even_in_an_editor_and_fg_reopens_it(box: Box, drivers: Path) -> None:
     env = environment(drivers, GPUS=2, PIDS="", OPEN=box.folder / "open")
     env |= {"EDITOR": editor(box, "echo an editor", "read line"), "VISUAL": ""}
     shell = Terminal(["bash", "--norc", "-i"], columns=80, rows=24, env=box.env | env, controlling=True)
@@ -247,13 +245,13 @@ def test_ctrl_z_closes_the_driver_so_that_gpus_can_be_reset_also_in_an_editor_an
     app.wait(20)
 
 
-def test_ctrl_z_is_refused_where_no_shell_could_continue_the_app(box: Box) -> None:
+def test_ctrl_z_is_rejected_if_no_shell_could_continue_the_app(box: Box) -> None:
     terminal = box.app(80, 24, controlling=True)
     terminal.send(CTRL_Z)
     terminal.wait_for("no shell could continue")
 
 
-def test_a_stopped_app_gives_the_terminal_back_and_takes_it_again(box: Box) -> None:
+def test_a_stopped_app_releases_the_terminal_and_takes_it_again(box: Box) -> None:
     terminal = box.app(80, 24, controlling=True)
     for number in (signal.SIGTSTP, signal.SIGSTOP, signal.SIGTSTP):
         terminal.process.send_signal(number)

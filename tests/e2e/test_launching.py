@@ -1,4 +1,4 @@
-"""Launching in a real terminal: a job that can never run is refused, and a job that must wait is confirmed first."""
+"""Launching in a real terminal: a job that can never run is rejected, and a job that must wait is confirmed first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes
 
 HOME, DOWN = "\x1b[H", "\x1b[B"
-# 1.2 million latents do not fit a GPU of 10 GiB alone, and checkpoints need 35 GiB of a real disk.
+# 1.2 million latents do not fit on a GPU of 10 GiB, and their checkpoints need 35 GiB on a real disk.
 WIDE = """
 name = "wide"
 [data]
@@ -83,7 +83,7 @@ def told_need(screen: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_that_can_never_run_is_refused_and_auto_takes_the_mode_that_fits(box: Box) -> None:
+def test_a_job_that_can_never_run_is_rejected_and_auto_selects_a_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
     terminal.wait_for("needs 0.9 GiB per GPU")
@@ -106,7 +106,7 @@ def test_a_job_that_can_never_run_is_refused_and_auto_takes_the_mode_that_fits(b
 
 
 @pytest.mark.timeout(300)
-def test_a_width_typed_into_the_form_makes_auto_take_the_mode_that_fits(box: Box) -> None:
+def test_a_width_typed_into_the_form_makes_auto_select_a_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
     terminal.wait_for("needs 0.9 GiB per GPU")
@@ -122,7 +122,7 @@ def test_a_width_typed_into_the_form_makes_auto_take_the_mode_that_fits(box: Box
 
 
 @pytest.mark.timeout(300)
-def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Box) -> None:
+def test_launching_a_job_that_must_wait_for_memory_asks_with_full_numbers(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")
     terminal.wait_for("needs 0.9 GiB")
@@ -150,7 +150,7 @@ def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Bo
 
 
 @pytest.mark.timeout(300)
-def test_a_torch_without_cuda_is_told_before_the_launch(box: Box, drivers: Path) -> None:
+def test_a_torch_without_cuda_is_reported_before_the_launch(box: Box, drivers: Path) -> None:
     torch = box.folder / "site" / "torch"
     torch.mkdir(parents=True)
     (torch / "__init__.py").touch()

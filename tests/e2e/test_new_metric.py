@@ -36,7 +36,7 @@ from trainer.ranks.foreground import BAR, Foreground, result, write_job
 from trainer.reporting.progress import StoredProgress
 from trainer.training.loop import Trainer
 
-N_STEPS = {1: 5, 2: 20}  # for each of the two trained jobs
+N_STEPS = {1: 5, 2: 20}  # steps of each of the two trained jobs
 Shell = Callable[..., str]
 
 
@@ -54,7 +54,7 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train in this process, write the files and the row of a supervisor and a rank, and return the job's id."""
+    """Train in this process, write the files and rows of a supervisor and a rank, and return the job's id."""
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
     paths.create()
@@ -75,7 +75,7 @@ def train(data: DataDir, job: JobConfig) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    """Register a metric, the only step after writing its file."""
+    """Register a metric, which is the only step besides writing its file."""
     series = Series("SNR", unit="dB", better="higher", format=".1f")
     entry = MetricEntry("support.snr:Snr", "Signal-to-noise ratio of x_hat.", series, held_out=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -95,21 +95,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
 
 @pytest.fixture
 def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Return a function that returns a command's output, from the app or, with `program`, from the trainer."""
+    """Return a function that returns the output of an app command or, with `program`, of a trainer command."""
 
     def run(*arguments: object, program: str = "sae-tui") -> str:
         capsys.readouterr()
         if program == "trainer":
             assert trainer.cli.main([*map(str, arguments)]) == 0
         else:
-            # Not `main`: it restores signals, sets the umask, and exits by `_exit` if a driver hangs.
+            # `main` would restore signals, set the umask, and exit with `_exit` if a driver hangs.
             assert sae_tui.cli._main(["--data-dir", str(data.root), *map(str, arguments)]) == 0
         return capsys.readouterr().out
 
     return run
 
 
-def test_the_log_has_a_new_metric_of_training_and_of_held_out_data(
+def test_the_log_has_the_new_metric_for_training_and_held_out_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = DataDir(tmp_path / "data")
@@ -120,7 +120,7 @@ def test_the_log_has_a_new_metric_of_training_and_of_held_out_data(
     assert re.search(r"step 5  held-out FVU .*  held-out SNR -?\d+\.\d dB$", log, re.MULTILINE)
 
 
-def test_the_progress_bar_and_the_result_of_a_run_have_a_new_metric(data: DataDir) -> None:
+def test_the_progress_bar_and_the_result_have_the_new_metric(data: DataDir) -> None:
     job, paths = make_job(20), data.run(2)
     spec = RankSpec(run_dir=paths.root, output_dir=data.sae(2), attempt=1, world_size=1, device="cpu")
     with RunLock(paths.root) as lock, tqdm(total=20, file=io.StringIO(), bar_format=BAR) as bar:
@@ -132,7 +132,7 @@ def test_the_progress_bar_and_the_result_of_a_run_have_a_new_metric(data: DataDi
     assert f"SNR {outcome['heldout_snr']:.1f} dB" in trainer.cli._quality(outcome)
 
 
-def test_the_exported_sae_and_one_of_a_checkpoint_say_a_new_metric(data: DataDir, shell: Shell, tmp_path: Path) -> None:
+def test_exported_saes_have_the_new_metric_in_their_metadata(data: DataDir, shell: Shell, tmp_path: Path) -> None:
     shell("export", data.run(2).root, "--out", tmp_path / "again", program="trainer")
     for folder in (data.sae(2), tmp_path / "again"):
         metadata = json.loads((folder / "cfg.json").read_text())["metadata"]
@@ -140,7 +140,7 @@ def test_the_exported_sae_and_one_of_a_checkpoint_say_a_new_metric(data: DataDir
         assert metadata["heldout_snr"] > 0
 
 
-def test_jobs_are_listed_with_a_new_metric_and_sorted_by_it_best_first(shell: Shell) -> None:
+def test_jobs_are_listed_with_the_new_metric_and_sorted_by_it_best_first(shell: Shell) -> None:
     listed = json.loads(shell("jobs", "--sort", "snr", "--json"))
     assert [job["id"] for job in listed] == [2, 1]
     assert listed[0]["heldout_snr"] > listed[1]["heldout_snr"]
@@ -152,7 +152,7 @@ def test_jobs_are_listed_with_a_new_metric_and_sorted_by_it_best_first(shell: Sh
     assert json.loads(shell("job", 2, "--json"))["snr"] == listed[0]["snr"]
 
 
-def test_a_comparison_has_a_new_metric_in_its_table_json_and_csv(shell: Shell, tmp_path: Path) -> None:
+def test_a_comparison_has_the_new_metric_in_its_table_json_and_csv(shell: Shell, tmp_path: Path) -> None:
     table = shell("compare", 1, 2)
     assert re.search(r"^batch SNR +-?[\d.]+ dB +-?[\d.]+ dB$", table, re.MULTILINE)
     assert re.search(r"^held-out SNR .* dB ★$", table, re.MULTILINE)
@@ -165,7 +165,7 @@ def test_a_comparison_has_a_new_metric_in_its_table_json_and_csv(shell: Shell, t
     assert [int(row["step"]) for row in rows if row["metric"] == "snr"] == [5, 5, 10, 15, 20]
 
 
-async def test_a_job_s_screen_has_a_curve_of_a_new_metric_and_its_value(data: DataDir) -> None:
+async def test_a_jobs_screen_has_the_new_metrics_curve_and_value(data: DataDir) -> None:
     app = SaeApp(data, StillMonitor(4), Settings(sampling_interval_s=60.0), ())
     async with app.run_test(size=(160, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)

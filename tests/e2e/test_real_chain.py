@@ -24,7 +24,7 @@ from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-# Number and length of the contexts that SAELens evaluates too; the model reads them ten times.
+# Number and length of the contexts that are evaluated with SAELens too; the model reads them ten times.
 N_JUDGED, SHORT = 4, 32
 # Our metrics over all tokens, and their names in SAELens.
 OF_SAELENS = {
@@ -82,7 +82,7 @@ class Chain:
 
 @needs_model
 @pytest.mark.timeout(600)
-def test_a_real_model_goes_the_whole_way(tmp_path: Path) -> None:
+def test_a_real_model_passes_through_the_entire_chain(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     extract(chain)
     inspect(chain)
@@ -105,7 +105,7 @@ def extract(chain: Chain) -> None:
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
-    # Each context begins with a first token, and so does each document in it; part of the last batch may be unused.
+    # Each context begins with a first token, and so does each document within it; part of the last batch may be unused.
     n_contexts = N_ROWS // CONTEXT
     assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
     origins = []
@@ -124,7 +124,8 @@ def inspect(chain: Chain) -> None:
         assert (facts["n_tokens"], facts["d_in"], facts["not_finite"]) == (N_ROWS, D_MODEL, 0)
         assert facts["constant_dimensions"] == 0
         assert facts["outliers"] < N_ROWS / 100
-        # gamma of all rows, first tokens included, is at most 0.1 after the layers in which those tokens are enormous.
+        # Over all rows, including first tokens, gamma is at most 0.1 after the layers where first tokens have huge
+        # norms.
         assert 0.2 < facts["gamma"] < 2
         assert facts["largest_norm"] < 15 * facts["median_norm"]
         rows = chain.rows(hook)["activations"].double()
@@ -154,7 +155,7 @@ def judge(chain: Chain) -> None:
     assert 0 < figures["fvu"] < 1
     assert figures["explained_variance"] == pytest.approx(1 - figures["fvu"])
     assert spliced["is_unseen"]
-    # A model without any knowledge of English has a loss of ln 49,152 = 10.8 nats.
+    # A model that knows no English has a loss of ln 49,152 = 10.8 nats.
     assert 0.5 < spliced["ce"] < 5
     assert spliced["ce"] - 0.05 < spliced["ce_with_sae"] < spliced["ce_with_zeros"]
     assert 0 < spliced["kl_with_sae"] < spliced["kl_with_zeros"]
@@ -187,7 +188,7 @@ def give_to_saelens(chain: Chain) -> None:
 
 
 def judge_as_saelens(chain: Chain) -> None:
-    """Compare every metric that claims SAELens' definition with SAELens' own evaluation, on the same contexts."""
+    """Compare every metric that uses SAELens' definition with SAELens' own evaluation, on the same contexts."""
     sae_lens = pytest.importorskip("sae_lens")
     from datasets import Dataset
     from sae_lens.evals import get_eval_everything_config, run_evals
@@ -223,7 +224,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first rows of contexts are different, and an SAE of the other rows cannot reconstruct them.
+    # First rows of contexts are outliers, which an SAE trained on the other rows cannot reconstruct.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 

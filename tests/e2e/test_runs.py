@@ -23,7 +23,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def sweep(box: Box) -> int:
-    """Record a sweep of three SAEs, the last of which is the best; the row has the values of the first."""
+    """Record a sweep of three SAEs with the last one as the best; the job's row has the values of the first."""
     config, note = job_file(k=[8, 16, 32]), "look at the dead latents before Friday"
     job_id = box.record_job(
         NAME, JobState.FINISHED, config=config, fvu=0.11, heldout_fvu=0.2184, note=note, tags=("good",)
@@ -37,7 +37,7 @@ def sweep(box: Box) -> int:
     return job_id
 
 
-def test_a_sweep_is_shown_by_its_best_sae_in_order_with_its_settings_and_log(box: Box, sweep: int) -> None:
+def test_a_sweep_shows_its_best_sae_first_with_its_settings_and_log(box: Box, sweep: int) -> None:
     terminal = box.app(80, 24)
     terminal.wait_for("0.1463")
     assert "0.2184" not in terminal.text
@@ -64,7 +64,7 @@ def test_a_sweep_is_shown_by_its_best_sae_in_order_with_its_settings_and_log(box
     assert box.shell("job", str(sweep))["best_sae"] == "k=32"
 
 
-def test_a_failure_is_told_once_and_whole_with_what_to_do_at_80_by_24(box: Box) -> None:
+def test_a_failure_is_shown_once_and_fully_with_its_remedy_at_80_by_24(box: Box) -> None:
     error = f"rank 1 was killed (SIGKILL); its last log line: {LAST}"
     job_id = box.record_job("quick", JobState.FAILED, config=job_file(k=16), error=error, world_size=2, attempt=1)
     paths = box.data.run(job_id)

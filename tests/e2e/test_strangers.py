@@ -51,11 +51,11 @@ k = 16
 gpus = [0]
 """
 CTRL_E, CTRL_F = "\x05", "\x06"
-# In a readable row these columns have fixed words and lists; all others are free text.
+# In a readable row these columns hold fixed words and lists; all others hold free text.
 OWN_WORDS = {
     "state", "device", "mode", "backend", "gpu_source", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level",
 }  # fmt: skip
-# A normal job has any text in these columns; an invalid job has it in any column.
+# These columns of a normal job may hold any text; in an invalid job, every column may.
 FREE = {"name", "user", "note", "error", "waits_for", "output_path", "overfitting"}
 STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
 USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
@@ -74,7 +74,7 @@ class World:
         self.process = self._start_stranger()
         fake = environment(drivers, GPUS=2, NAME=self.texts.short("GPU"), PIDS=self.process.pid)
         path = f"{self._write_programs()}:{os.environ['PATH']}"
-        # An environment variable holds no NUL, and in a terminal only UTF-8.
+        # An environment variable cannot contain NUL, and in a terminal it must be UTF-8.
         self.environment = fake | {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EDITOR": "cat"}
 
     def _write_files(self) -> None:
@@ -142,7 +142,7 @@ class World:
                 odd = f" WHERE id = {ODD}" if table == "jobs" and column not in FREE else ""
                 odd = f" WHERE job_id = {FAILED}" if table == "events" else odd
                 db.execute(f"UPDATE {table} SET {column} = ?{odd}", [self.texts.text(f"{table}.{column}")])
-            # The reason of an end would replace the reason why the job waits.
+            # A job's error would be shown instead of the reason why it waits.
             db.execute("UPDATE jobs SET error = NULL WHERE id = ?", [WAITING])
             db.execute("UPDATE jobs SET tags = json_array(?)", [self.texts.text("jobs.tags")])
 
@@ -166,7 +166,7 @@ class World:
         put_card(folder, name=self.texts.short("card"), latents=[{"latent": 0, "density": 0.1, "texts": [fires_on]}])
 
     def _start_stranger(self) -> subprocess.Popen[bytes]:
-        """Start another user's process on the GPUs, with a command line of its own choice."""
+        """Start another user's process on the GPUs, with an arbitrary command line."""
         name = os.fsencode(self.texts.file("process"))
         return subprocess.Popen([name, "-c", "import time; time.sleep(600)"], executable=sys.executable)
 
@@ -190,7 +190,7 @@ def world(box: Box, drivers: Path) -> Iterator[World]:
 
 
 class Visit:
-    """The app in a terminal, the texts shown on its screens, and checks that only the app controlled the terminal."""
+    """The app in a terminal: records the texts on its screens, and checks that only the app controls the terminal."""
 
     def __init__(self, world: World) -> None:
         self.world, box = world, world.box
@@ -213,7 +213,7 @@ class Visit:
 
     def press(self, *keys: str, to: str) -> None:
         for key in keys:
-            # Each key waits for the screen that it opens or closes; text is sent at typing speed.
+            # Each key waits for the screen that it opens or closes; text is typed faster.
             self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
         self.to(to)
 
@@ -235,7 +235,7 @@ NOT_ON_SCREENS = [
 ]  # fmt: skip
 
 
-def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> None:
+def test_no_screen_lets_another_users_text_control_the_terminal(world: World) -> None:
     visit, core = Visit(world), world.texts.core
     goes = visit.press
     for label in ("jobs.name", "setting", "theme", "far card", "far holder"):
@@ -398,7 +398,7 @@ for argv in lines:
 """
 
 
-# A progress bar returns to the start of its line before its text, and to erase itself.
+# A progress bar returns to the start of the line before its text, and to erase itself.
 PROGRESS = re.compile(rb"\r([ \w]*\|)|\r +\r")
 
 
@@ -425,7 +425,7 @@ def lines_of(world: World) -> list[list[str]]:
     return [*shown, *(["trainer", *line] for line in filled["trainer"])]
 
 
-def test_no_command_lets_a_strangers_text_steer_the_terminal(world: World) -> None:
+def test_no_command_lets_another_users_text_control_the_terminal(world: World) -> None:
     assert commands_of(make_parser(lambda *_: 0)) == WORDS.keys()
     assert commands_of(trainer_parser()) == TRAINER_WORDS.keys()
     lines = lines_of(world)
@@ -445,7 +445,7 @@ def test_no_command_lets_a_strangers_text_steer_the_terminal(world: World) -> No
     assert sorted(world.texts.labels - world.texts.seen(raw.decode())) == NOT_BY_COMMANDS
 
 
-def test_the_first_start_in_a_shared_folder_says_with_whom(box: Box) -> None:
+def test_the_first_start_in_a_shared_folder_names_the_group(box: Box) -> None:
     box.data.root.mkdir(parents=True)
     box.data.root.chmod(0o2770)
     terminal = box.app(120, 40)

@@ -1,4 +1,4 @@
-"""The tutorial as a newcomer types it: its files and commands in order, with fewer rows and steps."""
+"""The tutorial as a newcomer follows it: its files and commands in order, with fewer rows and steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEWER = {"20_000": "1_500", "200_000": "10_000", "1024": "256", "2304": "512"}
 
 @needs_model
 @pytest.mark.timeout(900)
-def test_the_tutorial_leads_from_a_model_to_a_feature(tmp_path: Path) -> None:
+def test_the_tutorials_commands_lead_from_a_model_to_a_feature(tmp_path: Path) -> None:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(FILE.parents[1])]),
         "SAE_TUI_DATA_DIR": str(tmp_path / "data"),
@@ -29,7 +29,7 @@ def test_the_tutorial_leads_from_a_model_to_a_feature(tmp_path: Path) -> None:
         if block.title:
             (tmp_path / block.title).write_text(fewer(block.text))
         for argv in commands_of(block) if block.language == "bash" else []:
-            # The packages are installed already, and the app has its own tests.
+            # The packages are already installed, and the app has its own tests.
             if argv[0] != "pip" and argv != ["sae-tui"]:
                 told = run(here(argv, tmp_path, env), tmp_path, env)
     assert "contexts" in told or "fires" in told
@@ -42,9 +42,9 @@ def fewer(text: str) -> str:
 
 
 def here(argv: list[str], folder: Path, env: dict[str, str]) -> list[str]:
-    """Return a command for this Python: jobs are waited for, the latent is one that fires, and `--model` is dropped.
+    """Return a command for this Python that waits for jobs, uses a latent that fires, and omits `--model`.
 
-    Evaluating with the model takes minutes, and `test_real_chain` does it with fewer tokens.
+    Evaluating with the model takes minutes; `test_real_chain` does it with fewer tokens.
     """
     program, *rest = argv
     if "--model" in rest:

@@ -12,14 +12,14 @@ from trainer.contract.store.states import JobState
 
 
 def in_line(box: Box, name: str, **fields: object) -> int:
-    """Record a queued job whose supervisor seems to be alive."""
+    """Record a queued job whose supervisor appears to be alive."""
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     return box.record_job(name, JobState.QUEUED, **alive, **fields)
 
 
 @pytest.mark.timeout(120)
-def test_holds_dependencies_and_names_are_kept_and_told_as_they_are(box: Box) -> None:
+def test_holds_dependencies_and_names_are_kept_and_shown_correctly(box: Box) -> None:
     first, second = in_line(box, "first", held=True), in_line(box, "second")
     terminal = box.app(120, 40)
     terminal.wait_for("◌ queued")
@@ -62,7 +62,7 @@ def test_holds_dependencies_and_names_are_kept_and_told_as_they_are(box: Box) ->
 
 
 @pytest.mark.timeout(300)
-def test_a_paused_job_is_called_so_everywhere_and_resumes_at_its_step(box: Box) -> None:
+def test_a_paused_job_is_shown_as_paused_everywhere_and_resumes_at_its_step(box: Box) -> None:
     terminal = box.app(120, 40)
     box.launch_by_keys(terminal, steps=100_000)
     terminal.wait_for('Job 1 "e2e" started on GPU 0,1. It keeps running', 60)

@@ -33,7 +33,7 @@ _HELD = {"hold": True}
 
 
 def machine_restarted(root: Path, like: Result) -> float:
-    """Leave a job as a restart does: its processes are gone, its rows name another boot and other users' pids.
+    """Leave a job as after a reboot: its processes are gone, and its rows name another boot and other users' pids.
 
     Return the seconds until the job is lost.
     """
@@ -53,7 +53,7 @@ def machine_restarted(root: Path, like: Result) -> float:
 
 
 def queue_restarted(root: Path) -> float:
-    """Restart a machine with queued jobs under another name; return the seconds until the queue runs again.
+    """Reboot a machine with queued jobs, under another name; return the seconds until the queue runs again.
 
     One job runs, one waits for it, and one is held. The queue keeps its order; the second job runs once the first is
     resumed.
@@ -134,11 +134,10 @@ def clock_set_back(root: Path, like: Result) -> float:
 
 
 def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Set the clock a day ahead or back and then right again, while one job runs and another waits for its GPUs.
+    """Set the clock a day ahead or back and later right again, while one job runs and another waits for its GPUs.
 
     Neither job may end early, be reported as stalled or lose a step. Return the seconds from the first step to the end
-    of
-    both.
+    of both.
     """
     with boxed(root) as box:
         clock = Clock(root)
@@ -166,7 +165,7 @@ def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1)
 
 
 def orphans_while_clock_is_set_back(root: Path) -> float:
-    """Halt ranks that lost their supervisor and whose first sighting is now in the future: they must be ended."""
+    """Halt ranks without a supervisor, whose first sighting the clock has put into the future: they must be ended."""
     with boxed(root) as box:
         job = RealJob(box).at_step(60)
         job.kill(0, 1, number=signal.SIGSTOP)
@@ -197,7 +196,7 @@ def stranger() -> Iterator[ProcessRef]:
 
 
 class Clock:
-    """The adjustable wall clock of a job's processes. Clocks that count from boot continue."""
+    """The adjustable wall clock of a job's processes; clocks that count from boot are not changed."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "steps"
@@ -214,14 +213,14 @@ class Clock:
             file.write(lines)
 
     def say(self, box: Box) -> None:
-        """Run a command under this clock that checks whether a job is lost, as every command does."""
+        """Run a command under this clock; like every command, it checks whether jobs are lost."""
         command = [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "jobs"]
         done = subprocess.run(command, env=os.environ | self._variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
 def _cut_power(job: RealJob) -> RealJob:
-    """Leave the job as a power cut would: no process is alive, and its rows report that it runs."""
+    """Leave the job as after a power cut: no process is alive, and its rows say that it runs."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
@@ -241,7 +240,7 @@ def _shift_events(control: Control, seconds: float) -> None:
 
 
 def _require_ordered(job: RealJob) -> None:
-    """Require that a reader shows curves by step, and the events of each source in order of arrival."""
+    """Require that curves are in the order of steps, and the events of each source in order of arrival."""
     reader = JobReader(job.box.data, job.id)
     reader.poll()
     steps = [point.step for point in reader.series[("loss", 0)]]

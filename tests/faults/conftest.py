@@ -34,7 +34,7 @@ class Training:
     def __init__(
         self, box: Box, n_ranks: int = 1, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object
     ) -> None:
-        """Launch the job; `prepare` gets the run's paths just before any process of the job exists."""
+        """Launch the job; `prepare` gets the run's paths before any process of the job exists."""
         self.box, self.n_ranks = box, n_ranks
 
         def start(data: DataDir, job_id: int) -> None:
@@ -67,7 +67,7 @@ class Training:
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Halt the ranks for this many seconds, since an idle test would leave them using full cores."""
+        """Halt the ranks for this many seconds; otherwise they would use full cores while the test only waits."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)
@@ -96,7 +96,7 @@ ONE_THREAD = "OMP_NUM_THREADS", "1"
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread: threads wait for each other by spinning, on a busy machine 50 times as long as they work."""
+    """Use one thread: on a busy machine, threads that wait for each other spin for 50 times their working time."""
     monkeypatch.setenv(*ONE_THREAD)
 
 

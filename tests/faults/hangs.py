@@ -24,14 +24,14 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# Both limits, the 5 s that a halted process has to end, and the extra time for a busy machine and two stack dumps.
+# Both limits, the 5 s that a halted process gets to end, and a margin for a busy machine and two stack dumps.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
 def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None = None, **train: int) -> float:
     """Halt a rank by SIGSTOP: it must be reported as stalled with the stacks of all ranks, ended, and restarted.
 
-    It continues from its checkpoint. Return the seconds until the ranks were ended.
+    The job continues from its checkpoint. Return the seconds until the ranks were ended.
     """
     with boxed(root) as box:
         job = RealJob(box, launch=WATCHED, **train).at_step(dice.randint(110, 300))
@@ -62,16 +62,17 @@ def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
 
 
 def processes_hang(root: Path, dice: random.Random) -> float:
-    """Make reads of /proc hang for a process on the GPUs while the app lists it; the app must report it and accept
-    keys.
+    """Make reads of /proc hang for a process on the GPUs while the app lists it.
 
-    Return the seconds from the keys to the end of the job that they stop.
+    The app must report this and still accept keys. Return the seconds from the keys to the end of the job that they
+    stop.
     """
     with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as stranger, contextlib.ExitStack() as stack:
         stack.callback(stranger.kill)
         job_id = box.launch("steps=100000")
         box.wait_steps(job_id)
-        # A process that hangs in its memory map blocks reads of its command line; one file alone may block, or all.
+        # A process that hangs in its memory map blocks reads of its command line. Either some of its files block, or
+        # all.
         folder = Path(f"/proc/{stranger.pid}")
         is_whole = dice.random() < 0.5
         hangs = Hangs(root, [folder] if is_whole else [folder / "cmdline", folder / "environ"])
@@ -129,7 +130,7 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
 
 
 class Hangs:
-    """A context in which calls on files below these paths hang in all processes that have its `variables`."""
+    """A context in which calls on files below these paths hang, in all processes that have its `variables`."""
 
     def __init__(self, root: Path, paths: list[Path]) -> None:
         self._flag = root / "hangs"

@@ -1,4 +1,4 @@
-"""Restarts or renames hosts, or lets them share a data folder: each function injects one fault once, using commands."""
+"""Restarts or renames hosts, or lets them share a data folder: each function injects one fault once, by commands."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ ENDLESS, QUICK = "steps=100000 save=5", "steps=20"
 
 
 def power_cut(root: Path, dice: random.Random) -> float:
-    """Cut the power at any time while jobs wait for one GPU; the first command after the restart must restart the
-    queue.
+    """Cut the power at any time while jobs wait for one GPU; the first command after the reboot restarts the queue.
 
     Return the seconds from that command to the first start.
     """
@@ -77,10 +76,10 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 
 
 def made_again(root: Path, dice: random.Random) -> float:
-    """Recreate a container on the same volume, so that its name and boot differ and all its processes are gone.
+    """Recreate a container on the same volume: its name and boot id change, and all its processes are gone.
 
-    No command may claim what it cannot do; `repair` ends the container's jobs, which resume here. Return the seconds of
-    `repair`.
+    No command may claim to do what it cannot. `repair` ends the container's jobs, which can then be resumed here.
+    Return the seconds of `repair`.
     """
     with boxed(root) as box, RealHost(box, "container1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -112,7 +111,7 @@ def made_again(root: Path, dice: random.Random) -> float:
 def two_on_one_folder(root: Path, dice: random.Random) -> float:
     """Let two hosts share a data folder: each uses only its own GPU, and neither ends the other's jobs.
 
-    Return the total seconds of all jobs.
+    Return the seconds until all jobs have ended.
     """
     with boxed(root) as box, RealHost(box, "gpu1", 1) as one, RealHost(box, "gpu2", 2) as two:
         began = time.monotonic()
@@ -133,7 +132,7 @@ def two_on_one_folder(root: Path, dice: random.Random) -> float:
 
 
 def _require_own_end(box: Box, one: RealHost, two: RealHost) -> None:
-    """Require that a host leaves the other host's job alone, alive or dead, and can stop it while it is alive."""
+    """Require that a host leaves the other host's job alone, alive or dead, but can stop it while it is alive."""
     (theirs,) = two.launch(ENDLESS)
     two.trains(theirs)
     assert "gpu2" in one.run("stop", theirs)
@@ -157,7 +156,7 @@ def _place(box: Box, job_id: int) -> tuple[object, ...]:
 
 
 def _go_on(host: RealHost, job_id: int, step: int) -> None:
-    """Resume a job that had reached at least a step; require that it continues from its last checkpoint."""
+    """Resume a job that had reached at least this step; require that it continues from its last checkpoint."""
     saved = read_state(newest_first(host.box.data.run(job_id).checkpoints)[0]).position.step
     total = max(step, saved) + 50  # the step in the job's row may be seconds old
     host.run("resume", job_id, "--set", f"train.n_steps={total}")

@@ -27,7 +27,7 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState
 
-# The guarantees after the kill of one rank: its peers have ended, and a crashed job trains again.
+# Guarantees after a rank is killed: its peers end, and a crashed job trains again, within these seconds.
 PEERS_GONE_AFTER_S = 10.0
 AGAIN_AFTER_S = 10.0
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -51,7 +51,7 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
-            # nohup would make the process ignore it.
+            # nohup would make the process ignore SIGHUP.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.execv(sys.executable, [*_launch_command(box), "--wait"])
         wait_for(lambda: box.data.control_db.exists() and box.control.jobs(), "the job", 30)

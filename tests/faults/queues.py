@@ -20,7 +20,7 @@ RENAMED = ("is_gone", "run_hook", "write_ending", "write_record", "describe_stat
 
 
 def upgraded(root: Path, dice: random.Random) -> float:
-    """Replace the package file by file while jobs wait, at any time, by a version whose functions have other names.
+    """Replace the package, file by file, while jobs wait, by a version in which functions have other names.
 
     Return the seconds from the upgrade to the end of the queue.
     """
@@ -51,7 +51,7 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 def head_halted(root: Path, dice: random.Random) -> float:
     """Halt the supervisor at the head of the queue: the next job starts first, the halted one once it continues.
 
-    Return the seconds for which the GPU was idle.
+    Return the seconds that the GPU was idle.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -81,7 +81,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
 def gpu_hangs(root: Path, dice: random.Random) -> float:
     """Make every call on one of two GPUs hang: it is reported within seconds, and the queue continues with the other.
 
-    Return the seconds that `gpus` takes.
+    Return the seconds that the `gpus` command takes.
     """
     hung = dice.randrange(2)
     with boxed(root) as box, RealHost(box, "gpu1", faults=f"{hung}:hang", gpus=2) as host:

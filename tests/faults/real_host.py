@@ -28,7 +28,7 @@ mount --bind "$0/boot_id" /proc/sys/kernel/random/boot_id
 [ ! -e /etc/machine-id ] || mount --bind "$0/machine_id" /etc/machine-id
 hostname "$1"; echo up; exec sleep infinity
 """
-# Ranks that need no torch, and the torch for GPUs that the checks before a launch see.
+# Replacements: ranks that need no torch, and a torch that suits the GPUs for the checks before a launch.
 _FAKES = {
     "trainer/contract/runs/rank_spec.py": """
 
@@ -73,7 +73,7 @@ class RealHost:
     def __exit__(self, *_: object) -> None:
         self.power_off()
 
-    # the machine
+    # The machine
 
     def boot(self, name: str) -> None:
         """Start the host under a name, with a new boot id."""
@@ -85,7 +85,7 @@ class RealHost:
         assert self._first.stdout.readline() == b"up\n", "the host does not start"
 
     def power_off(self) -> None:
-        """End all its processes at once, as a power cut does."""
+        """End all processes of the host at once, as a power cut does."""
         with contextlib.suppress(FileNotFoundError):
             namespace = os.readlink(f"/proc/{self._first.pid}/ns/uts")
             wait_for(lambda: not self._kill(namespace), "the end of all processes of the host")
@@ -95,7 +95,7 @@ class RealHost:
                 mark.unlink()
 
     def _kill(self, namespace: str) -> list[int]:
-        """Send SIGKILL to all processes of the host; return the pids of those that were alive."""
+        """Send SIGKILL to all processes of the host; return the pids that were alive."""
         lived = []
         for entry in Path("/proc").iterdir():
             # The link of a zombie cannot be read.
@@ -114,7 +114,7 @@ class RealHost:
         assert os.readlink(f"/proc/{process.pid}/ns/uts") == os.readlink(f"/proc/{self._first.pid}/ns/uts")
         os.kill(process.pid, number)
 
-    # commands
+    # Commands
 
     def _inside(self, *command: str) -> subprocess.CompletedProcess[str]:
         of = f"/proc/{self._first.pid}/ns"
@@ -124,8 +124,9 @@ class RealHost:
         )  # fmt: skip
 
     def run(self, *words: object, ok: bool = True) -> str:
-        """Run `sae-tui` with these words and return its output. Require success, or with `ok=False` a failure without a
-        crash.
+        """Run `sae-tui` with these words and return its output.
+
+        Require success, or with `ok=False` a failure without a crash.
         """
         fixed = [sys.executable, "-P", "-m", "sae_tui", "--data-dir", str(self.box.data.root), "--gpu-source", "nvml"]
         done = self._inside(*fixed, *map(str, words))
@@ -145,11 +146,11 @@ class RealHost:
         return [one["id"] for one in (launched if isinstance(launched, list) else [launched])]
 
     def trains(self, job_id: int) -> Job:
-        """Wait until a job advances; return its row. `Box.wait_steps` expects ranks of this machine's boot."""
+        """Wait until a job advances and return its row; `Box.wait_steps` would expect ranks of this machine's boot."""
         wait_for(lambda: self.box.job(job_id).step, f"steps of job {job_id}", 60)
         return self.box.job(job_id)
 
-    # what must hold
+    # Guarantees
 
     def require(self, state: JobState, *job_ids: int, error: str = "") -> None:
         for job_id in job_ids:
@@ -168,7 +169,7 @@ class RealHost:
 
 
 def require_order(*rows: Job) -> None:
-    """Require that each of these jobs started after the end of the one before it."""
+    """Require that each of these jobs started after the previous one had ended."""
     for one, other in itertools.pairwise(rows):
         assert (one.ended or 0) <= (other.started or 0), f"job {other.id} did not wait for job {one.id}"
 

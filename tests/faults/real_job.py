@@ -25,12 +25,12 @@ from trainer.contract.store.metrics_store import Heartbeat, SeriesReader
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
-# GPUs on which no process computes: their leases and locks are real, the ranks are CPU processes.
+# GPUs without computing processes: their leases and locks are real, but the ranks are CPU processes.
 CARDS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
-# The guarantee in the table of faults: this long after a kill, no process of a job is alive and it holds nothing.
+# A guarantee for every fault: this long after a kill, no process of the job is alive and it holds no GPU.
 GONE_AFTER_S = 15.0
-# Log every step: a run that is stopped within a log interval records other averages, though it learns the same.
+# Log every step: a run that is stopped within a log interval would record other averages of the same training.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
 ENDLESS = SHORT | {"n_steps": 10**7}
 
@@ -41,7 +41,7 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 class RealJob:
     """A job launched in the same way as by the app.
 
-    `train` and `launch` are settings of those sections; `place` holds its `after` and `held` options.
+    `train` and `launch` are settings of these sections; `place` holds the options `after` and `held`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RealJob:
         return file.read_text() if file.exists() else ""
 
     def processes(self) -> list[int]:
-        """List all pids whose command line names the data folder, recorded or not."""
+        """Return all pids whose command line names the data folder, recorded or not."""
         folder = os.fsencode(self.box.data.root)
         return [pid for pid, line in _command_lines() if folder in line and pid != os.getpid()]
 
@@ -103,7 +103,7 @@ class RealJob:
         return self
 
     def with_ranks(self, n_ranks: int = 2) -> RealJob:
-        """Wait until all its ranks are recorded, which is long before they train."""
+        """Wait until all its ranks are recorded, long before they train."""
         wait_for(lambda: len(self.ranks) == n_ranks, f"{n_ranks} ranks", START_S)
         return self
 
@@ -111,8 +111,9 @@ class RealJob:
         return self.box.wait_ended(self.id, timeout_s)
 
     def mend(self) -> float:
-        """Wait until the job has no process and holds nothing, reconciling as any app or command would; return the
-        seconds.
+        """Wait until the job has no process and holds nothing, and return the seconds.
+
+        Reconcile meanwhile, as any app or command would.
         """
         began = time.monotonic()
         while not (self.row.state.is_final and not self.processes() and self.is_free()):
@@ -149,19 +150,19 @@ class RealJob:
     # results
 
     def result(self) -> Result:
-        """Return the bytes of its SAE, and its loss at every logged step."""
+        """Return the bytes of the job's SAE, and its loss at every logged step."""
         weights = (self.box.data.sae(self.id) / "sae_weights.safetensors").read_bytes()
         with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
             return weights, [(point.step, point.value) for point in reader.points("loss")]
 
     def require_whole_checkpoints(self) -> None:
-        """Require that the checkpoint that a resume would try first is complete."""
+        """Require that the checkpoint that a resume tries first is complete."""
         checkpoints = newest_first(self.paths.checkpoints)
         assert checkpoints, "no checkpoint"
         assert damage(checkpoints[0]) is None, damage(checkpoints[0])
 
     def require(self, state: JobState, error: str | None = None) -> Job:
-        """Require a state, and that the reason contains `error`; return the row."""
+        """Require a state, and that the error contains `error`; return the row."""
         row = self.row
         assert row.state == state, f"{row.state}, not {state}: {row.error}; log: {self.log()[-400:]}"
         assert error is None or error in (row.error or ""), f"{error!r} is not in {row.error!r}"
@@ -185,7 +186,7 @@ def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
 
 @contextlib.contextmanager
 def boxed(root: Path) -> Iterator[Box]:
-    """Yield a data folder, and afterwards end all its processes."""
+    """Yield a box on a data folder; end all its processes on exit."""
     root.mkdir(parents=True, exist_ok=True)
     box = Box(root)
     try:

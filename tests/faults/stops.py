@@ -1,4 +1,4 @@
-"""Stops a job at an awkward moment: each function does it once, and returns the seconds to the end of the job."""
+"""Stops a job at an awkward moment: each function does it once, and returns the seconds until the job has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.states import JobState
 
 
 def stop_in_start(root: Path, dice: random.Random) -> float:
-    """Stop within 3 s of the launch: before the ranks exist, or while they load, meet or prepare."""
+    """Stop within 3 s of the launch: before the ranks exist, or while they load, connect or prepare."""
     with boxed(root) as box:
         job = RealJob(box, **ENDLESS)
         time.sleep(dice.uniform(0, 3))
@@ -42,7 +42,7 @@ def _stop_while_training(root: Path, dice: random.Random, **train: int) -> float
 
 
 def _stop(job: RealJob) -> float:
-    """Stop the job; require that its work is saved and that every rank has exited on its own. Return the seconds."""
+    """Stop the job; require that its work is saved and that every rank exited on its own. Return the seconds."""
     asked = time.monotonic()
     job.stop().ended()
     taken = time.monotonic() - asked

@@ -1,4 +1,4 @@
-"""Times and processes in the store may belong to another boot, another process or another clock setting."""
+"""Times and processes in the store that belong to another boot, another process or another clock setting."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.contract.store.rows import Event
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_job_of_before_a_restart_of_the_machine_is_lost_and_goes_on_to_the_same_bits(tmp_path, like) -> None:
+def test_a_job_from_before_a_reboot_is_lost_and_resumes_to_the_same_bits(tmp_path, like) -> None:
     clock.machine_restarted(tmp_path / "box", like)
 
 
-def test_strangers_that_have_the_pids_of_a_job_are_left_alone(tmp_path: Path) -> None:
+def test_other_processes_with_the_pids_of_a_job_are_not_signalled(tmp_path: Path) -> None:
     clock.pids_reused(tmp_path / "box")
 
 
@@ -28,11 +28,11 @@ def test_a_clock_set_back_an_hour_changes_neither_restart_nor_order(tmp_path, li
     clock.clock_set_back(tmp_path / "box", like)
 
 
-def test_orphans_are_ended_although_the_clock_was_set_back(tmp_path: Path) -> None:
+def test_orphans_are_ended_even_if_the_clock_was_set_back(tmp_path: Path) -> None:
     clock.orphans_while_clock_is_set_back(tmp_path / "box")
 
 
-def test_events_are_shown_in_the_order_in_which_they_were_told(box) -> None:
+def test_events_are_shown_in_their_order_of_arrival(box) -> None:
     job_id = box.record()
     paths = box.data.run(job_id)
     paths.create()

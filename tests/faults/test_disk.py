@@ -1,4 +1,4 @@
-"""When a disk fills up or becomes read-only under a running job, the job continues and saves when it can."""
+"""A job continues while its disk is full or read-only, and saves once it can."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def newest_step(training: Training) -> int:
 
 
 def require_recovered(training: Training, first_failed: int) -> None:
-    """Require that later saves and the last one have succeeded, and that both faults are reported in order."""
+    """Require that later saves succeeded, and that failure and recovery are reported in order."""
     job = training.stop()
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, beat = training.stored()
     assert steps == sorted({*range(LOG_EVERY, beat.step + 1, LOG_EVERY), beat.step})
-    # The best checkpoint may be a third one.
+    # A third checkpoint may be kept as the best one.
     newest, other, *_ = saved_steps(training)
     assert newest == beat.step
     assert other > first_failed
@@ -57,13 +57,13 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert saved.timestamp > failed.timestamp
 
 
-def test_a_full_disk_costs_neither_the_last_good_checkpoint_nor_a_row(train, small_disk, tmp_path) -> None:
+def test_a_full_disk_loses_neither_the_last_good_checkpoint_nor_a_row(train, small_disk, tmp_path) -> None:
     def onto_small_disk(paths: RunPaths) -> None:
         files = {file: file.read_bytes() for file in paths.root.iterdir() if file.is_file()}
         small_disk(paths.root)
         for file, content in files.items():
             file.write_bytes(content)
-        # The logs, which the test reads, are on another disk.
+        # Keep the logs, which the test reads, on another disk.
         (tmp_path / "logs").mkdir()
         paths.create()
         subprocess.run(["mount", "--bind", tmp_path / "logs", paths.logs], check=True)
@@ -86,11 +86,11 @@ def test_a_full_disk_costs_neither_the_last_good_checkpoint_nor_a_row(train, sma
 
 
 def remounted(disk: Path, how: str) -> bool:
-    """Remount the disk and return whether it worked; it fails while a file there is being written."""
+    """Remount the disk and return whether this worked; it fails while a file on it is being written."""
     return subprocess.run(["mount", "-o", f"remount,{how}", disk], capture_output=True).returncode == 0
 
 
-def test_checkpoints_go_on_where_their_disk_was_read_only_for_a_while(train, small_disk) -> None:
+def test_checkpoints_continue_after_their_disk_was_read_only(train, small_disk) -> None:
     training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every=SAVE_EVERY)
     disk = training.paths.checkpoints
     training.says("checkpoint saved")
@@ -105,7 +105,7 @@ def test_checkpoints_go_on_where_their_disk_was_read_only_for_a_while(train, sma
     require_recovered(training, at)
 
 
-def test_the_last_checkpoint_fits_on_a_full_disk_since_its_space_was_reserved(train, small_disk) -> None:
+def test_the_last_checkpoint_fits_on_a_full_disk_as_its_space_is_reserved(train, small_disk) -> None:
     training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every_minutes=0)
     fill(training.paths.checkpoints)
     job = training.stop()

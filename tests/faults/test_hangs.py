@@ -1,4 +1,4 @@
-"""A permanently halted rank is detected, reported, and restarted with the others."""
+"""A permanently halted rank is detected and reported, and all ranks are restarted."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trainer.contract.store.states import JobState
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_halted_rank_is_told_with_its_stacks_and_the_job_started_again(tmp_path: Path) -> None:
+def test_a_halted_rank_is_reported_with_stacks_and_the_job_is_restarted(tmp_path: Path) -> None:
     hangs.rank_halted(tmp_path / "box", random.Random(0), 0)
 
 
-def test_a_rank_that_is_halted_after_a_save_does_not_count_as_saving_for_ever(tmp_path: Path) -> None:
+def test_a_rank_halted_after_a_save_does_not_count_as_saving_forever(tmp_path: Path) -> None:
     hangs.rank_halted_after_saving(tmp_path / "box", random.Random(0))
 
 
-def test_the_last_word_of_an_attempt_says_nothing_of_the_next_which_has_its_time_to_begin(box, monkeypatch) -> None:
+def test_an_attempts_last_heartbeat_does_not_count_against_the_next_attempt(box, monkeypatch) -> None:
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     job_id = box.record()
     paths = box.data.run(job_id)

@@ -19,41 +19,41 @@ from trainer.contract.store.states import JobState
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_job_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:
+def test_a_job_continues_when_its_terminal_is_closed(tmp_path: Path) -> None:
     kills.terminal_closed(tmp_path / "box", random.Random(0))
 
 
-def test_a_launch_that_is_killed_leaves_a_job_that_runs_or_none(tmp_path: Path) -> None:
+def test_a_killed_launch_leaves_a_running_job_or_none(tmp_path: Path) -> None:
     kills.launcher_killed(tmp_path / "box", random.Random(0))
 
 
-def test_a_job_without_its_supervisor_saves_is_lost_and_resumes_to_what_it_would_have_been(tmp_path, like) -> None:
+def test_a_job_whose_supervisor_is_killed_saves_and_resumes_to_the_same_bits(tmp_path, like) -> None:
     kills.supervisor_killed(tmp_path / "box", random.Random(1), like)
 
 
-def test_a_killed_rank_is_named_and_the_job_trains_again_to_the_same_bits(tmp_path, like) -> None:
+def test_a_killed_rank_is_named_and_the_job_restarts_to_the_same_bits(tmp_path, like) -> None:
     assert kills.rank_killed(tmp_path / "box", 1, like) < 60
 
 
-def test_any_process_may_be_killed_at_any_time_and_a_resume_comes_to_the_same_bits(tmp_path: Path) -> None:
+def test_after_any_process_is_killed_a_resume_ends_with_the_same_bits(tmp_path: Path) -> None:
     alone = undisturbed(tmp_path / "undisturbed", 1)
     kills.killed_at_random(tmp_path / "box", random.Random(1), alone, 1, checkpoint_every=1)
 
 
-def test_ranks_that_raise_are_started_again_until_they_do_not(tmp_path: Path) -> None:
+def test_ranks_that_raise_are_restarted_until_they_succeed(tmp_path: Path) -> None:
     kills.rank_raises(tmp_path / "box")
 
 
-def test_data_that_cannot_be_learnt_from_fails_the_job_once(tmp_path: Path) -> None:
+def test_nan_data_fails_the_job_without_a_restart(tmp_path: Path) -> None:
     kills.rank_finds_nan(tmp_path / "box")
 
 
-def test_a_rank_that_the_kernel_ends_for_its_memory_is_not_started_again_unchanged(tmp_path: Path) -> None:
+def test_a_rank_killed_for_memory_is_not_restarted_unchanged(tmp_path: Path) -> None:
     kills.rank_out_of_memory(tmp_path / "box")
 
 
 @pytest.mark.parametrize(("phase", "state"), [("finished", JobState.FINISHED), ("stopped", JobState.LOST)])
-def test_a_job_that_lost_its_supervisor_as_it_ended_has_finished_where_its_ranks_say_so(box, phase, state) -> None:
+def test_an_ending_job_without_supervisor_has_finished_if_its_ranks_say_so(box, phase, state) -> None:
     job_id = box.record(total_steps=10, supervisor_pid=1, supervisor_start=1, boot_id=boot_id())
     box.data.run(job_id).create()
     assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
@@ -67,11 +67,11 @@ def test_a_job_that_lost_its_supervisor_as_it_ended_has_finished_where_its_ranks
     assert box.control.leases() == []
 
 
-def test_a_job_of_long_ago_that_is_resumed_just_now_still_has_time_to_get_its_supervisor(box) -> None:
+def test_an_old_job_that_was_just_resumed_has_time_to_get_its_supervisor(box) -> None:
     job_id = box.record(created=time.time() - 3600, queued=time.time() - 3600)
     assert reconcile(box.data) == [job_id]
     box.control.transition(job_id, JobState.QUEUED)
     assert reconcile(box.data) == []
     box.control.update(job_id, queued=time.time() + 3600)
-    # It can be this late only if the clock was set back.
+    # Only a clock that was set back makes it this late.
     assert reconcile(box.data) == [job_id]

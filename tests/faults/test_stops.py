@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_stop_while_the_job_starts_ends_it_in_good_order(tmp_path: Path, seed: int) -> None:
+def test_a_stop_during_startup_ends_the_job_cleanly(tmp_path: Path, seed: int) -> None:
     stops.stop_in_start(tmp_path / "box", random.Random(seed))
 
 

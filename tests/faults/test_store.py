@@ -1,4 +1,4 @@
-"""A store that fails under a running job does not stop the training, and lost data is reported."""
+"""A store that fails under a running job does not stop the training, and lost rows are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sae_of(training: Training) -> Path:
     return training.box.data.sae(training.id) / "cfg.json"
 
 
-def test_a_store_locked_for_30_s_costs_not_a_row(train) -> None:
+def test_a_store_locked_for_30_s_loses_no_row(train) -> None:
     training = train()
     began = time.monotonic()
     with locked_store(training.paths.metrics_db):
@@ -41,7 +41,7 @@ def test_a_store_locked_for_30_s_costs_not_a_row(train) -> None:
     assert float(store_event.message.split()[6]) >= LOCKED_S
 
 
-def test_a_store_that_is_deleted_is_made_anew_and_what_is_missing_told(train) -> None:
+def test_a_deleted_store_is_recreated_and_missing_rows_are_reported(train) -> None:
     training = train()
     wait_for(lambda: len(training.stored()[0]) > 10, "rows to be stored")
     for file in training.paths.root.glob("metrics.db*"):
@@ -59,10 +59,10 @@ def test_a_store_that_is_deleted_is_made_anew_and_what_is_missing_told(train) ->
     assert sae_of(training).exists()
 
 
-def test_a_store_that_was_overwritten_is_kept_aside_and_made_anew(train) -> None:
+def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
     training = train()
     with contextlib.closing(sqlite3.connect(training.paths.metrics_db)) as other:
-        # Until then the write-ahead log may hold all rows.
+        # Without a checkpoint, the write-ahead log may still hold all rows.
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     training.paths.metrics_db.write_bytes(b"garbage " * 100_000)
     training.says("metrics.db was damaged and is kept as metrics.db.corrupt-1; ")
@@ -75,7 +75,7 @@ def test_a_store_that_was_overwritten_is_kept_aside_and_made_anew(train) -> None
     assert sae_of(training).exists()
 
 
-def test_a_job_list_that_is_locked_and_then_deleted_stops_no_training(train) -> None:
+def test_locking_and_deleting_the_job_list_stops_no_training(train) -> None:
     training = train(n_ranks=2)
     control_db = training.box.data.control_db
     with locked_store(control_db):
