@@ -1,7 +1,7 @@
-"""Order the tests: slow tests start first, and tests that wait run in parallel with tests that compute.
+"""Orders the tests: slow tests start first, and tests that wait run in parallel with tests that compute.
 
 Property examples have no deadline and torch uses one thread, because the machine is shared. A run repeats the examples
-of the previous run, so a failure comes from a code change; `make explore` tries many new examples.
+of the previous run, so that only code changes cause failures. `make explore` tries many new examples.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from hypothesis import settings
 from sae_tui.gpu.once import THREAD_NAME
 from trainer.contract import paths
 
-# Threads wait for each other by spinning, and several test processes share the cores.
+# Threads spin while they wait for each other, and several test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
 # The first tests of three processes: keys typed into an app and a real model, jobs that are killed and awaited, and
-# trainings. In file order the first two would run one after the other and leave the cores idle during the second.
+# trainings. In file order the first two groups would run one after the other, and the cores would idle during the
+# second.
 FIRST = (
     ("tests/e2e/test_monkey", "tests/e2e/test_real_chain"),
     ("tests/faults/", "tests/slurm/", "tests/jobs/"),
@@ -34,9 +35,7 @@ FIRST = (
 
 @pytest.fixture(autouse=True)
 def _hung_drivers() -> Iterator[None]:
-    """Limit the effect of a deliberately hung driver to its own test; otherwise the next `main` would exit by
-    `os._exit`.
-    """
+    """Keep a deliberately hung driver from making later calls of `main` exit with `os._exit`."""
     yield
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
@@ -45,13 +44,13 @@ def _hung_drivers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kept_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reset the folders in which other tests of this process follow no links."""
+    """Forget the folders for which other tests of this process forbade links."""
     monkeypatch.setattr(paths, "_KEPT", set())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of each group to the front of one process's share of the list."""
+    """Move the tests of each group to the front of one process's share of the tests."""
     n_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     heads: list[list[pytest.Item]] = [[] for _ in range(n_processes)]
     others: list[pytest.Item] = []
@@ -68,13 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all modules and tests from garbage collection; this makes a test 5 % faster."""
+    """Exclude all modules and tests from garbage collection, which makes a test 5 % faster."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the names of tests that passed only on the second try as the last line."""
+    """Print the tests that passed only on the second try, as the last line."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and config.getoption("lf", default=False):
         print("flaky:", ", ".join(report.nodeid for report in reporter.stats.get("passed", [])) or "none")

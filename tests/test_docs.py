@@ -1,4 +1,4 @@
-"""What README and docs say is what the program takes: commands, job files, settings, links, the generated reference."""
+"""README and docs agree with the program: commands, job files, settings, links, the generated reference."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from trainer.contract.settings.job_file import parse_any
 from trainer.contract.store.states import JobState
 from trainer.parser import make_parser as trainer_parser
 
-# Programs of others, whose flags are not ours to check.
+# Programs of others, whose flags are not checked.
 OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git", "jq", "loginctl", "mkdir", "rsync",
           "source", "ssh", "wandb"}  # fmt: skip
-# What stands for something of the reader's in a running text.
+# Example values for the placeholders in running text.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
-# Commands that only look, and so can be run on a folder with jobs; not those with a flag that goes on for ever.
+# Commands that change at most a name, tag or note, so they can be run on a folder with jobs, and flags that make them
+# run forever.
 LOOKS = {"completion", "compare", "gpus", "job", "jobs", "logs", "metrics", "note", "recommend", "rename", "select",
          "tag", "validate"}  # fmt: skip
 GOES_ON = {"--watch", "-f", "--follow"}
@@ -46,24 +47,24 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-def test_the_generated_reference_is_what_the_code_says() -> None:
+def test_the_generated_reference_is_up_to_date() -> None:
     written = {name: (FOLDER / name).read_text() for name in generated()}
     assert written == generated(), "make reference"
 
 
-def test_every_command_of_the_documentation_is_taken_by_its_parser() -> None:
+def test_every_documented_command_is_accepted_by_its_parser() -> None:
     wrong = [f"{place}: {' '.join(argv)}: {why}" for place, argv in commands() if (why := objection(argv))]
     assert not wrong, "\n".join(wrong)
 
 
-def test_commands_in_running_text_are_taken_by_their_parser() -> None:
+def test_commands_in_running_text_are_accepted_by_their_parser() -> None:
     told = [(place, [STANDS_FOR.get(word, word) for word in argv]) for place, argv in inline_commands()]
     wrong = [f"{place}: {' '.join(argv)}: {why}" for place, argv in told if (why := objection(as_named(argv)))]
     assert not wrong, "\n".join(wrong)
 
 
 def as_named(argv: list[str]) -> list[str]:
-    """Return a command of which only the name, or a flag without its value, is told as one that asks for help."""
+    """Return a command with only its name, or a flag without a value, as a command that asks for help."""
     n_words = 4 if argv[0] == "python" else 2
     bare = argv[:-1] if argv[-1] == "--json" else argv
     if len(bare) > n_words:
@@ -72,7 +73,7 @@ def as_named(argv: list[str]) -> list[str]:
 
 
 def objection(argv: list[str]) -> str:
-    """Say why a command cannot be meant; "" where it can."""
+    """Return why a command is invalid, or ""."""
     program, *rest = argv
     if program == "sae-tui":
         return parsed_by(APP, rest)
@@ -94,7 +95,7 @@ def objection(argv: list[str]) -> str:
 
 
 def written_files() -> set[str]:
-    """Return the files that a reader writes, and the one that stands for a program of the reader's own."""
+    """Return the files that a reader writes, and a placeholder for the reader's own program."""
     return {block.title for block in blocks("python")} | {"train.py"}
 
 
@@ -110,14 +111,14 @@ def parsed_by(parser: argparse.ArgumentParser, argv: list[str]) -> str:
     return ""
 
 
-def test_every_toml_block_is_a_job_file_or_settings(tmp_path: Path) -> None:
+def test_every_toml_block_is_a_valid_job_file_or_settings_file(tmp_path: Path) -> None:
     wrong = []
     for block in blocks("toml"):
         if block.title == "settings.toml":
             (tmp_path / block.title).write_text(block.text)
             problems = load_settings(tmp_path / block.title)[1]
         else:
-            # A part of a job file is one with data.
+            # A partial job file gets a data section.
             table = tomllib.loads(block.text)
             whole = {"data": {"path": "rows"}} if "data" not in table and "kind" not in table else {}
             problems = parse_any(whole | table)[1]
@@ -125,7 +126,7 @@ def test_every_toml_block_is_a_job_file_or_settings(tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_python_block_is_python() -> None:
+def test_every_python_block_compiles() -> None:
     for block in blocks("python"):
         compile(block.text, block.place, "exec")
 
@@ -140,7 +141,7 @@ def test_the_example_of_training_from_python_runs(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "my-sae" / "cfg.json").exists()
 
 
-def test_every_block_says_what_it_is_written_in() -> None:
+def test_every_block_names_its_language() -> None:
     known = {"bash", "console", "sh", "toml", "python", "text", "json", "diff"}
     everything = blocks("", *known)
     assert [block.place for block in everything if block.language == ""] == []
@@ -148,7 +149,7 @@ def test_every_block_says_what_it_is_written_in() -> None:
     assert fences == 2 * len(everything)
 
 
-def test_commands_that_only_look_do_what_they_say(tmp_path: Path) -> None:
+def test_documented_read_commands_run_without_errors(tmp_path: Path) -> None:
     env = os.environ | {"SAE_TUI_DATA_DIR": str(tmp_path / "data"), "SHELL": "/bin/bash"}
     record_jobs(DataDir(tmp_path / "data"))
     job = tomli_w.dumps({"data": {"path": str(ROOT / "data/sample")}, "launch": {"gpus": "cpu"}})
@@ -178,18 +179,18 @@ def record_jobs(data: DataDir) -> None:
 
 
 GUIDES = ROOT / "docs" / "contributing"
-# How a module asks whether a job is an extraction.
+# Ways in which a module checks whether a job is an extraction.
 ASKS_FOR_KIND = re.compile(
     r"isinstance\([^()]*(?:\([^()]*\))?[^()]*\b(?:ExtractJob|JobConfig|ExtractionOutlook)\b|\b(?:extracts|is_extraction)\("
 )
 
 
-def test_the_guide_to_architectures_shows_the_example_that_tests_train() -> None:
+def test_the_architecture_guide_shows_the_tested_example() -> None:
     (shown,) = (block for block in blocks("python") if block.title == "tests/support/toy_architecture.py")
     assert shown.text == (ROOT / shown.title).read_text(), "copy the file into docs/contributing/add-an-architecture.md"
 
 
-def test_the_sensor_of_the_guide_reaches_the_json_output(tmp_path: Path) -> None:
+def test_the_guides_sensor_appears_in_the_json_output(tmp_path: Path) -> None:
     for name in ("sae_tui", "trainer", "data"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (change,) = blocks("diff")
@@ -202,7 +203,7 @@ def test_the_sensor_of_the_guide_reaches_the_json_output(tmp_path: Path) -> None
     assert json.loads(done.stdout)["memory_temperature_c"] == 40, done.stderr
 
 
-def test_the_guide_to_kinds_of_job_names_every_module_that_asks_for_the_kind() -> None:
+def test_the_job_kind_guide_names_every_module_that_checks_the_kind() -> None:
     guide = (GUIDES / "add-a-job-kind.md").read_text()
     sources = [path for package in ("sae_tui", "trainer") for path in (ROOT / package).rglob("*.py")]
     asking = [str(path.relative_to(ROOT)) for path in sources if ASKS_FOR_KIND.search(path.read_text())]
@@ -212,18 +213,18 @@ def test_the_guide_to_kinds_of_job_names_every_module_that_asks_for_the_kind() -
 @pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", *sorted(GUIDES.glob("*.md"))], ids=lambda page: page.name)
 def test_every_file_that_a_guide_names_exists(page: Path) -> None:
     named = set(re.findall(r"`((?:sae_tui|trainer|tests|data)/[\w/.-]+)`", page.read_text()))
-    # New files are called x, or loudest as the example is.
+    # In the guides, new files are named x, or loudest like the example.
     new = {path for path in named if Path(path).stem in ("x", "loudest")}
     assert sorted(path for path in named - new if not any(ROOT.glob(f"{path}*"))) == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_target_exists(page: Path) -> None:
     links = re.findall(r"\]\((?!https?://|mailto:|#)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_site_builds_and_loads_nothing_external(tmp_path: Path) -> None:
     program = shutil.which("mkdocs", path=str(Path(sys.executable).parent))
     if program is None:
         pytest.skip("mkdocs is not installed")
@@ -238,11 +239,11 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
     assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
 
 
-def test_the_moving_picture_is_small_and_holds_all_that_it_shows() -> None:
+def test_the_animation_is_small_and_self_contained() -> None:
     film = (ROOT / "docs" / "tour.svg").read_text()
     assert len(film.encode()) < LARGEST_BYTES
     assert re.findall(r"<script|<image|<foreignObject|@import|@font-face|href|url\(|on\w+=", film) == []
-    # One of its pictures is seen where nothing moves.
+    # Without animation, one of its pictures is visible.
     assert {"visibility:visible", "visibility:hidden"} <= set(re.findall(r"visibility:\w+", film))
     assert 'visibility="visible"' in film
     assert "prefers-reduced-motion" in film

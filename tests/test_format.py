@@ -32,7 +32,7 @@ def test_a_sparkline_does_not_scale_itself_to_its_data() -> None:
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.integers(1, 4))
-def test_a_tall_sparkline_fills_as_many_eighths_as_the_value_has(values: list, height: int) -> None:
+def test_a_tall_sparkline_fills_eighths_in_proportion_to_the_value(values: list, height: int) -> None:
     rows = say.tall_sparkline(values, len(values), height, 100)
     for column, value in enumerate(values):
         eighths = sum(say.BLOCKS.index(row[column]) for row in rows)
@@ -42,7 +42,7 @@ def test_a_tall_sparkline_fills_as_many_eighths_as_the_value_has(values: list, h
 @pytest.mark.parametrize(
     ("fraction", "expected"), [(None, "    "), (0, "────"), (0.4, "━╸──"), (1, "━━━━"), (7, "━━━━"), (-1, "────")]
 )
-def test_a_bar_is_clamped_and_empty_where_unknown(fraction, expected) -> None:
+def test_a_bar_is_clamped_and_empty_if_unknown(fraction, expected) -> None:
     assert say.bar(fraction, 4) == expected
 
 
@@ -58,7 +58,7 @@ def test_a_bar_is_clamped_and_empty_where_unknown(fraction, expected) -> None:
         (187_200, "2 d 4 h"),
     ],
 )
-def test_durations_are_read_at_a_glance(seconds, expected) -> None:
+def test_durations_have_a_short_readable_form(seconds, expected) -> None:
     assert say.duration(seconds) == expected
 
 
@@ -95,7 +95,7 @@ def test_only_complete_progress_is_100_percent() -> None:
     ]  # fmt: skip
 
 
-def test_a_gap_in_one_history_is_marked_where_another_quantity_is_known():
+def test_a_gap_is_marked_if_another_quantity_is_known_at_that_time():
     others = [None, 0.5, 0.5, 0.5, None, 0.5]
     assert say.tall_sparkline([None, 1, None, None, None, 1], 6, 2, 1.0, others) == [" █   █", " █── █"]
     assert say.tall_sparkline([None] * 6, 6, 1, 1.0, others) == [" " * 6]

@@ -1,4 +1,4 @@
-"""What the machine does, read from it and put into words."""
+"""Measurements of the machine, and their display as text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_a_reading_agrees_with_the_operating_system() -> None:
     assert load.memory_total_bytes == psutil.virtual_memory().total
     assert abs((load.memory_used_bytes or 0) - (load.memory_total_bytes - psutil.virtual_memory().available)) < 1 << 30
     assert load.load == pytest.approx(os.getloadavg()[0], abs=2)
-    # Shares and rates are over time, and there was none yet.
+    # Rates need a previous reading.
     assert (load.cpu_percent, load.disk_bytes_s, load.network_bytes_s) == (None, None, None)
 
 
-def test_rates_are_those_since_the_reading_before_and_it_reads_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_cover_the_time_since_the_last_reading_at_most_once_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, moved = [100.0], [(1_000, None)]
     monkeypatch.setattr(host.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(host, "_bytes_moved", lambda: moved[0])
@@ -39,12 +39,12 @@ def test_rates_are_those_since_the_reading_before_and_it_reads_once_a_second(mon
     second = machine.load()
     assert (second.disk_bytes_s, second.network_bytes_s) == (2_000.0, None)
     assert 0 <= (second.cpu_percent or 0) <= 100
-    # A counter that begins again, as after a disk was taken away, is no rate below nothing.
+    # A counter may restart, as after a disk was removed; this must not give a negative rate.
     clock[0], moved[0] = 104.0, (0, 107)
     assert (machine.load().disk_bytes_s, machine.load().network_bytes_s) == (0.0, 50.0)
 
 
-def test_what_does_not_fit_is_left_out_whole() -> None:
+def test_values_that_do_not_fit_are_left_out_entirely() -> None:
     assert words(BUSY, 200) == (
         "  CPU  37%  RAM 8.0 GiB of 24.0 GiB  load 2.1  swap 1.0 GiB  disk   12 MB/s  network    0 MB/s"
     )
@@ -52,6 +52,6 @@ def test_what_does_not_fit_is_left_out_whole() -> None:
     assert words(BUSY, 5) == ""
 
 
-def test_what_is_not_known_or_not_used_is_left_out() -> None:
+def test_unknown_and_unused_values_are_left_out() -> None:
     assert words(NOT_READ, 200) == ""
     assert "swap" not in words(HostLoad(1.0, 0.0, 1, 2, 0), 200)

@@ -1,4 +1,4 @@
-"""What is loaded by importing a module, measured in fresh processes; the static graph is import-linter's."""
+"""Modules loaded by importing a module, measured in fresh processes; import-linter checks the static graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SCREEN = ("textual", "rich")
 HEAVY = ("torch", "numpy")
 
-# Imports one after the other and tells what each was the first to load.
+# Imports modules one after the other, and prints the forbidden modules that each was the first to load.
 WATCH = """
 import importlib, json, sys
 forbidden, found, names = set(sys.argv[1].split(",")), {}, sys.argv[2:]
@@ -32,7 +32,7 @@ print(json.dumps(found))
 
 
 def modules_below(package: str) -> Iterator[str]:
-    """Yield the package and every module in it but `__main__`, found without importing anything."""
+    """Yield the package and every module in it except `__main__`, without importing anything."""
     folder = ROOT.joinpath(*package.split("."))
     if folder.is_dir():
         yield package
@@ -62,10 +62,10 @@ def loaded_by(names: list[str], forbidden: tuple[str, ...]) -> dict[str, list[st
         ("sae_tui.widgets", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),
         ("sae_tui.panels", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),
         ("sae_tui.screens", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),
-        ("trainer", (*SCREEN, "sae_tui")),  # torch itself loads pynvml where it is installed
+        ("trainer", (*SCREEN, "sae_tui")),  # torch itself loads pynvml if it is installed
     ],
 )
-def test_no_module_of_a_package_loads_what_it_must_not(package: str, forbidden: tuple[str, ...]) -> None:
+def test_no_module_of_a_package_loads_a_forbidden_module(package: str, forbidden: tuple[str, ...]) -> None:
     names = list(modules_below(package))
     assert names
     assert loaded_by(names, forbidden) == {}
@@ -90,7 +90,7 @@ def test_the_app_loads_no_screen_before_it_is_opened() -> None:
     }
 
 
-def test_nothing_of_other_hosts_is_loaded_before_one_is_named() -> None:
+def test_modules_for_other_hosts_are_loaded_only_if_a_host_is_named() -> None:
     code = "import sys, sae_tui.cli, sae_tui.start; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
@@ -115,7 +115,7 @@ def test_only_one_module_loads_the_driver_library() -> None:
 
 
 @pytest.mark.parametrize("package", ["trainer", "sae_tui"])
-def test_importing_a_package_loads_nothing_of_it(package: str) -> None:
+def test_importing_a_package_loads_none_of_its_modules(package: str) -> None:
     code = f"import sys; before = set(sys.modules); import {package}; print(sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str([package])
@@ -149,7 +149,7 @@ print(sorted({"torch._dynamo", "torch._inductor", "pandas", "sqlite_utils"} & se
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_every_module_is_seen_by_the_walk() -> None:
+def test_the_walk_finds_every_module() -> None:
     files = {
         file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for package in ("trainer", "sae_tui")
@@ -161,7 +161,7 @@ def test_every_module_is_seen_by_the_walk() -> None:
 
 
 def imported_by(module: str) -> Iterator[str]:
-    """Yield what a file imports anywhere in it, including imports that only a type checker sees."""
+    """Yield the imports of a file, including imports within functions and for type checkers only."""
     file = ROOT.joinpath(*module.split("."))
     for node in ast.walk(ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text())):
         if isinstance(node, ast.Import):
@@ -171,13 +171,13 @@ def imported_by(module: str) -> Iterator[str]:
             yield str(node.module)
 
 
-def test_no_file_imports_itself_by_way_of_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     modules = {name for package in ("trainer", "sae_tui") for name in modules_below(package)}
     graph = {name: {other for other in imported_by(name) if other in modules - {name}} for name in modules}
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_the_layers_of_the_source_hold() -> None:
+def test_the_layers_of_the_source_are_respected() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
     )

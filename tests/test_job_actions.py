@@ -1,4 +1,4 @@
-"""Actions on jobs, with a person who answers from a list instead of an app."""
+"""Actions on jobs, with a stand-in for the person who answers the app's questions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.states import JobState
 
 
 class Person:
-    """Answers every question, and remembers what was asked and told."""
+    """Answers every question, and records questions and messages."""
 
     def __init__(self) -> None:
         self.answer, self.takes_other = True, False
@@ -40,7 +40,7 @@ class Person:
 
 
 class Known:
-    """The jobs as the store has them at the moment."""
+    """The jobs as the store has them now."""
 
     def __init__(self, box: Box) -> None:
         self.data, self.settings = box.data, Settings()
@@ -79,13 +79,13 @@ def actions(known: Known, person: Person) -> JobActions:
     return JobActions(known, person)
 
 
-def test_a_job_that_is_not_there_is_told(box: Box, actions: JobActions, person: Person) -> None:
+def test_a_missing_job_is_reported(box: Box, actions: JobActions, person: Person) -> None:
     box.record_job("a", JobState.FINISHED)
     actions.stop(7)
     assert person.told == ["warning: There is no job 7."]
 
 
-def test_a_job_is_stopped_after_a_question_and_asked_again_is_ended(
+def test_a_job_is_stopped_after_a_question_and_killed_after_a_second_one(
     box: Box, known: Known, actions: JobActions, person: Person
 ) -> None:
     job_id = box.record_job("a", JobState.RUNNING)
@@ -109,14 +109,14 @@ def test_a_running_training_can_finish_early_instead_of_being_stopped(
     actions.stop(job_id)
     assert "it cools down over 30 steps" in person.questions[0][0]
     assert "ends as finished" in person.told[0]
-    # This is no stop: the next request is a stop, not a kill.
+    # Finishing early is not a stop, so the next request is a stop, not a kill.
     assert not known.jobs[0].stop_requested
     person.takes_other = False
     actions.stop(job_id)
     assert person.questions[-1][1] == "Stop"
 
 
-def test_an_extraction_is_said_to_keep_its_whole_shards(box: Box, actions: JobActions, person: Person) -> None:
+def test_stopping_an_extraction_mentions_its_complete_shards(box: Box, actions: JobActions, person: Person) -> None:
     job_id = box.record_job("a", JobState.RUNNING, config='kind = "extract"\n')
     actions.stop(job_id)
     actions.stop(job_id)
@@ -127,12 +127,12 @@ def test_an_extraction_is_said_to_keep_its_whole_shards(box: Box, actions: JobAc
 
 
 @pytest.mark.parametrize("act", ["stop", "pause"])
-def test_of_a_job_that_has_ended_it_is_told_how(act: str, box: Box, actions: JobActions, person: Person) -> None:
+def test_acting_on_an_ended_job_reports_how_it_ended(act: str, box: Box, actions: JobActions, person: Person) -> None:
     getattr(actions, act)(box.record_job("a", JobState.FINISHED))
     assert (person.told, person.questions) == (["warning: Job 1 has finished."], [])
 
 
-def test_what_is_deleted_can_be_brought_back_in_the_reverse_order(
+def test_deleted_jobs_can_be_restored_in_reverse_order(
     box: Box, known: Known, actions: JobActions, person: Person
 ) -> None:
     ids = [box.record_job(name, JobState.FINISHED) for name in "abc"]
@@ -149,15 +149,13 @@ def test_what_is_deleted_can_be_brought_back_in_the_reverse_order(
     assert person.told[-1] == "warning: Nothing was deleted since the app was started."
 
 
-def test_a_living_job_is_not_deleted(box: Box, known: Known, actions: JobActions, person: Person) -> None:
+def test_a_running_job_is_not_deleted(box: Box, known: Known, actions: JobActions, person: Person) -> None:
     actions.delete([box.record_job("a", JobState.RUNNING)])
     assert (person.told, person.questions) == (["warning: Job 1 is running; stop it first."], [])
     assert len(known.jobs) == 1
 
 
-def test_a_failure_that_would_come_again_is_asked_about_before_the_job_is_resumed(
-    box: Box, actions: JobActions, person: Person
-) -> None:
+def test_resuming_after_a_failure_likely_to_recur_asks_first(box: Box, actions: JobActions, person: Person) -> None:
     person.answer = False
     actions.resume(box.record_job("a", JobState.FAILED, error="rank 0: torch.OutOfMemoryError: CUDA out of memory"))
     ((question, yes),) = person.questions
@@ -165,7 +163,7 @@ def test_a_failure_that_would_come_again_is_asked_about_before_the_job_is_resume
     assert yes == "Resume"
 
 
-def test_an_edit_says_what_it_did(box: Box, known: Known, actions: JobActions, person: Person) -> None:
+def test_an_edit_reports_its_effect(box: Box, known: Known, actions: JobActions, person: Person) -> None:
     job_id = box.record_job("a", JobState.FINISHED)
     box.data.run(job_id).create()
     actions.edit([job_id], lambda *where: edits.rename(*where, "b"))
@@ -173,7 +171,7 @@ def test_an_edit_says_what_it_did(box: Box, known: Known, actions: JobActions, p
     assert known.jobs[0].name == "b"
 
 
-def test_only_jobs_that_were_seen_alive_are_news_when_they_end_and_once(
+def test_only_jobs_seen_running_are_reported_as_newly_ended_and_only_once(
     box: Box, known: Known, actions: JobActions
 ) -> None:
     box.record_job("old", JobState.FINISHED)

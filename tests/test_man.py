@@ -1,4 +1,4 @@
-"""The manual pages are those that the parsers make, and a reader of man pages takes them."""
+"""The manual pages are up to date with the parsers, and groff accepts them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from support.man_pages import man_pages
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse of Python 3.13 writes flags another way")
-def test_the_pages_are_as_the_parsers_make_them_or_make_man_renews_them() -> None:
+def test_the_manual_pages_are_up_to_date_with_the_parsers() -> None:
     assert [file.name for file, text in man_pages().items() if file.read_text(encoding="utf-8") != text] == []
 
 
 @pytest.mark.skipif(not shutil.which("groff"), reason="groff is not installed")
-def test_the_pages_are_drawn_without_a_complaint() -> None:
+def test_groff_formats_the_pages_without_warnings() -> None:
     for file in (file for file, text in man_pages().items() if not text.startswith(".so ")):
         done = subprocess.run(["groff", "-man", "-Tutf8", str(file)], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")

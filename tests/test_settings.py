@@ -10,7 +10,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.knobs import knobs_of
 
 
-def test_what_is_saved_is_read_back_and_explains_itself(tmp_path) -> None:
+def test_saved_settings_are_read_back_and_have_comments(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     chosen = Settings(monitor_view_default="per_gpu", multi_gpu_enabled=False, sampling_interval_s=2.0)
     save_settings(path, chosen)
@@ -19,11 +19,11 @@ def test_what_is_saved_is_read_back_and_explains_itself(tmp_path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_no_file_means_the_defaults(tmp_path) -> None:
+def test_without_a_file_the_defaults_apply(tmp_path) -> None:
     assert load_settings(tmp_path / "none.toml") == (Settings(), [])
 
 
-def test_every_mistake_is_told_and_the_rest_is_kept(tmp_path) -> None:
+def test_every_error_is_reported_and_the_other_settings_are_kept(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('monitor_view_default = "both"\nsampling_interval_s = 0\nmulti_gpu_enabled = false\nwhat = 1\n')
     settings, problems = load_settings(path)
@@ -34,7 +34,7 @@ def test_every_mistake_is_told_and_the_rest_is_kept(tmp_path) -> None:
     assert "at least 0.2" in messages["sampling_interval_s"]
 
 
-def test_a_file_that_is_no_toml_leaves_the_defaults_and_says_so(tmp_path) -> None:
+def test_an_invalid_toml_file_is_reported_and_the_defaults_apply(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("monitor_view_default = ")
     settings, problems = load_settings(path)
@@ -42,7 +42,7 @@ def test_a_file_that_is_no_toml_leaves_the_defaults_and_says_so(tmp_path) -> Non
     assert "not valid TOML" in str(problems[0])
 
 
-def test_a_failed_save_leaves_the_old_file_alone(tmp_path, monkeypatch) -> None:
+def test_a_failed_save_leaves_the_old_file_unchanged(tmp_path, monkeypatch) -> None:
     path = tmp_path / "settings.toml"
     save_settings(path, Settings())
     before = path.read_text()
@@ -72,7 +72,7 @@ theme = "light"
 """
 
 
-def test_what_is_changed_is_changed_and_every_other_line_stays_as_it_was(tmp_path) -> None:
+def test_a_change_leaves_every_other_line_unchanged(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     change_settings(path, {"theme": "light"})
     assert load_settings(path) == (Settings(theme="light"), [])
@@ -87,7 +87,7 @@ def test_what_is_changed_is_changed_and_every_other_line_stays_as_it_was(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["theme = ", 'theme = "a"\ntheme = "b"\n', "\ufeff[", "a = 'b\n"])
-def test_a_broken_file_is_told_and_not_overwritten(tmp_path, text) -> None:
+def test_a_broken_file_is_reported_and_not_overwritten(tmp_path, text) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=r"not valid TOML.*; mend it by hand or remove it"):
@@ -104,7 +104,7 @@ def test_a_link_is_not_replaced_by_a_file(tmp_path) -> None:
     assert path.is_symlink()
 
 
-def test_saving_makes_nobody_elses_commands_ones_own(tmp_path) -> None:
+def test_saving_does_not_adopt_commands_from_a_file_others_can_write(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('on_alert = ["/tmp/evil"]\n')
     path.chmod(0o666)

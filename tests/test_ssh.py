@@ -12,27 +12,27 @@ from trainer.contract.errors import UserError
 @pytest.mark.parametrize(
     "name", ["", "-oProxyCommand=id", "me@-x", "a b", "a;id", "$(id)", "a\nb", "ü", "a@b@c", "\x1b[2J", "a" * 300]
 )
-def test_a_name_that_ssh_or_a_shell_could_take_for_more_is_refused(name) -> None:
+def test_host_names_that_ssh_or_a_shell_could_misinterpret_are_rejected(name) -> None:
     with pytest.raises(UserError, match=r"cannot be the name of a host; give one like gpu1 or me@gpu1") as refusal:
         ssh_argv(name, ["stream"])
     assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["gpu1", "me@gpu2.lab.org", "10.0.0.7", "fe80::1%eth0", "first.last@x_1"])
-def test_the_names_that_ssh_takes_are_taken(name) -> None:
+def test_valid_ssh_host_names_are_accepted(name) -> None:
     *options, host, _ = ssh_argv(name, ["stream"], ["ssh", "-F", "file"])
     assert options[:3] == ["ssh", "-F", "file"]
     assert (options[-1], host) == ("--", name)
     assert {"BatchMode=yes", "ClearAllForwardings=yes", "-a", "-x"} <= set(options)
 
 
-def test_words_arrive_there_as_they_are_also_from_the_folder_of_one_user(tmp_path: Path) -> None:
+def test_arguments_arrive_unchanged_even_with_a_program_in_a_users_home(tmp_path: Path) -> None:
     program = tmp_path / ".local" / "bin" / "sae-tui"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     program.chmod(0o755)
     command = ssh_argv("gpu1", ["rename", "7", "a 'b' $(id) \"c\"; *"])[-1]
-    # As sshd does it: by the login shell.
+    # sshd runs the command with the login shell.
     done = subprocess.run(
         ["sh", "-c", command], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )

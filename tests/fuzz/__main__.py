@@ -59,7 +59,7 @@ def _take_turn(reader: Reader, place: Home, number: int, counts: Counter[str], k
 
 
 def _tell(reader: Reader, content: bytes, error: Exception, known: set[str]) -> None:
-    """Report an error once for each code location, and keep the smallest input, which was the last one tried."""
+    """Report an error once per code location, and store the smallest input, which was tried last."""
     frames = traceback.extract_tb(error.__traceback__)
     where = next((f"{at.filename}:{at.lineno}" for at in reversed(frames) if "/site-packages/" not in at.filename), "")
     if (summary := f"{reader.name}: {type(error).__name__} at {where}") in known:

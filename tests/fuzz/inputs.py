@@ -1,4 +1,4 @@
-"""Generates byte strings for readers: mutated corpus seeds, JSON and texts of any form, and arbitrary bytes."""
+"""Generates byte strings for readers: mutated corpus seeds, arbitrary JSON and texts, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = (
     b'"', b"'", b"\\", b"#", b":", b"\xd9\xa3", b"\xc2\xb2", b"[" * 20_000, b'{"a":' * 20_000, b"9" * 5_000,
     b'"data.path" = 1\n', b"data = 1\n", b"[data.x]\n", b"[[sae]]\n", b"a." * 5_000, b"-" * 3_000, b"x" * 100_000,
 )  # fmt: skip
-# A number, quoted text or word that a mutation replaces.
+# A number, quoted text or word that a mutation may replace.
 _WORD = re.compile(rb'"[^"\n]*"|[\w.+-]+')
 
 Step = Callable[[bytes], bytes]
@@ -86,7 +86,7 @@ JSON = st.recursive(
 
 
 def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) -> bytes:
-    """Return a mutated seed; at `splice`, if given, `second` continues `first`."""
+    """Return a mutated seed; with `splice`, `second` continues `first` from there."""
     content = first if splice is None else first[: _at(first, splice)] + second[_at(second, splice) :]
     for step in steps:
         content = step(content)
@@ -97,7 +97,7 @@ def inputs(folder: Path) -> st.SearchStrategy[bytes]:
     """Return a strategy for the inputs of the reader whose seeds are in the folder."""
     seeds = st.sampled_from([file.read_bytes() for file in sorted(folder.iterdir())])
     changed = st.builds(mutated, seeds, seeds, st.none() | PLACE, st.lists(STEPS, min_size=1, max_size=4))
-    # Listed three times, since most other inputs are rejected at once.
+    # Listed three times, since most other inputs are rejected immediately.
     return st.one_of(
         changed, changed, changed, JSON.map(lambda value: json.dumps(value).encode()), st.binary(max_size=200)
     )

@@ -1,4 +1,4 @@
-"""The list of all code that reads bytes written by others, one entry each; `uses` defines how each one reads."""
+"""All code that reads bytes written by others; `uses` defines how each reader is called."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ READERS = (
     Reader("exit.json, repaired", "exit", uses.repaired, (str, NOTHING)),
     Reader("exit.json of a failure", "exit", uses.why, (str, NOTHING)),
     Reader("last word of a rank", "rank_exit", uses.why, (str, NOTHING)),
-    # Raises `ValueError` with the reason: the rank then ends, and a resume reads the attempt before.
+    # Raises `ValueError` with the reason: the rank then ends, and a resume reads the previous attempt.
     Reader("ranks.json", "ranks", uses.ranks, (dict,), (ValueError,)),
     Reader("progress.jsonl", "progress", uses.progress, (int,)),
     Reader("log", "log", uses.log, (list,)),

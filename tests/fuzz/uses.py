@@ -1,4 +1,4 @@
-"""Reads a file of a data folder as the product does, and then uses the value as the product does."""
+"""Reads a file of a data folder, and then uses the value, as the product does."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ MACHINE = Machine(
 
 
 class Home:
-    """A data folder as the product leaves it; one file holds the bytes to read."""
+    """A data folder as the product writes it; one file contains the bytes to read."""
 
     def __init__(self, root: Path) -> None:
         self.data = DataDir(root)
@@ -113,7 +113,7 @@ class Home:
         return self.data.root / PLACES.get(kind, kind)
 
     def made(self, schema: Schema) -> Path:
-        """Return the path of an empty store, made once."""
+        """Return the path of an empty store, created once."""
         path = self.data.root / f"empty-{schema}.db"
         if not path.exists():
             database.open_writer(path, schema).close()
@@ -125,7 +125,7 @@ class Home:
 
 
 def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[Any] = ()) -> Job:
-    """Restore a job that was missing from a store, and return it as the store returns it."""
+    """Restore a job that is missing from a store, and return it as read from the store."""
     control = Control(home.made("control"))
     try:
         control.restore(job, events, ranks)
@@ -197,7 +197,7 @@ def checkpoint(home: Home) -> int | None:
 
 
 def tensors(home: Home) -> dict[str, Any]:
-    """Export tensors whose manifest is complete, with any content."""
+    """Export tensors with arbitrary content and a valid manifest."""
     from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent
@@ -315,7 +315,7 @@ class NvmlStub(SimpleNamespace):
 
 
 def driver(home: Home) -> list[str]:
-    """Query a driver that returns these bytes for a GPU's name, UUID and a command line."""
+    """Query a driver that returns these bytes as a GPU's name, its UUID and a command line."""
     name, uuid, command, *_ = *home.path("nvml").read_bytes().split(b"\n"), b"", b""
     answers: dict[str, Callable[..., Any]] = {
         "nvmlDeviceGetHandleByIndex": lambda index: index,

@@ -22,10 +22,10 @@ CHANGED = ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key ver
         (9, [], "ended sae-tui: exit code 9"),
     ],
 )
-def test_each_way_to_have_no_connection_has_a_sentence(code, complaints, sentence) -> None:
+def test_each_connection_failure_has_its_own_sentence(code, complaints, sentence) -> None:
     assert sentence in no_connection("me@gpu1", code, complaints).sentence
 
 
-def test_it_is_told_on_which_side_an_update_helps() -> None:
+def test_the_message_says_on_which_side_to_update() -> None:
     assert other_protocol(1, "0.2.0", 2).sentence == "has sae-tui 0.2.0, which is too old; update it there"
     assert other_protocol(3, "9.0", 2).sentence == "has sae-tui 9.0, which is newer than the one here; update it here"

@@ -24,19 +24,19 @@ def hosts(folder: Path, **programs: str) -> Hosts:
     return Hosts(["far"], far_side(folder), demo=True)
 
 
-def test_an_errand_runs_a_command_there_and_tells_its_last_line(tmp_path: Path) -> None:
+def test_an_errand_runs_a_remote_command_and_returns_its_last_line(tmp_path: Path) -> None:
     there = hosts(tmp_path, stop="say('warned'); say('job 7 stops \\x1b[2J')")
     assert there.run("far", "stop", "7") == "on far: job 7 stops �[2J"
     assert runs_of(tmp_path) == [["stop", "7", "--demo"]]
 
 
-def test_a_job_is_launched_there_from_the_file_that_is_sent(tmp_path: Path) -> None:
+def test_a_remote_job_is_launched_from_the_sent_file(tmp_path: Path) -> None:
     there = hosts(tmp_path, launch="say(f'job 3 of {len(sys.stdin.read())} characters is queued')")
     assert there.launch("far", "name = 'x'\n" * 20_000, "auto:2") == "on far: job 3 of 220000 characters is queued"
     assert runs_of(tmp_path) == [["launch", "/dev/stdin", "--gpus", "auto:2", "--demo"]]
 
 
-def test_an_errand_ends_in_its_time_with_all_that_was_started_for_it(tmp_path: Path, monkeypatch) -> None:
+def test_an_errand_times_out_and_ends_its_child_processes(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(errands, "LIMIT_S", 0.3)
     mark = f"3{os.getpid()}"
     wrapped = Hosts(["far"], ["sh", "-c", f"sleep {mark}; true"])
@@ -45,7 +45,7 @@ def test_an_errand_ends_in_its_time_with_all_that_was_started_for_it(tmp_path: P
     wait_until(lambda: not runs(f"sleep {mark}"))
 
 
-def test_whoever_leaves_ends_the_errands_that_are_under_way(tmp_path: Path) -> None:
+def test_stopping_ends_running_errands(tmp_path: Path) -> None:
     mark = f"4{os.getpid()}"
     wrapped = Hosts(["far"], ["sh", "-c", f"sleep {mark}; true"])
     with ThreadPoolExecutor() as pool:
@@ -57,7 +57,7 @@ def test_whoever_leaves_ends_the_errands_that_are_under_way(tmp_path: Path) -> N
     wait_until(lambda: not runs(f"sleep {mark}"))
 
 
-def test_none_is_overlooked_that_starts_as_all_are_ended(monkeypatch) -> None:
+def test_stopping_also_ends_an_errand_that_is_just_starting(monkeypatch) -> None:
     start, starts, mark = subprocess.Popen, threading.Event(), f"5{os.getpid()}"
 
     def slowly(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -87,7 +87,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def runs(command: str) -> bool:
-    """Tell whether a process with this command line runs."""
+    """Return whether a process with this command line runs."""
     return any(" ".join(one.info["cmdline"] or []) == command for one in psutil.process_iter(["cmdline"]))
 
 
@@ -103,6 +103,6 @@ def runs(command: str) -> bool:
         ("[say('x' * 99) for _ in range(10**6)]", "^on far: x+$"),
     ],
 )
-def test_an_errand_that_fails_says_why_however_much_is_written(tmp_path: Path, program, sentence) -> None:
+def test_a_failed_errand_gives_the_reason_despite_any_amount_of_output(tmp_path: Path, program, sentence) -> None:
     with pytest.raises(UserError, match=sentence):
         hosts(tmp_path, stop=program).run("far", "stop", "7")

@@ -1,4 +1,4 @@
-"""Following a host that a child process plays in place of ssh."""
+"""Following a host, with a child process in place of ssh."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def followed(folder: Path, *programs: str) -> Iterator[Callable[[Callable[[HostV
     hosts.stop()
 
 
-def test_a_host_is_shown_with_its_jobs_and_gpus_and_their_past(tmp_path: Path) -> None:
+def test_a_followed_host_has_its_jobs_gpus_and_their_history(tmp_path: Path) -> None:
     hosts = Hosts(["far"], far_side(tmp_path, "print('Welcome!'); " + GOOD))
     assert hosts.views[0].stage is Stage.CONNECTING
     hosts.start(lambda: None)
@@ -61,21 +61,21 @@ def test_a_host_is_shown_with_its_jobs_and_gpus_and_their_past(tmp_path: Path) -
     assert runs_of(tmp_path) == [["stream"]]
 
 
-def test_a_line_that_is_cut_is_told_with_its_time_and_made_again(tmp_path: Path) -> None:
+def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path) -> None:
     once = GOOD.replace("stay()", "sys.stdin.readline") + "; sys.exit(255)"
     with followed(tmp_path, once, "sys.exit(255)", GOOD) as wait_for:
         seen = wait_for(lambda view: view.jobs)
         cut = wait_for(lambda view: view.stage is Stage.CUT)
         assert (cut.sentence, cut.cards) in [("", ()), ("cannot be reached: ssh says nothing", ())]
         assert cut.since >= seen.since
-        # The jobs stay as they were seen last.
+        # The jobs keep their last known values.
         assert cut.jobs
         assert wait_for(lambda view: view.is_connected and view.cards).sentence == ""
     assert len(runs_of(tmp_path)) >= 3
 
 
-def test_a_connection_that_is_cut_here_ends_the_process_and_is_made_again(tmp_path: Path) -> None:
-    """So the host closes its GPU driver while the app is stopped."""
+def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: Path) -> None:
+    """The host closes its GPU driver this way while the app is stopped."""
     hosts = Hosts(["far"], far_side(tmp_path, GOOD, GOOD))
     hosts.start(lambda: None)
     for n_runs in (1, 2):
@@ -99,12 +99,12 @@ def test_a_connection_that_is_cut_here_ends_the_process_and_is_made_again(tmp_pa
         ("sys.stderr.write('me: Permission denied (publickey).\\n'); sys.exit(255)", "takes none of your keys"),
     ],
 )
-def test_why_a_host_cannot_be_followed_is_told_in_a_sentence(tmp_path: Path, program, sentence) -> None:
+def test_the_reason_why_a_host_cannot_be_followed_is_one_sentence(tmp_path: Path, program, sentence) -> None:
     with followed(tmp_path, program) as wait_for:
         assert sentence in wait_for(lambda view: view.sentence).sentence
 
 
-def test_without_ssh_it_is_said_what_to_install() -> None:
+def test_without_ssh_the_message_names_what_to_install() -> None:
     told = threading.Event()
     follower = HostFollower("far", ["/no/such/ssh"], told.set)
     follower.start()
@@ -113,7 +113,7 @@ def test_without_ssh_it_is_said_what_to_install() -> None:
     assert "/no/such/ssh: No such file or directory; install an ssh client" in follower.view.sentence
 
 
-def test_leaving_ends_the_process_on_the_way_there(tmp_path: Path) -> None:
+def test_stopping_ends_the_ssh_process(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     program = f"say(HELLO); stay(); open({str(gone)!r}, 'w').close()"
     hosts = Hosts(["far"], far_side(tmp_path, "import signal; signal.signal(15, signal.SIG_IGN); " + program))
@@ -123,7 +123,7 @@ def test_leaving_ends_the_process_on_the_way_there(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     hosts.stop()
-    # It sees the end of its standard input, even where no signal reaches it.
+    # The process sees the end of its standard input even if no signal reaches it.
     while not gone.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -159,7 +159,7 @@ def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Pa
     assert len(runs_of(tmp_path)) == 1
 
 
-def test_a_login_without_a_greeting_is_ended(tmp_path: Path, monkeypatch) -> None:
+def test_a_login_without_a_greeting_times_out(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "GREETING_S", 0.3)
     with followed(tmp_path, "stay()") as wait_for:
         view = wait_for(lambda view: view.stage is Stage.FAILED)

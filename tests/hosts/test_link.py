@@ -13,21 +13,21 @@ def link(program: str) -> Link:
     return Link([sys.executable, "-c", f"import sys, os, time\n{program}"])
 
 
-def test_lines_come_as_they_are_written_and_complaints_are_made_printable() -> None:
+def test_lines_arrive_unchanged_and_error_output_is_made_printable() -> None:
     one = link("print('a'); print(); print('b', end=''); sys.stderr.write('first\\r\\nlast \\x1b[2J\\n'); sys.exit(3)")
     assert list(one.lines()) == [b"a", b""]
     assert one.close() == 3
     assert one.complaints == ["first", "last �[2J"]
 
 
-def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
+def test_an_endless_line_is_rejected_before_it_fills_the_memory() -> None:
     one = link("while True: os.write(1, b'x' * 65536)")
     with pytest.raises(ValueError, match="longer than 1 MiB"):
         list(one.lines())
     assert one.close() != 0
 
 
-def test_stopping_ends_the_process_and_the_reader_also_while_it_waits_for_its_allowance() -> None:
+def test_stopping_ends_the_process_and_a_reader_that_is_rate_limited() -> None:
     one = link("while True: os.write(1, b'\\n' * 65536)")
     seen: list[bytes] = []
     reader = threading.Thread(target=lambda: seen.extend(one.lines()))
@@ -36,25 +36,25 @@ def test_stopping_ends_the_process_and_the_reader_also_while_it_waits_for_its_al
     reader.join(20)
     assert not reader.is_alive()
     assert one.close() != 0
-    # Of a flood of millions of lines.
+    # The process writes millions of lines.
     assert len(seen) < 1000
 
 
-def test_its_standard_input_ends_with_the_link() -> None:
+def test_closing_the_link_closes_the_processs_standard_input() -> None:
     one = link("print('ready', flush=True); sys.stdin.read(); sys.exit(5)")
     lines = one.lines()
     assert next(lines) == b"ready"
     assert one.close() == 5
 
 
-def test_who_has_taken_its_burst_waits_as_long_as_the_bytes_take() -> None:
+def test_after_the_burst_a_reader_waits_according_to_the_rate_limit() -> None:
     allowance = Allowance(bytes_s=1e-6, burst=100)
     assert allowance.take(100) == 0
     assert allowance.take(0) == 0
     assert allowance.take(2) == pytest.approx(2e6, rel=1e-3)
 
 
-def test_each_part_of_a_long_line_shows_that_the_other_side_is_not_silent(tmp_path: Path) -> None:
+def test_each_part_of_a_long_line_counts_as_a_sign_of_life(tmp_path: Path) -> None:
     arrived = tmp_path / "arrived"
     waits = f"while not os.path.exists({str(arrived)!r}): time.sleep(0.01)"
     program = f"import os, time; os.write(1, b'half')\n{waits}\nos.write(1, b' a line\\n')"

@@ -9,7 +9,7 @@ from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.log import FarLogReader
 
 
-def test_lines_of_a_log_come_one_after_the_other_and_then_why_there_are_no_more(tmp_path: Path) -> None:
+def test_log_lines_arrive_in_order_followed_by_the_reason_of_the_end(tmp_path: Path) -> None:
     program = 'say(HELLO); [say({"type": "log", "lines": [f"{n} {words[1:]}\\x1b[2J"]}) for n in range(3)]'
     argv = Hosts(["far"], far_side(tmp_path, program)).argv("far", "stream", "--log", "7")
     told: queue.Queue[list[str]] = queue.Queue()
@@ -20,7 +20,7 @@ def test_lines_of_a_log_come_one_after_the_other_and_then_why_there_are_no_more(
     assert lines == [*(f"{n} ['--log', '7']�[2J" for n in range(3)), "(far ended the log)"]
 
 
-def test_a_log_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_an_unreadable_log_gives_the_reason(tmp_path: Path) -> None:
     argv = Hosts(["far"], far_side(tmp_path, "sys.exit(127)")).argv("far", "stream", "--log", "7")
     told: queue.Queue[list[str]] = queue.Queue()
     FarLogReader("far", argv, told.put).start()

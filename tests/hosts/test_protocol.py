@@ -80,14 +80,14 @@ def texts_in(value: object) -> list[str]:
 
 
 @given(MESSAGES)
-def test_what_is_written_is_read_again_with_its_texts_made_harmless(message) -> None:
+def test_a_message_is_read_back_with_harmless_texts(message) -> None:
     line = line_of(message)
     assert b"\n" not in line
     read = decode(line)
     assert type(read) is type(message)
     longest = LONGEST_LOG_LINE if isinstance(read, Log) else LONGEST_TEXT
     assert all(text.isprintable() and len(text) <= longest for text in texts_in(read))
-    # What was harmless is as it was.
+    # Harmless texts are unchanged.
     assert read == message or texts_in(read) != texts_in(message)
     assert decode(line_of(read)) == read
 
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_again_with_its_texts_made_harmless(message) -> 
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["type", "cards", "jobs", "lines"]), inner),
 ).map(lambda value: json.dumps(value).encode()))  # fmt: skip
-def test_any_other_line_is_refused_in_one_line(line) -> None:
+def test_any_invalid_line_is_rejected_with_a_one_line_reason(line) -> None:
     reason = ""
     try:
         draw(decode(line))
@@ -113,7 +113,7 @@ ODD = [-1, 1.5, 2**64, 10**400, -1e308, "x", "\x1b", None, True, [], [[]], {}, [
 
 @given(st.sampled_from(FIELDS), st.sampled_from(ODD))
 @settings(max_examples=300)
-def test_a_value_out_of_its_range_is_refused_and_any_other_can_be_drawn(field, value) -> None:
+def test_a_value_out_of_range_is_rejected_and_any_other_can_be_drawn(field, value) -> None:
     kind, name = field
     card = {"index": 0, "uuid": "x", "name": "x"}
     job = {"id": 1, "name": "x", "state": "queued"}
@@ -126,12 +126,12 @@ def test_a_value_out_of_its_range_is_refused_and_any_other_can_be_drawn(field, v
 
 
 @given(MESSAGES)
-def test_whatever_is_told_can_be_drawn(message) -> None:
+def test_every_message_can_be_drawn(message) -> None:
     draw(decode(line_of(message)))
 
 
 def draw(message: Message) -> None:
-    """Draw it as the dashboard does."""
+    """Draw a message as the dashboard does."""
     if isinstance(message, Gpus):
         rows = [GpuRow(card.sample(1e9), card.holder, card.use, lambda name, n: []) for card in message.cards]
         for row in rows:
@@ -146,7 +146,7 @@ def draw(message: Message) -> None:
             job_row(view)
 
 
-def test_a_line_of_more_than_a_mebibyte_is_refused() -> None:
+def test_a_line_longer_than_1_mib_is_rejected() -> None:
     text = b'{"type": "log", "lines": ["' + b"x" * LONGEST_LINE + b'"]}'
     with pytest.raises(ValueError, match="longer than 1 MiB"):
         decode(text)
@@ -157,7 +157,7 @@ def job(number: int, **fields) -> JobView:
     return JobView(id=number, progress=1.01, **(usual | {"state": JobState.FINISHED} | fields))
 
 
-def test_of_many_jobs_the_newest_and_those_that_run_are_told() -> None:
+def test_of_many_jobs_the_newest_and_the_running_ones_are_sent() -> None:
     jobs = [job(number) for number in range(MOST_JOBS + 5, 1, -1)] + [job(1, state=JobState.RUNNING)]
     message = decode(line_of(jobs_message(jobs, "")))
     assert isinstance(message, Jobs)
@@ -165,7 +165,7 @@ def test_of_many_jobs_the_newest_and_those_that_run_are_told() -> None:
     assert message.more == 5
 
 
-def test_a_host_with_long_texts_stays_below_the_longest_line() -> None:
+def test_a_host_with_long_texts_stays_below_the_line_limit() -> None:
     text = "\x1b\U000e0041名" * 10_000
     jobs = [job(number, name=text, note=text, error=text, tags=(text,) * 99) for number in range(MOST_JOBS, 0, -1)]
     message = decode(line_of(jobs_message(jobs, text)))
@@ -176,7 +176,7 @@ def test_a_host_with_long_texts_stays_below_the_longest_line() -> None:
         assert isinstance(decode(line_of(told)), Log)
 
 
-def test_held_out_values_are_told_and_an_older_host_that_tells_none_is_read() -> None:
+def test_held_out_values_are_sent_and_older_hosts_without_them_are_read() -> None:
     row = {"id": 7, "name": "far", "config": "", "user": "me", "host": "gpu1", "device": "cpu", "gpu_source": "none"}
     known = {"fvu": 0.08, "heldout_fvu": 0.1341, "heldout_l0": 36.4, "k": "32", "d_sae": "1,536"}
     view = JobView(**row, **known, state=JobState.RUNNING)
@@ -187,7 +187,7 @@ def test_held_out_values_are_told_and_an_older_host_that_tells_none_is_read() ->
     assert (judged_value(older.view("gpu1"), "fvu"), older.view("gpu1").k) == ((0.08, True), "")
 
 
-def test_an_imported_job_is_finished_to_an_older_app_and_imported_to_this_one() -> None:
+def test_an_imported_job_is_finished_for_older_apps_and_imported_for_this_one() -> None:
     where = {"config": "", "user": "ada", "host": "h", "device": "cpu", "gpu_source": "none"}
     job = JobView(id=1, name="theirs", state=JobState.IMPORTED, **where)
     sent = far_job(job)

@@ -1,4 +1,4 @@
-"""Another host by the real ssh and a real sshd."""
+"""Following another host with the real ssh and a real sshd."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def wait_for(hosts: Hosts, holds: Callable[[HostView], object]) -> HostView:
 
 
 def sentence(sshd: Sshd) -> str:
-    """Return why the host cannot be followed."""
+    """Return the reason why the host cannot be followed."""
     hosts = Hosts(["gpu1"], sshd.ssh, demo=True)
     hosts.start(lambda: None)
     view = wait_for(hosts, lambda view: view.sentence)
@@ -52,7 +52,7 @@ def sentence(sshd: Sshd) -> str:
 
 
 def streams(folder: Path) -> list[str]:
-    """List the processes that stream from this data folder."""
+    """Return the command lines of processes that stream from this data folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -63,7 +63,7 @@ def streams(folder: Path) -> list[str]:
     return [words for words in found if "\0stream\0" in words]
 
 
-def test_a_host_is_followed_over_a_cut_line_and_nothing_stays_there(sshd, tmp_path) -> None:
+def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd, tmp_path) -> None:
     data = DataDir(tmp_path / "data" / "demo")
     data.create()
     trains = record_job(data, "trains", JobState.RUNNING, host=socket.gethostname(), step=200, total_steps=2000)
@@ -92,9 +92,9 @@ def test_a_host_is_followed_over_a_cut_line_and_nothing_stays_there(sshd, tmp_pa
         time.sleep(0.05)
 
 
-def test_a_host_that_falls_silent_is_cut_and_asked_again(sshd, tmp_path) -> None:
+def test_a_silent_host_is_disconnected_and_reconnected(sshd, tmp_path) -> None:
     sshd.install(tmp_path / "data")
-    # What stands first counts for ssh, so that it gives up sooner here than for people.
+    # ssh uses the first value of an option, so these make it give up sooner.
     ssh = [*sshd.ssh, "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1"]
     hosts = Hosts(["gpu1"], ssh, demo=True)
     hosts.start(lambda: None)
@@ -105,9 +105,9 @@ def test_a_host_that_falls_silent_is_cut_and_asked_again(sshd, tmp_path) -> None
     hosts.stop()
 
 
-def test_a_host_over_a_slow_line_is_followed_all_the_same(sshd, tmp_path) -> None:
+def test_a_host_is_followed_over_a_slow_connection(sshd, tmp_path) -> None:
     sshd.install(tmp_path / "data")
-    # A tenth of a second each way, and less than what a modem of 1998 carried.
+    # A delay of 0.1 s each way, and less bandwidth than a modem of 1998.
     proxy = f"ProxyCommand={sys.executable} {slow_line.__file__} {sshd.port} 0.1 6000"
     hosts = Hosts(["gpu1"], [*sshd.ssh, "-o", proxy], demo=True)
     hosts.start(lambda: None)
@@ -117,7 +117,7 @@ def test_a_host_over_a_slow_line_is_followed_all_the_same(sshd, tmp_path) -> Non
     hosts.stop()
 
 
-def test_each_thing_that_is_wrong_is_told_with_what_to_do(sshd) -> None:
+def test_each_connection_error_is_reported_with_its_remedy(sshd) -> None:
     assert sentence(sshd).startswith("has no sae-tui on its PATH")
     sshd.program("echo \"sae-tui: error: COMMAND: invalid choice: 'stream'; see sae-tui --help\" >&2; exit 2")
     assert sentence(sshd) == "has a sae-tui that is too old for this; update it there"
@@ -131,7 +131,7 @@ def test_each_thing_that_is_wrong_is_told_with_what_to_do(sshd) -> None:
     assert "Connection refused" in sentence(sshd)
 
 
-def test_no_sshd_is_lent_anything_of_this_machine(sshd, monkeypatch) -> None:
+def test_no_agent_display_or_terminal_is_forwarded(sshd, monkeypatch) -> None:
     sshd.program('echo "$SSH_AUTH_SOCK|$DISPLAY|$SSH_TTY|" >&2; exit 9')
     monkeypatch.setenv("DISPLAY", ":9")
     monkeypatch.setenv("SSH_AUTH_SOCK", "/no/agent")

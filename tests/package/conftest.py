@@ -1,4 +1,4 @@
-"""The packages that `build` makes, and a virtual environment with one of them, installed by pip without a network."""
+"""The built packages, and a virtual environment with one of them, installed by pip without a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[[str, Callable[[Path], None]], Path]
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Make:
-    """Return a function that makes a folder once for all test processes."""
+    """Return a function that creates a folder once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     base = base if worker_id == "master" else base.parent
 
@@ -46,7 +46,7 @@ def dist(once: Make) -> Path:
 
 @pytest.fixture(scope="session")
 def watching(once: Make, dist: Path) -> Path:
-    """Return the programs of an environment with the installed sdist, without extras or network."""
+    """Return the programs folder of an environment with the sdist installed, without extras or network."""
 
     def fill(folder: Path) -> None:
         locked = (ROOT / "requirements" / "watch.txt").read_text()

@@ -1,4 +1,4 @@
-"""What `python -m build` makes, and that pip and uv show what a stranger should see of it."""
+"""The output of `python -m build`, and the metadata that pip and uv show to users."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def names_in(wheel: Path) -> list[str]:
 
 
 def sources() -> set[str]:
-    """Return every file of the two packages, as they are in the tree."""
+    """Return every file of the two packages in the source tree."""
     files = [file for package in ("sae_tui", "trainer") for file in (ROOT / package).rglob("*")]
     return {file.relative_to(ROOT).as_posix() for file in files if file.is_file() and "__pycache__" not in file.parts}
 
 
-def test_an_upload_would_be_taken(dist: Path) -> None:
+def test_twine_accepts_the_packages(dist: Path) -> None:
     argv = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
     done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("PASSED") == 2
 
 
-def test_the_wheel_made_of_the_sdist_is_that_made_of_the_tree(dist: Path, tmp_path: Path) -> None:
+def test_the_wheel_built_from_the_sdist_equals_the_one_built_from_the_tree(dist: Path, tmp_path: Path) -> None:
     build(ROOT, tmp_path, "--wheel")
     assert the_only(tmp_path, "*.whl").read_bytes() == the_only(dist, "*.whl").read_bytes()
 
 
-def test_a_wheel_holds_the_packages_the_sample_the_presets_the_licence_and_no_more(dist: Path) -> None:
+def test_a_wheel_has_only_packages_sample_presets_manual_pages_and_licence(dist: Path) -> None:
     data = {f"sae_tui/data/{name}" for name in (*(f"sample/{file}" for file in SAMPLE), *PRESETS)}
     info = f"sae_tui-{PROJECT['version']}.dist-info"
     described = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
@@ -55,7 +55,7 @@ def test_a_wheel_holds_the_packages_the_sample_the_presets_the_licence_and_no_mo
     assert set(names_in(the_only(dist, "*.whl"))) == sources() | data | shared | described
 
 
-def test_an_sdist_holds_what_the_wheel_is_made_of_and_no_tests(dist: Path) -> None:
+def test_an_sdist_has_the_sources_of_the_wheel_and_no_tests(dist: Path) -> None:
     with tarfile.open(the_only(dist, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     top = {name for name in names if "/" not in name}
@@ -64,7 +64,7 @@ def test_an_sdist_holds_what_the_wheel_is_made_of_and_no_tests(dist: Path) -> No
     assert names - top == sources() | data | {f"packaging/man/{page}" for page in PAGES}
 
 
-def test_the_version_is_said_in_one_place(dist: Path) -> None:
+def test_the_version_is_written_in_one_place(dist: Path) -> None:
     version = PROJECT["version"]
     assert {file.name for file in dist.iterdir()} == {
         f"sae_tui-{version}.tar.gz",
@@ -74,7 +74,7 @@ def test_the_version_is_said_in_one_place(dist: Path) -> None:
     assert written == []
 
 
-def test_without_an_extra_nothing_of_the_trainer_is_asked_for(dist: Path) -> None:
+def test_without_an_extra_no_package_of_the_trainer_is_required(dist: Path) -> None:
     with zipfile.ZipFile(the_only(dist, "*.whl")) as archive:
         name = next(name for name in archive.namelist() if name.endswith("METADATA"))
         told = Parser().parsestr(archive.read(name).decode())

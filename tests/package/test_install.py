@@ -1,4 +1,4 @@
-"""The sdist, installed without a network, with and without what the trainer needs."""
+"""The sdist, installed without a network, with and without the trainer's packages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ report_card = false
 [launch]
 gpus = "cpu"
 """
-# Runs many commands in one process, which starts Python once.
+# Runs many commands in one process, so that Python starts only once.
 ALL = """
 import contextlib, io, json, sys
 import sae_tui.cli, trainer.cli
@@ -47,7 +47,7 @@ print(json.dumps(told))
 
 
 class Installed:
-    """The installed programs, on a data folder of their own."""
+    """The installed programs with their own data folder."""
 
     def __init__(self, bin_folder: Path, folder: Path) -> None:
         self.bin, self.folder, self.data = bin_folder, folder, DataDir(folder / "data" / "demo")
@@ -58,7 +58,7 @@ class Installed:
         self.job_file.write_text(JOB.format(sample=package / "data" / "sample"))
 
     def with_torch(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """Run a program where the packages of this environment can be imported too, after the installed ones."""
+        """Run a program that can also import this environment's packages, after the installed ones."""
         own, here = str(self.package.parent), sysconfig.get_path("purelib")
         return self.run(*argv, PYTHONPATH=f"{own}:{here}")
 
@@ -79,7 +79,7 @@ def installed(watching: Path, tmp_path: Path) -> Installed:
 
 
 @pytest.mark.timeout(400)
-def test_without_torch_the_dashboard_opens_and_the_review_says_what_a_launch_needs(installed: Installed) -> None:
+def test_without_torch_the_dashboard_opens_and_the_review_names_what_is_missing(installed: Installed) -> None:
     terminal = Terminal([str(installed.bin / "sae-tui"), "--demo"], env=installed.env, cwd=installed.folder)
     try:
         terminal.wait_for("RTX 3080", 90)
@@ -95,7 +95,7 @@ def test_without_torch_the_dashboard_opens_and_the_review_says_what_a_launch_nee
 
 
 @pytest.mark.timeout(400)
-def test_with_torch_the_sample_trains_and_without_it_all_is_shown_and_nothing_begun(installed: Installed) -> None:
+def test_with_torch_the_sample_trains_and_without_it_nothing_can_be_started(installed: Installed) -> None:
     where = "import sae_tui, sys, torch, trainer; print(sae_tui.__file__, trainer.__file__, sys.prefix)"
     told = installed.with_torch("python", "-P", "-c", where).stdout
     assert told.count(str(installed.bin.parent)) == 3, told
@@ -132,7 +132,7 @@ def commands(installed: Installed) -> list[list[str]]:
 
 
 def refusals(installed: Installed) -> list[list[str]]:
-    """Return command lines that nothing comes of without torch."""
+    """Return command lines that fail without torch."""
     file, sample, run = str(installed.job_file), str(installed.package / "data/sample"), str(installed.data.run(1).root)
     out, sae = str(installed.folder / "out"), str(installed.data.sae(1))
     longer = ["--set", "train.n_steps=20"]
@@ -149,7 +149,9 @@ def refusals(installed: Installed) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("check", [["doctor"], ["doctor", "--probe", "--self-test"]])
-def test_without_torch_the_doctor_names_it_once_with_the_command(installed: Installed, check: list[str]) -> None:
+def test_without_torch_the_doctor_names_it_once_with_the_install_command(
+    installed: Installed, check: list[str]
+) -> None:
     done = installed.run("sae-tui", "--demo", *check, "--json")
     (told,) = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "error"]
     assert told["subject"] == "torch"

@@ -1,4 +1,4 @@
-"""The Dockerfile and the recipe for conda-forge, held against pyproject.toml; neither can be run here."""
+"""The Dockerfile and the conda-forge recipe, compared with pyproject.toml; neither can be run here."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ RECIPE = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text
 
 
 def copied() -> list[str]:
-    """Return what the first stage of the Dockerfile copies."""
+    """Return the files and folders that the first stage of the Dockerfile copies."""
     lines = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
     return [source for line in lines for source in line.split()]
 
 
 def as_in_conda(requirements: list[str]) -> set[str]:
-    """Return requirements of pip as conda writes them: `textual >=8.2,<9`."""
+    """Return pip requirements in conda's format: `textual >=8.2,<9`."""
     parts = [re.match(r"([\w-]+)([^;]*)", requirement) for requirement in requirements]
     names = {"torch": "pytorch"}
     return {f"{names.get(part[1], part[1])} {part[2]}" for part in parts if part}
 
 
-def test_the_image_is_built_of_what_an_sdist_holds() -> None:
+def test_the_image_is_built_from_the_files_of_an_sdist() -> None:
     described = {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml"}
     assert set(copied()) == described | set(PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"])
     assert set(copied()) == set(re.findall(r"^!(.+)$", IGNORED, re.MULTILINE))
 
 
-def test_of_what_the_image_copies_the_same_wheel_is_made(dist: Path, tmp_path: Path) -> None:
+def test_the_files_that_the_image_copies_give_the_same_wheel(dist: Path, tmp_path: Path) -> None:
     for name in copied():
         source, target = ROOT / name, tmp_path / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def test_of_what_the_image_copies_the_same_wheel_is_made(dist: Path, tmp_path: P
     assert made.read_bytes() == wheel.read_bytes()
 
 
-def test_the_image_runs_as_no_root_and_opens_no_port() -> None:
+def test_the_image_does_not_run_as_root_and_opens_no_port() -> None:
     stage = DOCKERFILE.rpartition("\nFROM ")[2]
     assert re.findall(r"^USER (\S+)$", stage, re.MULTILINE) == ["1000:1000"]
     assert "EXPOSE" not in DOCKERFILE
@@ -58,7 +58,7 @@ def test_the_image_runs_as_no_root_and_opens_no_port() -> None:
     assert extra in PROJECT["optional-dependencies"]
 
 
-def test_conda_asks_for_what_pip_asks_for() -> None:
+def test_conda_and_pip_have_the_same_requirements() -> None:
     asked, python = RECIPE["requirements"], RECIPE["context"]["python_min"]
     assert f">={python}" == PROJECT["requires-python"]
     assert set(asked["run"]) == as_in_conda(PROJECT["dependencies"]) | {"python >=${{ python_min }}", "__linux"}
@@ -66,7 +66,7 @@ def test_conda_asks_for_what_pip_asks_for() -> None:
     assert set(asked["host"]) == {"python ${{ python_min }}.*", "pip", *PYPROJECT["build-system"]["requires"]}
 
 
-def test_conda_makes_the_same_program_of_the_same_version() -> None:
+def test_conda_builds_the_same_programs_and_version() -> None:
     scripts = [f"{name} = {where}" for name, where in PROJECT["scripts"].items()]
     assert RECIPE["build"]["python"]["entry_points"] == scripts
     about = {"license": PROJECT["license"], "summary": PROJECT["description"]}

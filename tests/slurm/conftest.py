@@ -1,4 +1,4 @@
-"""Attempts on a real SLURM cluster of two nodes, which all tests of a process share."""
+"""Attempts on a real SLURM cluster of two nodes, shared by all tests of a process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Submission:
-    """Performs a supervisor's actions on an attempt, and exposes the data that tests check."""
+    """Acts as a supervisor for one attempt, and exposes the data that tests check."""
 
     def __init__(self, data: DataDir, job: AnyJob, control: Control) -> None:
         self.data, self.job, self.control = data, job, control
@@ -80,7 +80,7 @@ class Submission:
         return [event.message for event in self.control.events(self.job_id)]
 
     def until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> None:
-        """Drive the attempt until the condition holds."""
+        """Drive the attempt until the condition is true."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             logs = [self.paths.logs / name for name in ("slurm.log", "rank0.log", "rank1.log")]
@@ -89,7 +89,7 @@ class Submission:
             self.attempt.wait(0.1)
 
     def until_ended(self) -> list[int | None]:
-        """Drive the attempt to its end, and return the ranks' exit codes."""
+        """Drive the attempt to its end; return the ranks' exit codes."""
         self.until(lambda: not self.attempt.alive)
         return [rank.code for rank in self.attempt.ranks]
 
@@ -109,7 +109,7 @@ def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # Both share a file system, and the controller is otherwise idle.
+    # Short delays suffice, since both nodes share a file system and the controller is otherwise idle.
     monkeypatch.setattr(slurm, "WORDS_S", 1.0)
     monkeypatch.setattr(cluster_of_job, "LOOK_EVERY_S", 0.3)
     data = DataDir(tmp_path / 'it\'s 100 % "$(data)"')

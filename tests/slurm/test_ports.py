@@ -1,4 +1,4 @@
-"""At which addresses a job on a real SLURM can be reached over the network while it runs."""
+"""The addresses at which a job on a real SLURM can be reached over the network while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from trainer.contract.runs.rank_spec import EXIT_STOPPED, read_spec
 
 pytestmark = pytest.mark.timeout(240)
-# SLURM's own programs, which ask each caller for munge's word.
+# SLURM's own programs, which authenticate each caller by munge.
 OF_SLURM = {"srun", "slurmstepd"}
 NODES = pytest.mark.parametrize(
     "launch", [{"nodes": 1, "gpus": "cpu:2"}, {"nodes": 2, "gpus": "cpu:1"}], ids=["one-node", "two-nodes"]
@@ -23,7 +23,7 @@ NODES = pytest.mark.parametrize(
 
 
 class Reachable:
-    """The programs and threads that a job has had, and the addresses at which they listened for TCP connections."""
+    """A job's programs and threads so far, and the addresses at which they listened for TCP connections."""
 
     def __init__(self, slurm_id: str) -> None:
         self.slurm_id = slurm_id
@@ -50,7 +50,7 @@ def threads_of(process: psutil.Process) -> set[str]:
 
 
 def listens_at(process: psutil.Process) -> set[str]:
-    # Under its old name in psutil 5.
+    # psutil 5 uses the old name.
     connections = getattr(process, "net_connections", None) or process.connections
     return {connection.laddr.ip for connection in connections("tcp") if connection.status == psutil.CONN_LISTEN}
 
@@ -60,7 +60,7 @@ def is_inner(address: str) -> bool:
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
-def test_an_open_port_and_a_store_of_torch_are_seen() -> None:
+def test_an_open_port_and_a_tcp_store_are_detected() -> None:
     own = psutil.Process()
     with socket.create_server(("0.0.0.0", 0)):
         assert not all(map(is_inner, listens_at(own)))
@@ -71,10 +71,8 @@ def test_an_open_port_and_a_store_of_torch_are_seen() -> None:
 
 
 @NODES
-def test_ranks_meet_in_a_file_of_their_own_and_on_one_node_nobody_listens_outside(
-    submission, monkeypatch, launch
-) -> None:
-    # As the fixture sets it for nodes that are one host.
+def test_ranks_meet_through_a_private_file_and_listen_only_on_loopback(submission, monkeypatch, launch) -> None:
+    # The fixture sets this variable, since both nodes are on one host.
     if launch["nodes"] == 1:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     one = submission(**launch)

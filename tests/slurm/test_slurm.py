@@ -1,4 +1,4 @@
-"""Jobs on nodes of a real SLURM: what they train, how they end, and what is reported."""
+"""Jobs on the nodes of a real SLURM: training, ends of jobs, and reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ N_ROWS = 12_000
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 
-def test_two_nodes_train_to_the_end_and_a_supervisor_begun_anew_takes_them_up(submission) -> None:
+def test_two_nodes_train_to_the_end_and_a_new_supervisor_adopts_them(submission) -> None:
     one = submission(n_steps=20)
     one.start()
     one.until(lambda: one.paths.progress_file(1).exists())
@@ -50,7 +50,7 @@ def test_two_nodes_train_to_the_end_and_a_supervisor_begun_anew_takes_them_up(su
     assert {modes[name] for name in ("job.sbatch", "progress.jsonl", "rank0.json", "slurm_job")} == {0o600}
 
 
-def test_ranks_stop_on_request_and_have_saved(submission) -> None:
+def test_ranks_save_and_stop_on_request(submission) -> None:
     one = submission()
     one.start()
     one.until_training()
@@ -60,11 +60,11 @@ def test_ranks_stop_on_request_and_have_saved(submission) -> None:
     assert not one.attempt.has_failed
 
 
-def test_near_its_time_limit_it_saves_and_stops(submission, cluster) -> None:
+def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
     one = submission(nodes=1)
     one.start()
     one.until_training()
-    # What --signal has SLURM do by itself.
+    # SLURM sends this signal by itself because of --signal.
     cluster.command("scancel", "--batch", "--signal=USR1", one.slurm_id)
     assert one.until_ended() == [EXIT_STOPPED]
     assert any(one.paths.checkpoints.iterdir())
@@ -85,7 +85,7 @@ def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(
     assert one.attempt.cause().startswith(f"rank 1 on {one.attempt.ranks[1].mark.host} was killed (SIGKILL)")
 
 
-def test_a_job_cancelled_by_somebody_else_is_told_so(submission, cluster) -> None:
+def test_a_job_cancelled_from_outside_is_reported_as_cancelled(submission, cluster) -> None:
     one = submission()
     one.start(lambda _: SLEEPS)
     one.until(lambda: "runs in SLURM on n[1-2]" in one.told)
@@ -96,7 +96,7 @@ def test_a_job_cancelled_by_somebody_else_is_told_so(submission, cluster) -> Non
     assert one.told[-1] == "SLURM ended it: it was cancelled"
 
 
-def test_a_job_that_waits_says_for_what_and_stops_without_having_run(submission, cluster) -> None:
+def test_a_pending_job_shows_its_reason_and_can_be_stopped_before_it_runs(submission, cluster) -> None:
     cluster.command("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
     one = submission()
     one.start()
@@ -115,7 +115,7 @@ def test_a_job_that_is_killed_ends_at_once(submission) -> None:
     assert one.attempt.cause() == "its ranks had to be ended"
 
 
-def test_gpus_are_those_that_slurm_gives_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
+def test_slurms_gpus_are_used_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
     hostile = "a'b\"; touch /pwned; $(touch /pwned) #SBATCH --nodes=7"
     one = submission(hostile, nodes=1, gpus="auto:2", sbatch_options=["--comment=$(touch /pwned); x"])
     reports = tmp_path / "it's $(seen)"
@@ -129,7 +129,7 @@ def test_gpus_are_those_that_slurm_gives_and_no_name_reaches_a_shell(submission,
     assert not os.path.exists("/pwned")
 
 
-def test_ranks_that_never_started_are_told_with_the_reason(submission) -> None:
+def test_ranks_that_never_started_are_reported_with_the_reason(submission) -> None:
     one = submission(nodes=1)
     one.start(lambda _: ["/nowhere/python"])
     one.until_ended()
@@ -137,7 +137,7 @@ def test_ranks_that_never_started_are_told_with_the_reason(submission) -> None:
     assert one.attempt.cause().endswith("/nowhere/python: No such file or directory")
 
 
-def test_a_node_that_does_not_see_the_run_folder_is_told_with_the_way_out(submission, tmp_path) -> None:
+def test_a_node_without_the_run_folder_is_reported_with_its_remedy(submission, tmp_path) -> None:
     one = submission(nodes=1)
     one.start(lambda spec: rank_command(tmp_path / "elsewhere" / spec.name))
     one.until_ended()
@@ -145,7 +145,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_told_with_the_way_out(submis
     assert one.attempt.cause().endswith("put the data folder (--data-dir) on a file system that all nodes share")
 
 
-def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) -> None:
+def test_a_launched_job_shows_its_progress_and_can_be_stopped(submission) -> None:
     one = submission()
     job_id = launching.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
     one.until(lambda: one.control.job(job_id).step > 0)
@@ -155,9 +155,7 @@ def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) ->
     assert [rank.exit_code for rank in one.control.ranks(job_id)] == [EXIT_STOPPED] * 2
 
 
-def test_what_a_killed_supervisor_leaves_in_slurm_is_cancelled_before_its_job_counts_as_lost(
-    submission, cluster
-) -> None:
+def test_a_killed_supervisors_slurm_job_is_cancelled_before_its_job_is_lost(submission, cluster) -> None:
     one = submission()
     job_id = launching.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
     id_file = one.data.run(job_id).attempt(1) / "slurm_job"
@@ -171,14 +169,14 @@ def test_what_a_killed_supervisor_leaves_in_slurm_is_cancelled_before_its_job_co
     )
 
 
-def test_what_slurm_refuses_is_told_in_its_own_words(submission) -> None:
+def test_slurms_rejection_is_reported_in_its_own_words(submission) -> None:
     one = submission(partition="nowhere")
     with pytest.raises(OSError, match=r"SLURM refused it: .*Invalid partition"):
         one.start()
 
 
 def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
-    """Return an extraction on two nodes, with text enough."""
+    """Return an extraction on two nodes with sufficient text."""
     (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(n_tokens // 8)))
     model = make_model(tmp_path / "gpt2", "gpt2")
     job = extraction_job(model, text, tmp_path / "rows", n_tokens=n_tokens, shard_rows=512)
@@ -187,7 +185,7 @@ def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
     )
 
 
-def test_two_nodes_extract_what_two_processes_here_do(submission, tmp_path: Path) -> None:
+def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_path: Path) -> None:
     extraction = extraction_on_nodes(tmp_path, N_ROWS)
     one = submission(extraction=extraction)
     one.start()
@@ -205,8 +203,8 @@ def test_two_nodes_extract_what_two_processes_here_do(submission, tmp_path: Path
     assert shards(tmp_path / "rows") == shards(tmp_path / "here")
 
 
-def test_an_extraction_on_nodes_stops_on_request_at_its_last_shards(submission, tmp_path: Path) -> None:
-    # Minutes of it, of which it is given a few seconds.
+def test_an_extraction_on_nodes_stops_on_request_after_its_last_shards(submission, tmp_path: Path) -> None:
+    # It would take minutes, but gets only a few seconds.
     extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
     one = submission(extraction=extraction)
     one.start()
