@@ -62,7 +62,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests/test_imports.py -k by_way_of_others
+	$(BIN)/pytest tests/test_imports.py -k import_cycles
 	$(MAKE) --no-print-directory docs
 
 # The site, from docs/ into build/site/index.html; what does not fit together is an error.

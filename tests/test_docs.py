@@ -211,7 +211,7 @@ def test_the_job_kind_guide_names_every_module_that_checks_the_kind() -> None:
 
 
 @pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", *sorted(GUIDES.glob("*.md"))], ids=lambda page: page.name)
-def test_every_file_that_a_guide_names_exists(page: Path) -> None:
+def test_every_file_named_in_a_guide_exists(page: Path) -> None:
     named = set(re.findall(r"`((?:sae_tui|trainer|tests|data)/[\w/.-]+)`", page.read_text()))
     # In the guides, new files are named x, or loudest like the example.
     new = {path for path in named if Path(path).stem in ("x", "loudest")}

@@ -51,7 +51,7 @@ def record(shell, state: JobState = JobState.QUEUED, **fields) -> int:
 # validate
 
 
-def test_a_good_job_is_valid(shell):
+def test_a_valid_job_passes_validation(shell):
     answer = shell.json("validate", shell.job_file, "--gpus", "0,1")
     assert answer.pop("memory_required") > 500 * 2**20
     assert answer == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
@@ -148,7 +148,7 @@ def test_an_unusable_job_file_is_one_error_line(shell, text, said):
 
 
 @pytest.mark.timeout(200)
-def test_a_job_from_launch_to_its_result(shell):
+def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     launched = shell.json("launch", shell.job_file, "--gpus", "0,1", "--set", "name=pair")
     assert launched["id"] == 1
     assert shell.json("gpus", 0)["reason"] in ("job 1 (pair)", "")

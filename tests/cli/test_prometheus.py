@@ -78,7 +78,7 @@ def test_gpus_have_index_uuid_and_name_in_base_units():
     assert [key for key in values if ("gpu", "4") in key[1]] == [("sae_tui_gpu_healthy", labels)]
 
 
-def test_jobs_have_state_and_newest_values():
+def test_jobs_have_their_state_and_latest_values():
     running = job(
         step=40, total_steps=100, tokens=4096, tokens_per_s=182.0, loss=0.09, fvu=0.142, heldout_fvu=0.2, energy_wh=2.0
     )
@@ -105,7 +105,7 @@ def test_the_help_text_says_whether_an_fvu_is_held_out():
     assert "# HELP sae_tui_job_fvu Newest batch FVU.\n" in text
 
 
-def test_a_job_is_shown_for_an_hour_after_its_end():
+def test_a_job_is_exported_for_an_hour_after_its_end():
     ended = [job(id=i, state=JobState.FINISHED, ended=NOW - ENDED_S + i) for i in (-1, 1)]
     ids = {labels[0][1] for _, labels in read(text_of(job_metrics(ended, NOW)))}
     assert ids == {"1"}

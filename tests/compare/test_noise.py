@@ -89,7 +89,7 @@ def test_a_difference_within_two_combined_errors_is_no_lead() -> None:
     assert three(0.003).best == {0}
 
 
-def test_a_difference_below_one_percent_may_come_from_the_seed() -> None:
+def test_a_difference_below_one_percent_counts_as_noise_of_the_seed() -> None:
     line = line_of(run(1, 0.1000, 1e-6), run(2, 0.1009, 1e-6))
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which another seed can make (compare 3 seeds to measure it)" in line.why
@@ -111,7 +111,7 @@ def test_three_seeds_of_the_same_settings_measure_the_spread() -> None:
     assert line_of(*unlike, run(9, 0.1005, 1e-7)).same == {0, 1, 2, 3}
 
 
-def test_fvus_at_different_l0_are_shown_with_their_l0() -> None:
+def test_fvus_at_different_l0_are_shown_with_their_l0_values() -> None:
     def at(number: int, fvu: float, l0: float) -> Sae:
         sae = run(number, fvu, 1e-6)
         return msgspec.structs.replace(sae, latest=sae.latest | {"card_l0": l0})

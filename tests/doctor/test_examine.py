@@ -22,7 +22,7 @@ def test_every_finding_that_is_not_ok_has_a_remedy(sandbox) -> None:
             assert bool(finding.remedy) == (finding.level != "ok"), finding
 
 
-def test_subjects_fit_their_column() -> None:
+def test_every_subject_fits_its_column() -> None:
     assert all(len(check.__name__.removeprefix("check_")) <= 14 for check in CHECKS)
 
 

@@ -85,7 +85,7 @@ def test_memory_is_estimated_with_the_same_tokens_per_step() -> None:
             assert row.memory_bytes == memory.estimate(work).total
 
 
-def test_the_modes_of_a_count_take_the_same_steps() -> None:
+def test_all_modes_on_a_number_of_gpus_take_the_same_number_of_steps() -> None:
     for count in (2, 4, 8):
         tokens = {round(row.tokens_per_s * row.seconds) for row in rows() if row.n_gpus == count}
         assert max(tokens) - min(tokens) <= 1

@@ -106,7 +106,7 @@ def test_a_pending_job_shows_its_reason_and_can_be_stopped_before_it_runs(submis
     assert not (one.paths.logs / "slurm.log").exists()
 
 
-def test_a_job_that_is_killed_ends_at_once(submission) -> None:
+def test_a_killed_job_ends_at_once(submission) -> None:
     one = submission(nodes=1)
     one.start(lambda _: SLEEPS)
     one.until(lambda: "runs in SLURM on n1" in one.told)
