@@ -1,4 +1,4 @@
-"""The app's cost as it measures it itself."""
+"""The app's own measurement of its cost."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def milliseconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def profiled(steps: RepeatedStep, device: torch.device) -> tuple[list[tuple[str, float, float]], dict[str, float]]:
-    """Return the name, count and milliseconds of each kind of kernel in a step, the longest first, and its phases."""
+    """Return each kind of kernel with its count and milliseconds, the longest first, and the ms of each phase."""
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(N_PROFILED)
         synchronise(device)

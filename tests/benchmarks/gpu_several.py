@@ -1,4 +1,4 @@
-"""Measure NCCL's memory, a step with dead latents on the time line, or the end of a run after a rank is killed.
+"""Measure NCCL's memory, the timeline of a step with dead latents, or the end of a run after a rank is killed.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_several.py auto:2|cpu:2 memory|profile|killed [--mode tensor]
 

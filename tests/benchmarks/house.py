@@ -43,7 +43,7 @@ def main(root: Path) -> None:
 
 
 def sizes(files: list[Path]) -> dict[str, object]:
-    """Return counts of files, lines, functions and docstrings, and of variables with plain names."""
+    """Return counts of files, lines, functions and docstrings, and of variables with vague names."""
     texts = [file.read_text() for file in files]
     lines = [len(text.splitlines()) for text in texts]
     functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]

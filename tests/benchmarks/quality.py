@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def load(data: Path) -> tuple[Tensor, Tensor | None]:
-    """Return the rows [n_tokens, d_in] of a file or of all files of a folder, and the text of each row or None."""
+    """Return the rows [n_tokens, d_in] of a file or folder, and the index of each row's text, or None."""
     files = [load_file(file) for file in (sorted(data.glob("*.safetensors")) if data.is_dir() else [data])]
     documents = [file["document"].long() for file in files if "document" in file]
     x = torch.cat([file["activations"].float() for file in files])

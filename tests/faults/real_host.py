@@ -28,7 +28,7 @@ mount --bind "$0/boot_id" /proc/sys/kernel/random/boot_id
 [ ! -e /etc/machine-id ] || mount --bind "$0/machine_id" /etc/machine-id
 hostname "$1"; echo up; exec sleep infinity
 """
-# Replacements: ranks that need no torch, and a torch that suits the GPUs for the checks before a launch.
+# Code appended to the installed modules: ranks that need no torch, and a check that finds no problem with torch.
 _FAKES = {
     "trainer/contract/runs/rank_spec.py": """
 

@@ -230,7 +230,7 @@ class Times(NamedTuple):
 
 
 def times_of(step: Step, sharing: int) -> Times:
-    """Place a step on a time line: transfers run one at a time, and operations wait for them as in the trainer.
+    """Place a step on a timeline: transfers run one at a time, and operations wait for them as in the trainer.
 
     The step is the second of two; the first may leave transfers that the second waits for.
     """

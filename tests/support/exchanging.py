@@ -82,7 +82,7 @@ def lose(group: Group) -> dict[str, Tensor]:
 
 
 def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
-    """Meet the other ranks through `file` and save the results next to it, under the rank's number."""
+    """Connect to the other ranks through `file`, and save the results next to it under the rank's number."""
     torch.set_num_threads(1)
     shared_memory.SLOT_BYTES = 2**16
     if is_apart and rank:

@@ -44,7 +44,7 @@ def run(
 def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | None = None) -> list[Result]:
     """Run an extraction on several ranks, each a thread of this process, and return each rank's result.
 
-    They meet in `folder`, which must be new.
+    They find each other through files in `folder`, which must be new.
     """
     stop = stop or threading.Event()
     # Sequentially, since transformers changes its own classes while it loads a model.

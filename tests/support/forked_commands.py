@@ -1,4 +1,4 @@
-"""Runs `sae-tui` commands as processes forked from one with loaded modules, each started in 5 ms.
+"""Runs `sae-tui` commands as forks of a process that has all modules loaded, each started in 5 ms.
 
 Starting Python and loading the modules would take 0.15 core-seconds per command.
 """

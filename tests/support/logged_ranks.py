@@ -70,7 +70,7 @@ class Call(NamedTuple):
 
 
 def calls_of_ranks(cases: Sequence[Case], folder: Path) -> list[list[list[Call]]]:
-    """Return the calls of each rank in each case, as [rank][case]; the ranks meet through files in `folder`."""
+    """Return the calls of each rank in each case, as [rank][case]; ranks connect through files in `folder`."""
     n_ranks = max(case.size for case in cases)
     with loaded_context().Pool(n_ranks) as pool:
         tasks = [(rank, cases, folder) for rank in range(n_ranks)]

@@ -67,14 +67,14 @@ class OneGpu(Connected):
 
 
 def connected(store: dist.Store, size: int, index: int) -> ByHost:
-    """Return the group of `size` processes of this machine that meet in the store."""
+    """Return the group of `size` processes of this machine that find each other through the store."""
     meeting = rendezvous.join(store, size, index, 2 * size * SLOT_BYTES, TIMEOUT.total_seconds())
     assert meeting is not None
     return ByHost(size, index, QuietWaiting(), *meeting)
 
 
 def join(device: torch.device, rank: int, world_size: int, place: Path) -> OneGpu:
-    """Connect the ranks of one device, which meet in the file `place`."""
+    """Connect the ranks of one device, which find each other through the file `place`."""
     store = dist.FileStore(str(place), world_size)
     group = connected(dist.PrefixStore("all", store), world_size, rank)
     return OneGpu(device, store, group, QuietWaiting(), TIMEOUT)

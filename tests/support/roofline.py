@@ -47,7 +47,7 @@ _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # advance per cycle: 1.9 us, less than their bytes take. The remaining 270 instructions take 0.6 us, plus 15 barriers.
 # The search is not counted if more latents are dead than AuxK takes: up to 31 rounds of about 1 us.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# The number of programs of a gathering kernel that fills a GPU, and the bytes/s of fewer programs.
+# The number of programs of a gathering kernel that fills a GPU, and the bytes/s that fewer programs reach.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
@@ -223,7 +223,7 @@ def _row_kernel(op: Op) -> Cost:
 
 
 def _selecting_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel in which each program searches a row: its bytes, or its threads' instructions."""
+    """Return the cost of a kernel in which each program searches a row: limited by bytes or by instructions."""
     n_rows, n_columns = op.argument("bits").shape
     moved = op.bytes
     if op.name in _OF_WHOLE_ROWS:
@@ -244,7 +244,7 @@ def _counting_kernel(op: Op) -> Cost:
 
 
 def _sharing_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel whose programs share the search: its bytes, or the rounds of its programs."""
+    """Return the cost of a kernel whose programs share a search: limited by bytes or by rounds of programs."""
     rounds = math.ceil(op.grid[0] / (PROCESSORS * 6))
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, rounds * _ROUND), "selecting kernel")
 

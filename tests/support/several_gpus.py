@@ -42,7 +42,7 @@ def memory(world: World, steps: RepeatedStep, used: Callable[[], int]) -> dict[s
 
 
 def profile(world: World, steps: RepeatedStep) -> dict[str, Any]:
-    """Return the time of a step with dead latents, and its kernels on the time line if it ran on a GPU."""
+    """Return the time of a step with dead latents, and the timeline of its kernels if it ran on a GPU."""
     device = world.device
     for learner in steps.learners:
         silence(learner.sae)

@@ -47,7 +47,7 @@ class Texts:
         return self.core(label) + MARKUP + "".join(order.sample(list(pieces), len(list(pieces))))
 
     def short(self, label: str) -> str:
-        """Return a text for a field of few characters, such as a name on a GPU card."""
+        """Return a text for a field of few characters, such as the name of a GPU."""
         return self.text(label)[:40]
 
     def line(self, label: str) -> str:
