@@ -1,4 +1,4 @@
-"""The user's command at an alert, as a real process."""
+"""Runs the user's alert command as a real process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.errors import UserError
 KEEP = "import json, os, sys; json.dump([json.load(sys.stdin), os.getsid(0), sys.argv[1:]], open(sys.argv[1], 'w'))"
 
 
-def test_the_command_gets_the_alert_as_json_and_no_shell_sees_its_words(tmp_path):
+def test_the_command_gets_the_alert_as_json_without_shell_expansion(tmp_path):
     file = tmp_path / "seen"
     run_hook([sys.executable, "-c", KEEP, str(file), "$HOME; `x`"], {"words": 'GPU 3 "is" hot', "state": "raised"})
     message, session, words = json.loads(file.read_text())
@@ -40,7 +40,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path):
+def test_a_command_that_exceeds_its_limit_is_killed_with_its_children(tmp_path):
     file = tmp_path / "pid"
     child = ["sh", "-c", f"sleep 600 & echo $! > {file}; wait"]
     with pytest.raises(UserError, match="took longer"):
@@ -61,6 +61,6 @@ def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path):
         (["a\0b"], "null byte"),
     ],
 )
-def test_what_goes_wrong_with_the_command_is_one_sentence(command, says):
+def test_a_failure_of_the_command_is_reported_in_one_sentence(command, says):
     with pytest.raises(UserError, match=says):
         run_hook(command, {})

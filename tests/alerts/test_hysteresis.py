@@ -1,4 +1,4 @@
-"""When an alert begins and when it is over, by values over time."""
+"""When an alert begins and ends for a series of values over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAD, BETWEEN, GOOD, UNKNOWN = 95, 85, 70, None
 
 
 def changes(*values: tuple[int, float | None], is_raised: bool = False) -> list[tuple[int, bool]]:
-    """Return the times, in s, at which an alert begins (True) or ends, for values that come at times."""
+    """Return the times at which an alert begins (True) or ends (False), for pairs of time in s and value."""
     state = Hysteresis(RULE, is_raised=is_raised)
     return [(now, state.is_raised) for now, value in values if state.changes(value, now)]
 
@@ -33,15 +33,15 @@ def changes(*values: tuple[int, float | None], is_raised: bool = False) -> list[
         (((0, 90), (10, 90)), [(10, True)]),
     ],
 )
-def test_an_alert_begins_and_ends_only_after_its_time_on_the_other_side(values, expected):
+def test_an_alert_begins_and_ends_only_after_its_delay(values, expected):
     assert changes(*values) == expected
 
 
-def test_one_that_was_raised_before_goes_on_until_it_is_over():
+def test_a_stored_alert_stays_active_until_its_value_recovers():
     assert changes((0, BETWEEN), (100, BAD), (101, GOOD), (131, GOOD), is_raised=True) == [(131, False)]
 
 
-def test_without_a_time_it_changes_at_once():
+def test_a_rule_without_delays_changes_at_once():
     state = Hysteresis(Rule(1, 1, 0, 0))
     assert [state.changes(value, 0.0) for value in (0, 1, 1, 0)] == [False, True, False, True]
 

@@ -1,4 +1,4 @@
-"""Alerts of cards and of the disk, by injected samples over time, and what is kept of them."""
+"""Alerts of GPUs and of the disk, from injected samples over time, and how alerts are stored."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def data(tmp_path):
 
 
 class Days:
-    """Alerts whose clock the test turns."""
+    """Alerts with a clock that the test advances."""
 
     def __init__(self, settings: Settings = Settings(), stored: tuple[Alert, ...] = ()) -> None:  # noqa: B008
         self.now = 0.0
         self.alerts = Alerts(settings, stored, clock=lambda: self.now, wall=lambda: BEGIN + self.now)
 
     def last(self, seconds: int, look: Look) -> list[str]:
-        """Let things be so for so many seconds, and return what was said meanwhile."""
+        """Check the same readings once a second, for this number of seconds, and return the messages."""
         said = []
         for _ in range(seconds):
             said += [sentence_of(alert) for alert in self.alerts.turn(look)]
@@ -128,7 +128,7 @@ def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 10
     ],
     ids=[kind.name for kind in KINDS],
 )
-def test_each_alert_begins_after_its_time_and_is_over_after_the_other(bad, after_s, words, good, over_s):
+def test_each_alert_begins_and_ends_after_its_delay(bad, after_s, words, good, over_s):
     days = Days()
     assert days.last(after_s, bad) == []
     assert days.last(2, bad) == [words]
@@ -148,11 +148,11 @@ def test_each_alert_begins_after_its_time_and_is_over_after_the_other(bad, after
         Look(),
     ],
 )
-def test_what_is_no_trouble_or_unknown_is_no_alert(look):
+def test_normal_or_unknown_readings_raise_no_alert(look):
     assert Days().last(3700, look) == []
 
 
-def test_a_gpu_that_its_driver_wants_reset_raises_the_alert_of_fatal_errors_until_it_is_reset():
+def test_a_gpu_that_needs_a_reset_raises_the_fatal_error_alert_until_it_is_reset():
     days = Days()
     wanted = cards(replace(FINE, condition=replace(SOUND, recovery="a reset")))
     assert days.last(3, wanted) == ["GPU 3 needs a reset, as its driver says"]
@@ -160,7 +160,7 @@ def test_a_gpu_that_its_driver_wants_reset_raises_the_alert_of_fatal_errors_unti
     assert days.last(62, cards(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error no more"]
 
 
-def test_a_value_that_swings_about_the_bound_is_one_alert():
+def test_a_value_that_swings_around_the_threshold_is_one_alert():
     days = Days()
     hot, warm = cards(replace(FINE, temperature_c=87)), cards(replace(FINE, temperature_c=84))
     said = days.last(12, hot)
@@ -169,14 +169,14 @@ def test_a_value_that_swings_about_the_bound_is_one_alert():
     assert said == ["GPU 3 is at 87 °C; it slows down at 90 °C"]
 
 
-def test_an_alert_of_a_card_that_is_taken_away_is_over():
+def test_the_alert_of_a_removed_gpu_ends():
     days = Days()
     days.last(20, cards(replace(FINE, healthy=False, reason=faults.LOST)))
     assert days.last(12, cards(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
 
 
 def lost(*indices: int, of: int = 64) -> Look:
-    """Return readings with these GPUs lost."""
+    """Return the readings of `of` GPUs, with these ones lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
     return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
@@ -226,7 +226,7 @@ def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
     assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable no more"]
 
 
-def test_a_sensor_that_stops_answering_keeps_its_alert_with_the_time():
+def test_an_alert_whose_sensor_stops_answering_shows_since_when():
     days = Days()
     days.last(20, cards(replace(FINE, temperature_c=95)))
     assert days.last(1000, cards(replace(FINE, temperature_c=None))) == []
@@ -270,7 +270,7 @@ def alert(kind: str = "heat", host: str | None = None, **fields) -> Alert:
     return Alert(kind=kind, host=host or own, **(usual | fields))
 
 
-def test_an_alert_outlives_the_app_and_is_not_told_twice():
+def test_a_stored_alert_continues_after_a_restart_and_is_not_reported_twice():
     days = Days(stored=(alert(), alert(host="elsewhere")))
     assert days.last(30, cards(replace(FINE, temperature_c=88))) == []
     assert len(days.alerts.active) == 1
@@ -278,7 +278,7 @@ def test_an_alert_outlives_the_app_and_is_not_told_twice():
     assert [one.cleared is None for one in days.alerts.recent] == [False]
 
 
-def test_alerts_are_kept_for_a_day_after_they_are_over(data):
+def test_alerts_are_kept_for_a_day_after_they_end(data):
     kept = [alert(cleared=BEGIN - DAY_S + 5), alert(kind="unknown-kind", cleared=BEGIN - 1)]
     old = alert(cleared=BEGIN - DAY_S - 5), alert(host="elsewhere", raised=BEGIN - DAY_S - 5)
     days = Days(stored=(*old, *kept))
@@ -300,12 +300,12 @@ def test_hosts_that_share_a_folder_keep_their_alerts_apart(data):
     assert read_alerts(data) == [theirs, mine]
 
 
-def test_nothing_is_over_while_a_card_has_not_answered_or_the_driver_is_gone():
+def test_no_alert_ends_before_its_gpu_has_answered_or_without_a_driver():
     days = Days(stored=(alert("lost"), alert("idle")))
     waiting = cards(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.NO_ANSWER_YET))
     assert days.last(100, waiting) == []
     assert days.last(100, cards()) == []
-    # Lost from the start on, it has no UUID, and is the card that it was.
+    # A GPU that was lost before the app started has no UUID; its stored alerts still apply.
     unknown = cards(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.LOST))
     assert days.last(59, unknown) == []
     assert {one.kind for one in days.alerts.active} == {"lost", "idle"}
@@ -313,7 +313,7 @@ def test_nothing_is_over_while_a_card_has_not_answered_or_the_driver_is_gone():
     assert sorted(gone) == ["GPU 3: held and idle no more", "GPU 3: unreadable no more"]
 
 
-def test_a_script_learns_which_card_and_job_and_whether_it_begins():
+def test_a_script_learns_the_gpu_and_the_job_and_whether_the_alert_begins():
     days = Days()
     days.last(10, cards(replace(FINE, temperature_c=88)))
     (begun,) = days.alerts.turn(cards(replace(FINE, temperature_c=88)))
@@ -325,13 +325,13 @@ def test_a_script_learns_which_card_and_job_and_whether_it_begins():
 
 @pytest.fixture
 def watch(data) -> Callable[..., AlertWatcher]:
-    """Return a function that starts a watcher of a lost card, and waits until it has told what it has to."""
+    """Return a function that starts a watcher for a lost GPU and waits for its first report."""
     started = []
 
     def begin(*, disk_gib: float = 0, **options) -> AlertWatcher:
         told = threading.Event()
         lost = (replace(FINE, healthy=False, reason=faults.LOST),)
-        looks = iter([None, 1 / 2])  # not known yet, and then what nobody foresaw
+        looks = iter([None, 1 / 2])  # not known yet, then a value that raises an exception
         settings = Settings(alert_lost_s=0.001, alert_disk_gib=disk_gib)
         watcher = AlertWatcher(data, settings, lambda: next(looks, lost), lambda: HELD, told.set, **options)
         watcher.interval_s = 0.01
@@ -356,7 +356,7 @@ def wait_until(condition: Callable[[], object]) -> None:
     raise AssertionError("waited for nothing")
 
 
-def test_an_alert_is_written_down_by_one_app_and_told_by_each(watch, data):
+def test_an_alert_is_stored_by_one_app_and_reported_by_each(watch, data):
     first = watch()
     wait_until(lambda: read_alerts(data))
     (written,) = read_alerts(data)
@@ -365,7 +365,7 @@ def test_an_alert_is_written_down_by_one_app_and_told_by_each(watch, data):
     assert first.recent() == [written]
 
 
-def test_alerts_that_wait_for_others_are_reported_before_other_settings_apply(data, monkeypatch):
+def test_alerts_waiting_to_be_grouped_are_reported_before_new_settings_apply(data, monkeypatch):
     monkeypatch.setattr(watch_module, "GROUP_S", 1000.0)
     look = lost(0, of=2)
     watcher = AlertWatcher(data, Settings(alert_lost_s=0.001, alert_disk_gib=0), lambda: look.samples, Holders, int)
@@ -381,7 +381,7 @@ def test_alerts_that_wait_for_others_are_reported_before_other_settings_apply(da
     assert [one.place for one in watcher.changed] == ["gpu-0", "gpu-1"]
 
 
-def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
+def test_a_second_app_and_a_read_only_app_write_nothing(watch, data):
     def report(**options) -> AlertWatcher:
         watcher = watch(**options)
         watcher.stop()
@@ -393,7 +393,7 @@ def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
     lock = FileLock(data.locks / f"alerts-{alert().host}.lock")
     assert lock.acquire()
     reports = report()._to_write
-    # The writer has finished the alert when it takes the next report.
+    # The writer takes a second report only after it has processed the alert.
     reports.put(([], []))
     wait_until(reports.empty)
     report(readonly=True)
@@ -401,7 +401,7 @@ def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
     lock.release()
 
 
-def test_a_hung_disk_is_reported_and_stops_no_other_alert(watch, data, monkeypatch):
+def test_a_hung_disk_is_reported_and_delays_no_other_alert(watch, data, monkeypatch):
     hangs = threading.Event()
     monkeypatch.setattr(watch_module.shutil, "disk_usage", lambda _: hangs.wait(60))
     monkeypatch.setattr(watch_module, "DISK_LIMIT_S", 0.1)
@@ -447,7 +447,7 @@ def test_an_error_in_running_the_command_is_reported_and_the_next_alert_runs_it(
     assert watcher.problems == ("on_alert: MemoryError()",)
 
 
-def test_a_file_that_cannot_be_written_is_told_once_and_alerts_go_on(watch, data):
+def test_an_unwritable_file_is_reported_once_and_alerts_continue(watch, data):
     data.alerts(alert().host).mkdir()
     watcher = watch()
     wait_until(lambda: len(watcher.problems) > 1)

@@ -24,13 +24,13 @@ print(json.dumps([asdict(nvml.sample(index, processes=True)) for index in range(
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder with the libraries `new`, `old` and `none`."""
+    """Build a folder with the fake driver libraries `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 
 @pytest.fixture(scope="session")
 def on_nvml(drivers: Path) -> Callable[..., Any]:
-    """Return a function that runs a script on the fake driver and returns the JSON that it prints."""
+    """Return a function that runs a script on the fake driver and returns its JSON output."""
 
     def run(script: str, driver: str = "new", path: Path | None = None, **variables: Any) -> Any:
         env = environment(drivers, driver, **variables)

@@ -1,4 +1,4 @@
-"""Several cards shown as one."""
+"""Totals and means over several GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sae_tui.gpu.base import GpuSample
 FULL = {"utilization": 90, "memory_used_bytes": 8, "memory_total_bytes": 10, "temperature_c": 70}
 
 
-def test_sums_and_means_are_over_what_healthy_cards_report():
+def test_sums_and_means_include_only_reported_values_of_healthy_gpus():
     cards = [
         GpuSample(0, "GPU-0", "A", 0.0, **FULL, power_w=200.0, power_limit_w=300.0),
         GpuSample(1, "GPU-1", "B", 0.0, **(FULL | {"utilization": 10, "temperature_c": 75})),
@@ -17,13 +17,13 @@ def test_sums_and_means_are_over_what_healthy_cards_report():
     assert aggregate(cards) == Aggregate(3, 16, 20, 50.0, 200.0, 300.0, cards[1], Counted(2, 2, 1, 2))
 
 
-def test_a_sensor_that_no_card_has_is_unknown_and_a_zero_is_not():
+def test_a_sensor_missing_on_all_gpus_is_unknown_and_zero_is_a_value():
     assert aggregate([]) == Aggregate(0, None, None, None, None, None, None)
     cold = GpuSample(0, "GPU-0", "A", 0.0, utilization=0, temperature_c=0)
     assert aggregate([cold]) == Aggregate(1, None, None, 0.0, None, None, cold, Counted(0, 1, 0, 1))
 
 
-def test_what_is_used_and_what_there_is_of_it_are_of_the_same_cards():
+def test_used_and_total_amounts_are_summed_over_the_same_gpus():
     fields = {"power_w": 300.0, "power_limit_w": 700.0, "memory_used_bytes": 8, "memory_total_bytes": 10}
     cards = [
         GpuSample(0, "GPU-0", "A", 0.0, **fields),
@@ -36,6 +36,6 @@ def test_what_is_used_and_what_there_is_of_it_are_of_the_same_cards():
     assert whole.counted == Counted(memory=1, power=1)
 
 
-def test_power_is_summed_where_no_card_has_a_limit():
+def test_power_is_summed_if_no_gpu_has_a_limit():
     whole = aggregate([GpuSample(index, f"GPU-{index}", "A", 0.0, power_w=100.0) for index in range(2)])
     assert (whole.total_power_w, whole.total_power_limit_w, whole.counted.power) == (200.0, None, 2)

@@ -1,4 +1,4 @@
-"""`Amd` on a library in place of AMD's, through AMD's own Python module."""
+"""`Amd` through AMD's own Python module, on a fake of AMD's library."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder that stands for ROCm's."""
+    """Build a folder that stands in for ROCm's installation."""
     if (module := module_folder()) is None:
         pytest.skip("amdsmi is not installed")
     return build_library(tmp_path_factory.mktemp("rocm"), module)
@@ -49,7 +49,7 @@ def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_amd(rocm: Path) -> Run:
-    """Return a function that runs a script on the library and returns the JSON that it prints."""
+    """Return a function that runs a script on the fake library and returns its JSON output."""
 
     def run(script: str, **variables: Any) -> Any:
         extra = {name: variables.pop(name) for name in ("ROCM_PATH", "PYTHONPATH") if name in variables}
@@ -61,7 +61,7 @@ def on_amd(rocm: Path) -> Run:
     return run
 
 
-def test_a_healthy_card_has_every_field(on_amd: Run) -> None:
+def test_a_healthy_gpu_has_every_field(on_amd: Run) -> None:
     idle, used = on_amd(READ, PIDS=f"0,{os.getpid()}")
     assert (idle["name"], idle["uuid"], idle["failed"]) == ("AMD Instinct MI300X", "GPU-9f3a5c00d1e2f0a0", {})
     assert used["uuid"] == "GPU-9f3a5c00d1e2f0a1"
@@ -79,7 +79,7 @@ def test_a_healthy_card_has_every_field(on_amd: Run) -> None:
     assert idle["processes"] == idle["condition"]["slowed_by"] == []
 
 
-def test_one_failing_field_never_blanks_a_card_nor_another_card(on_amd: Run) -> None:
+def test_a_failing_field_clears_no_other_field_and_no_other_gpu(on_amd: Run) -> None:
     cases = {
         "busy=14": ("utilization", "cannot be read"), "busy=na": ("utilization", None),
         "memory=8": ("memory_used_bytes", "timed out"), "memory=na": ("memory_used_bytes", None),
@@ -97,17 +97,17 @@ def test_one_failing_field_never_blanks_a_card_nor_another_card(on_amd: Run) -> 
     assert last["failed"] == {}
 
 
-def test_a_card_without_a_sensor_of_its_hottest_place_tells_the_edges(on_amd: Run) -> None:
+def test_a_gpu_without_a_hotspot_sensor_reports_the_edge_temperature(on_amd: Run) -> None:
     sample, _ = on_amd(READ, FAULTS="0:junction=2")
     assert sample["temperature_c"] == 51
 
 
-def test_a_name_cannot_steer_the_terminal(on_amd: Run) -> None:
+def test_a_name_cannot_control_the_terminal(on_amd: Run) -> None:
     sample, _ = on_amd(READ, NAME="MI\x1b[2J\n300")
     assert sample["name"] == "MI\ufffd[2J\ufffd300"
 
 
-def test_a_lost_card_is_a_row_that_says_why_and_shifts_no_index(on_amd: Run) -> None:
+def test_a_lost_gpu_is_a_row_with_the_reason_and_shifts_no_index(on_amd: Run) -> None:
     lost, named, other = on_amd(READ, FAULTS="0:all=14,1:busy=31,1:memory=31,1:junction=31,1:power=31", GPUS=3)
     assert (lost["healthy"], lost["uuid"], lost["name"]) == (False, "GPU-index-0", "AMD GPU")
     assert "no sensor of the GPU answers" in lost["reason"]
@@ -116,7 +116,7 @@ def test_a_lost_card_is_a_row_that_says_why_and_shifts_no_index(on_amd: Run) -> 
     assert (other["index"], other["healthy"], other["uuid"]) == (2, True, "GPU-9f3a5c00d1e2f0a2")
 
 
-def test_a_card_lost_meanwhile_keeps_its_identity_and_comes_back(on_amd: Run) -> None:
+def test_a_temporarily_lost_gpu_keeps_its_identity_and_comes_back(on_amd: Run) -> None:
     script = """
 import ctypes, json
 from sae_tui.gpu.amd import Amd
@@ -135,7 +135,7 @@ print(json.dumps(seen))
     assert "no sensor of the GPU answers any more" in lost[3]
 
 
-def test_a_card_that_hangs_stops_no_other(on_amd: Run) -> None:
+def test_a_gpu_that_hangs_does_not_block_another(on_amd: Run) -> None:
     script = """
 import json
 from sae_tui.gpu.amd import Amd
@@ -150,14 +150,14 @@ __import__("os")._exit(0)
     assert on_amd(script, FAULTS="0:power=hang") == [True, False]
 
 
-def test_a_part_of_a_split_card_cannot_be_used(on_amd: Run) -> None:
+def test_a_partition_of_a_split_gpu_cannot_be_used(on_amd: Run) -> None:
     whole, part = on_amd(READ, FAULTS="1:partition=CPX")
     assert whole["unusable"] == ""
     assert "split GPU (CPX)" in part["unusable"]
     assert part["memory_used_bytes"] is not None
 
 
-def test_details_and_facts_are_told(on_amd: Run) -> None:
+def test_details_and_facts_are_read(on_amd: Run) -> None:
     script = """
 import json
 from dataclasses import asdict
@@ -192,7 +192,7 @@ print(json.dumps([asdict(amd.details(0, sample)), facts.driver, [asdict(pair) fo
         ({"ROCM_PATH": "/nowhere"}, "no ROCm library libamd_smi.so", "amd-smi-lib"),
     ],
 )
-def test_a_source_that_cannot_be_opened_says_why_and_what_to_do(
+def test_a_source_that_cannot_be_opened_gives_a_reason_and_a_remedy(
     on_amd: Run, variables: dict[str, Any], reason: str, remedy: str
 ) -> None:
     answer = on_amd(OPEN, **variables)
@@ -205,7 +205,7 @@ def test_a_source_that_cannot_be_opened_says_why_and_what_to_do(
     [(amd_shapes.ROCM_6_0, 1700, None), (amd_shapes.ROCM_6_2, 1700, None), (amd_shapes.ROCM_7_0, 1700, None)],
     ids=["6.0", "6.2", "7.0"],
 )
-def test_answers_of_every_version_are_read_alike(
+def test_answers_of_every_rocm_version_are_read_alike(
     shapes: dict[str, Any], clock: int, bandwidth: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(**shapes))
@@ -221,7 +221,7 @@ def test_answers_of_every_version_are_read_alike(
     assert source.details(0, sample).memory_bandwidth_percent is bandwidth
 
 
-def test_a_slow_card_still_reports_the_errors_for_which_it_must_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_gpu_still_reports_errors_that_forbid_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {"correctable_count": 0, "uncorrectable_count": 3}
     smi = amd_shapes.module(**amd_shapes.ROCM_7_0, amdsmi_get_gpu_total_ecc_count=errors)
     monkeypatch.setattr(amd, "load_amdsmi", lambda: smi)
@@ -244,7 +244,7 @@ def test_an_infinite_answer_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (sample.utilization, sample.power_w) == (None, 203)
 
 
-def test_a_serial_number_that_is_none_is_a_marked_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_a_serial_number_gets_a_placeholder_marked_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     for answer in ({"market_name": "N/A", "asic_serial": "N/A"}, ValueError("no number")):
         smi = amd_shapes.module(**amd_shapes.ROCM_7_0, amdsmi_get_gpu_asic_info=answer)
         monkeypatch.setattr(amd, "load_amdsmi", lambda smi=smi: smi)
@@ -255,7 +255,7 @@ def test_a_serial_number_that_is_none_is_a_marked_stand_in(monkeypatch: pytest.M
         assert sample.failed["uuid"] in ("not supported", "unknown")
 
 
-def test_a_user_who_may_not_compute_is_told_so_though_cards_can_be_read(
+def test_a_user_without_compute_permission_is_warned_even_if_gpus_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(**amd_shapes.ROCM_7_0))
@@ -272,7 +272,7 @@ def test_a_user_who_may_not_compute_is_told_so_though_cards_can_be_read(
         Amd().open()
 
 
-# Follows a sampler through stages: once a condition on its rows and problem holds, variables of the library change.
+# Follows a sampler through stages: when the condition of a stage holds, environment variables of the library change.
 FOLLOW = """
 import json, os, time
 from sae_tui.gpu import sampler as module
@@ -326,11 +326,11 @@ def test_the_sampler_recovers_from_a_reload_of_the_amd_driver(
     if OTHER in uuids:
         assert not all(rings[0])
         assert rings[1]
-        assert all(rings[1])  # readings of the GPU that was there before are not its own
+        assert all(rings[1])  # not readings of the previous GPU
 
 
 @pytest.mark.parametrize("change", [RELOADED, RELOADED | {"FAKE_AMD_SMI_GPUS": "1"}], ids=["reset", "removed"])
-def test_amd_gpus_whose_driver_was_reloaded_between_two_readings_are_found_again(
+def test_amd_gpus_are_found_again_after_a_driver_reload_between_two_readings(
     on_amd: Run, change: dict[str, str]
 ) -> None:
     n_gpus = int(change.get("FAKE_AMD_SMI_GPUS", 2))
@@ -340,7 +340,7 @@ def test_amd_gpus_whose_driver_was_reloaded_between_two_readings_are_found_again
     assert (n_left, problem) == (0, ""), rows
 
 
-def test_another_amd_gpu_at_the_place_of_one_that_failed_has_its_own_uuid(on_amd: Run) -> None:
+def test_an_amd_gpu_that_replaces_a_failed_one_has_its_own_uuid(on_amd: Run) -> None:
     stages = [
         ("are_read", {"FAKE_AMD_SMI_FAULTS": "1:all=14"}),
         ("[healthy for _, healthy, _ in rows] == [True, False]", {"FAKE_AMD_SMI_FAULTS": f"1:serial=0x{OTHER[4:]}"}),

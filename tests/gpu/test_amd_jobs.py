@@ -1,4 +1,4 @@
-"""Commands and jobs on a machine with cards of AMD's: a library in place of AMD's, and ranks on the CPU."""
+"""Commands and jobs on a machine with AMD GPUs: a fake of AMD's library, and ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from support.amd_driver import build_library, environment, module_folder
 from support.driver import ROOT
 
-# Each process begins with it; a rank writes down what it was given.
+# Each process runs it at startup; a rank stores the variables that it was given.
 START = """
 import os, pathlib
 from msgspec.structs import replace
@@ -42,7 +42,7 @@ UUIDS = [f"GPU-9f3a5c00d1e2f0a{index}" for index in range(3)]
 
 
 class Machine:
-    """The shell of a user of a machine with three cards of AMD's."""
+    """The shell of a user on a machine with three AMD GPUs."""
 
     def __init__(self, root: Path, rocm: Path) -> None:
         (root / "sitecustomize.py").write_text(START.format(here=str(root)))
@@ -68,7 +68,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path, build_library(tmp_path / "rocm", module))
 
 
-def test_ranks_are_kept_to_their_cards_whatever_variables_the_shell_has(machine: Machine, tmp_path: Path) -> None:
+def test_ranks_see_only_their_own_gpus_whatever_variables_the_shell_sets(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     shell = {"HIP_VISIBLE_DEVICES": "2,0"}
     rows = machine.json("gpus", **shell)
@@ -82,7 +82,7 @@ def test_ranks_are_kept_to_their_cards_whatever_variables_the_shell_has(machine:
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == [repr(given)] * 2
 
 
-def test_cards_of_both_vendors_are_listed_and_a_job_has_those_of_one(machine: Machine, tmp_path: Path) -> None:
+def test_gpus_of_both_vendors_are_listed_and_a_job_uses_only_one_vendor(machine: Machine, tmp_path: Path) -> None:
     both = {"WITH_NVIDIA": "1"}
     rows = machine.json("gpus", **both)
     assert [(row["index"], row["name"]) for row in rows] == [
@@ -98,7 +98,7 @@ def test_cards_of_both_vendors_are_listed_and_a_job_has_those_of_one(machine: Ma
     assert "GPUs of NVIDIA and AMD cannot share a job" in mixed.stdout + mixed.stderr
 
 
-def test_where_one_vendors_software_is_missing_the_others_cards_are_shown(machine: Machine) -> None:
+def test_missing_software_of_one_vendor_does_not_hide_the_other_vendors_gpus(machine: Machine) -> None:
     rows = machine.json("gpus", WITH_NVIDIA="1", ROCM_PATH="/nowhere")
     assert [row["name"] for row in rows] == ["NVIDIA H100"] * 2
     alone = machine.run("gpus", code=1, ROCM_PATH="/nowhere")

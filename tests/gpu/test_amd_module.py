@@ -1,4 +1,4 @@
-"""Which amdsmi is loaded, and what is said of one that cannot be used."""
+"""Which amdsmi module is loaded, and the message if it cannot be used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOOD = "def amdsmi_get_gpu_vram_usage(): ...\nclass AmdSmiLibraryException(Excep
 
 
 def load(rocm: Path, installed: Path) -> Any:
-    """Return the mark of the module that is loaded, or why none is."""
+    """Return the mark of the loaded module, or the reason if none could be loaded."""
     env = os.environ | {"ROCM_PATH": str(rocm), "PYTHONPATH": f"{installed}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", LOAD], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -38,7 +38,7 @@ def install(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_the_module_of_rocm_itself_goes_before_an_installed_one(tmp_path: Path) -> None:
+def test_the_module_of_rocm_takes_precedence_over_an_installed_one(tmp_path: Path) -> None:
     installed = install(tmp_path / "site", GOOD.format(mark="pip"))
     rocm = tmp_path / "rocm"
     assert load(rocm, installed) == "pip"
@@ -54,14 +54,14 @@ def test_the_module_of_rocm_itself_goes_before_an_installed_one(tmp_path: Path) 
         ("", "another module of that name"),
     ],
 )
-def test_a_module_that_cannot_be_used_is_named_and_prints_nothing(tmp_path: Path, text: str, words: str) -> None:
+def test_an_unusable_module_is_named_and_its_output_is_suppressed(tmp_path: Path, text: str, words: str) -> None:
     reason, is_broken = load(tmp_path, install(tmp_path / "site", text))
     assert "amdsmi cannot be used" in reason
     assert words in reason
     assert is_broken
 
 
-def test_what_other_threads_print_while_it_is_loaded_is_not_lost(tmp_path: Path) -> None:
+def test_output_of_other_threads_during_the_import_is_not_lost(tmp_path: Path) -> None:
     text = (
         "import threading; print('of the module')\n"
         "other = threading.Thread(target=print, args=('of another thread',)); other.start(); other.join()\n"

@@ -1,4 +1,4 @@
-"""The particulars of a card: through the real pynvml on a fake driver, and read only while somebody looks."""
+"""GPU details, through the real pynvml on a fake driver; they are read only while they are shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ indices = range(nvml.open())
 samples = [nvml.sample(index, processes=True) for index in indices]
 print(json.dumps([asdict(nvml.details(index, samples[index])) for index in indices]))
 """
-# A fault of the fake driver, and the fields that it takes away.
+# By fault of the driver: the fields that become unknown.
 FAULTS = {
     "no_clock": ["sm_clock_mhz", "memory_clock_mhz"],
     "err_max_clock": ["most_sm_clock_mhz", "most_memory_clock_mhz"],
@@ -43,7 +43,7 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# No error is reported, and activity needs two readings.
+# No Xid error is reported, and activity needs two readings.
 UNKNOWN = {"xid", "sm_percent", "occupancy_percent", "tensor_percent"}
 TWICE = """
 import json
@@ -68,7 +68,7 @@ def read(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
     return run
 
 
-def test_a_healthy_card_tells_clocks_links_and_faults(read) -> None:
+def test_a_healthy_gpu_reports_clocks_links_and_faults(read) -> None:
     (card,) = read(GPUS=1)
     unknown = {name for name, value in card.items() if value is None}
     assert unknown == UNKNOWN
@@ -78,19 +78,19 @@ def test_a_healthy_card_tells_clocks_links_and_faults(read) -> None:
     assert 0 <= card["pcie_received_bytes_s"] <= 900_000 * 1024
 
 
-def test_a_sensor_that_does_not_answer_takes_nothing_else_away(read) -> None:
+def test_a_sensor_that_does_not_answer_removes_no_other_value(read) -> None:
     cards = read(dict(enumerate(FAULTS)), GPUS=len(FAULTS))
     for card, (fault, missing) in zip(cards, FAULTS.items(), strict=True):
         unknown = {name for name, value in card.items() if value is None} - UNKNOWN
         assert unknown == set(missing), fault
 
 
-def test_an_old_driver_tells_why_clocks_are_low_too(read) -> None:
+def test_an_old_driver_also_reports_why_clocks_are_low(read) -> None:
     (card,) = read({0: "throttle_on"}, driver="old", GPUS=1)
     assert card["slowed_by"] == [SLOWED_BY[0x008], SLOWED_BY[0x040]]
 
 
-def test_what_multiprocessors_really_do_is_told_where_a_card_counts_it(on_nvml) -> None:
+def test_multiprocessor_activity_is_reported_if_the_gpu_counts_it(on_nvml) -> None:
     card, other, old = on_nvml(TWICE, GPUS=3, FAULTS="1:no_gpm,2:old_gpm")
     assert 0 < card["tensor_percent"] < card["occupancy_percent"] < card["sm_percent"] <= 50
     assert [one["sm_percent"] for one in (other, old)] == [None, None]
@@ -98,7 +98,7 @@ def test_what_multiprocessors_really_do_is_told_where_a_card_counts_it(on_nvml) 
     assert card["sm_percent"] is None
 
 
-def test_an_error_that_the_driver_reports_is_told_in_words_and_by_its_number(on_nvml) -> None:
+def test_a_reported_error_is_shown_in_words_and_with_its_number(on_nvml) -> None:
     card, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
     xid = card["xid"]
     assert xid["number"] == 48
@@ -108,7 +108,7 @@ def test_an_error_that_the_driver_reports_is_told_in_words_and_by_its_number(on_
     assert (well["xid"], deaf["xid"]) == (None, None)
 
 
-def test_the_parts_of_a_split_card_are_told_with_their_memory(read) -> None:
+def test_the_slices_of_a_split_gpu_are_listed_with_their_memory(read) -> None:
     split, whole, *_ = read({0: "mig"}, GPUS=2)
     assert [part["name"] for part in split["instances"]] == ["NVIDIA H200 MIG 3g.71gb"] * 2
     assert all(0 < part["memory_used_bytes"] < part["memory_total_bytes"] for part in split["instances"])
@@ -117,12 +117,12 @@ def test_the_parts_of_a_split_card_are_told_with_their_memory(read) -> None:
     assert whole["cuda"][0] >= 12
 
 
-def test_a_lost_card_has_no_particulars(read) -> None:
+def test_a_lost_gpu_has_no_details(read) -> None:
     (card,) = read({0: "lost"}, GPUS=1)
     assert {name for name, value in card.items() if value not in (None, [])} == {"timestamp"}
 
 
-def test_what_a_card_does_not_tell_is_left_out_and_a_fault_stands_out() -> None:
+def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:
     assert facts(SAMPLE, GpuDetails(0.0)) == [
         [("temperature", "70°C", "text")],
         [("UUID", "GPU-1", "dim")],
@@ -137,7 +137,7 @@ def test_what_a_card_does_not_tell_is_left_out_and_a_fault_stands_out() -> None:
 
 
 class Counting(Simulated):
-    """Simulated cards that count how often the particulars of each are read."""
+    """Simulated GPUs that count the reads of each GPU's details."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -150,7 +150,7 @@ class Counting(Simulated):
         return super().details(index, sample)
 
 
-def test_particulars_are_read_only_of_the_card_that_is_looked_at(until) -> None:
+def test_details_are_read_only_for_the_gpu_on_screen(until) -> None:
     source = Counting()
     sampler = Sampler(source, 0.05)
     sampler.start()
@@ -169,7 +169,7 @@ def test_particulars_are_read_only_of_the_card_that_is_looked_at(until) -> None:
     assert sampler.stop()
 
 
-def test_what_is_looked_at_is_read_at_once(until) -> None:
+def test_details_of_the_gpu_on_screen_are_read_at_once(until) -> None:
     sampler = Sampler(Counting(), 3600.0)
     sampler.start()
     until(lambda: len(sampler.latest()) == 3 and all(sample.healthy for sample in sampler.latest()))
@@ -187,7 +187,7 @@ print(0)
 """
 
 
-def test_pcie_is_not_counted_while_nobody_looks(on_nvml, tmp_path: Path) -> None:
+def test_pcie_traffic_is_not_measured_while_no_details_are_shown(on_nvml, tmp_path: Path) -> None:
     log = tmp_path / "calls"
     on_nvml(SAMPLE_ONCE, GPUS=1, LOG=log)
     (file,) = tmp_path.glob("calls.*")

@@ -1,4 +1,4 @@
-"""The energy of a card: areas under its power, the driver's counter, gaps, and what is known of them."""
+"""The energy of a GPU: the integral of its power, the driver's counter, and gaps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def metered(readings: list[EnergyReading], begin: float, end: float) -> Used:
 
 
 def naive(readings: list[EnergyReading], begin: float, end: float) -> tuple[float, float]:
-    """Return joules and measured seconds of power samples by a plain loop over pairs, the edges held level."""
+    """Return joules and measured seconds by a plain loop over pairs of power samples, with constant power at both
+    edges.
+    """
     first, last = readings[0], readings[-1]
     points = [(begin, first.power_w), *((one.timestamp, one.power_w) for one in readings), (end, last.power_w)]
     joules = seconds = 0.0
@@ -32,7 +34,7 @@ def naive(readings: list[EnergyReading], begin: float, end: float) -> tuple[floa
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_area_under_the_power_is_that_of_a_plain_loop(seed):
+def test_the_integral_of_power_equals_that_of_a_plain_loop(seed):
     draw = random.Random(seed)
     at, readings = BEGIN, []
     for _ in range(3000):
@@ -46,7 +48,7 @@ def test_the_area_under_the_power_is_that_of_a_plain_loop(seed):
     assert used.counted_s == 0
 
 
-def test_a_counter_alone_is_read_once_however_often_it_is_asked_for():
+def test_repeated_readings_of_a_counter_count_once():
     meter = CardMeter(BEGIN)
     readings = [EnergyReading(BEGIN + second, None, 100.0 * second) for second in range(0, 91, 30)]
     for _ in range(3):
@@ -56,35 +58,35 @@ def test_a_counter_alone_is_read_once_however_often_it_is_asked_for():
     assert meter.used(BEGIN + 90).joules == 9000
 
 
-def test_a_steady_card_takes_its_power_times_the_time():
+def test_the_energy_of_a_steady_gpu_is_its_power_times_the_time():
     used = metered([EnergyReading(BEGIN + second, 250.0) for second in range(1, 3600)], BEGIN, BEGIN + 3600)
     assert used == pytest.approx((250.0 * 3600, 3600, 3600, 0))
 
 
-def test_a_gap_without_samples_counts_nothing():
+def test_a_gap_without_samples_adds_nothing():
     readings = [EnergyReading(BEGIN + second, 100.0) for second in (0, 1, 2, 62, 63)]
     assert metered(readings, BEGIN, BEGIN + 63) == pytest.approx((300, 63, 3, 0))
 
 
-def test_the_counter_takes_the_place_of_samples_and_bridges_a_gap():
+def test_the_counter_replaces_samples_and_bridges_a_gap():
     readings = [EnergyReading(BEGIN + second, 100.0, 5000 + 110.0 * second) for second in (0, 3, 63)]
     assert metered(readings, BEGIN, BEGIN + 65) == pytest.approx((110 * 63 + 200, 65, 65, 63))
 
 
-def test_samples_between_two_readings_of_the_counter_count_once():
+def test_samples_between_two_counter_readings_count_once():
     counters = {0: 0.0, 3: 330.0, 6: 660.0}
     readings = [EnergyReading(BEGIN + second, 100.0, counters.get(second)) for second in range(8)]
     assert metered(readings, BEGIN, BEGIN + 7) == pytest.approx((760, 7, 7, 6))
 
 
-def test_a_counter_that_begins_anew_is_not_believed():
+def test_a_counter_that_restarts_is_ignored():
     readings = [
         EnergyReading(BEGIN + second, 100.0, joules) for second, joules in ((0, 9e6), (1, 9e6 + 100), (2, 50.0))
     ]
     assert metered(readings, BEGIN, BEGIN + 2) == pytest.approx((200, 2, 2, 1))
 
 
-def test_a_card_without_power_and_counter_is_unknown():
+def test_a_gpu_without_power_and_counter_is_unknown():
     assert metered([EnergyReading(BEGIN + 1)], BEGIN, BEGIN + 9) == Used(0, 9, 0, 0)
 
 
@@ -93,6 +95,6 @@ def test_a_counter_alone_is_enough():
     assert metered(readings, BEGIN, BEGIN + 8) == pytest.approx((240, 8, 6, 6))
 
 
-def test_a_reading_that_is_not_newer_is_passed_over():
+def test_a_reading_that_is_not_newer_is_skipped():
     readings = [EnergyReading(BEGIN + second, 100.0) for second in (1, 3, 2, 3, 4)]
     assert metered(readings, BEGIN, BEGIN + 4) == pytest.approx((400, 4, 4, 0))

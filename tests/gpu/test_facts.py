@@ -1,4 +1,4 @@
-"""Versions and links, from the fake driver through the real pynvml and from the simulated box."""
+"""Versions and links, from the fake driver through the real pynvml and from the simulated machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_versions_capabilities_and_links_are_read(on_nvml: Run) -> None:
     assert all((pair["path"], pair["nvlink"], pair["peer_to_peer"]) == ("SYS", True, True) for pair in facts["pairs"])
 
 
-def test_a_card_without_nvlink_and_peers_says_why(on_nvml: Run) -> None:
+def test_a_gpu_without_nvlink_and_peer_access_reports_the_reason(on_nvml: Run) -> None:
     facts = on_nvml(FACTS, GPUS=2, FAULTS="*:no_nvlink,*:p2p=1,*:topo=30")
     (pair,) = facts["pairs"]
     assert facts["nvlinks"] == [0, 0]
@@ -42,13 +42,13 @@ def test_a_card_without_nvlink_and_peers_says_why(on_nvml: Run) -> None:
     }  # fmt: skip
 
 
-def test_a_lost_card_leaves_the_facts_of_the_others(on_nvml: Run) -> None:
+def test_a_lost_gpu_does_not_hide_the_facts_of_the_others(on_nvml: Run) -> None:
     facts = on_nvml(FACTS, GPUS=3, FAULTS="1:lost")
     assert facts["capabilities"] == [[9, 0], None, [9, 0]]
     assert [(pair["first"], pair["second"]) for pair in facts["pairs"]] == [(0, 2)]
 
 
-def test_what_the_driver_does_not_tell_is_none(on_nvml: Run) -> None:
+def test_values_that_the_driver_does_not_report_are_none(on_nvml: Run) -> None:
     facts = on_nvml(FACTS, GPUS=2, FAULTS="*:fnf_p2p,*:fnf_topo,*:fnf_cc,*:fnf_nvlink")
     (pair,) = facts["pairs"]
     assert (pair["path"], pair["peer_to_peer"], pair["obstacle"]) == (None, None, "")
@@ -56,7 +56,7 @@ def test_what_the_driver_does_not_tell_is_none(on_nvml: Run) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_the_simulated_box_has_a_bridge_for_every_four_cards(count: int) -> None:
+def test_the_simulated_machine_has_a_bridge_for_every_four_gpus(count: int) -> None:
     facts = Simulated(count).facts()
     assert len(facts.pairs) == count * (count - 1) // 2
     bridges = [(pair.first, pair.second) for pair in facts.pairs if pair.nvlink]

@@ -1,4 +1,4 @@
-"""`gpu.db`: who writes it, what is kept, how it shrinks, and how it is read."""
+"""`gpu.db`: which process writes it, retention, shrinking, and reading."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def data_dir(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    """Sample two cards 200 times a second, by a clock that begins ten minutes ago and goes 1 s per sample."""
+    """Sample two GPUs 200 times a second, with a clock that starts ten minutes ago and advances 1 s per sample."""
     begin, ticks = time.time() - 600, itertools.count()
     started = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
     yield started
@@ -55,7 +55,7 @@ def sampler() -> Iterator[Sampler]:
 
 @pytest.fixture
 def record(data_dir: DataDir, sampler: Sampler) -> Iterator[Callable[..., Recorder]]:
-    """Return a function that starts recorders of the sampler, which are stopped after the test."""
+    """Return a function that starts recorders of the sampler; they are stopped after the test."""
     started: list[Recorder] = []
 
     def begin(**options: Any) -> Recorder:
@@ -78,7 +78,7 @@ def rows(data_dir: DataDir, query: str = "SELECT * FROM gpu_metrics") -> list[sq
 
 
 def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None = None, **values: Any) -> None:
-    """Store samples as another process would, of the simulated card of this index where no UUID is given."""
+    """Store samples as another process would, with the UUID of the simulated GPU at this index by default."""
     uuid = uuid or uuid_of(index)
     row = {"utilization": 50, "memory": 1000, "total": 2000, "temperature": 40, "power": 100.0, "job": None, **values}
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
@@ -89,7 +89,7 @@ def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None =
         db.execute(history.ROLL_UP, (HOST, index, 0.0, uuid))
 
 
-def test_every_sample_is_stored_once_with_the_job_on_its_card(
+def test_every_sample_is_stored_once_with_the_job_on_its_gpu(
     data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
 ) -> None:
     recorder = record(jobs_by_uuid=lambda: {uuid_of(1): 7})
@@ -135,7 +135,7 @@ def test_minutes_are_the_means_of_their_samples(
     assert len(stored) >= 4
 
 
-def test_a_card_that_cannot_be_read_leaves_no_rows(data_dir: DataDir, until: Until) -> None:
+def test_an_unreadable_gpu_leaves_no_rows(data_dir: DataDir, until: Until) -> None:
     sampler = Sampler(Simulated(2, faults={1: "lost"}), 0.01)
     recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
     recorder.start()
@@ -191,7 +191,7 @@ def test_a_waiting_recorder_follows_the_host_to_its_own_file(
     lock = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
     assert lock.acquire()
     recorder = record()
-    # The elected process switches, and the user then removes the old file.
+    # The elected process switches to its own file, and the user then removes the old one.
     open_writer(data_dir.own_gpu_db, "gpu").close()
     earlier.unlink()
     lock.release()
@@ -210,7 +210,7 @@ def test_one_recorder_is_elected_and_the_next_takes_over_when_it_stops(
     before = len(rows(data_dir))
     until(lambda: len(rows(data_dir)) > before + 20)
     assert not second.elected
-    assert standby.count == 0  # a process that stands by reads no GPU
+    assert standby.count == 0  # a process on standby reads no GPU
     assert first.stop(5)
     until(lambda: second.elected)
     until(lambda: standby.count)
@@ -254,7 +254,7 @@ def test_a_paused_recorder_lets_another_take_over_and_stands_by_afterwards(
     assert first.pause(10)
 
 
-def test_of_two_processes_one_records_and_the_other_takes_over_after_kill_9(
+def test_one_of_two_processes_records_and_the_other_takes_over_after_kill_9(
     data_dir: DataDir, tmp_path: Path, until: Until
 ) -> None:
     logs = [tmp_path / name for name in ("one.log", "two.log")]
@@ -289,7 +289,7 @@ def test_of_two_processes_one_records_and_the_other_takes_over_after_kill_9(
         (lambda path: path.mkdir(), "is not a plain file of its own; remove it"),
     ],
 )
-def test_a_store_that_cannot_be_written_is_a_sentence_and_sampling_goes_on(
+def test_an_unwritable_store_is_reported_in_one_sentence_and_sampling_continues(
     data_dir: DataDir,
     record: Callable[..., Recorder],
     sampler: Sampler,
@@ -307,10 +307,10 @@ def test_a_store_that_cannot_be_written_is_a_sentence_and_sampling_goes_on(
     data_dir.gpu_db.rename(data_dir.gpu_db.with_suffix(".bad"))
     until(lambda: rows(data_dir))
     until(lambda: recorder.problem is None)
-    assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]  # nothing was lost meanwhile
+    assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]  # nothing was lost in the meantime
 
 
-def test_a_store_locked_for_long_is_a_sentence_and_is_written_afterwards(
+def test_a_store_that_is_locked_for_long_is_reported_and_written_afterwards(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.contract.store.database.BUSY_TIMEOUT_S", 0.05)
@@ -326,7 +326,7 @@ def test_a_store_locked_for_long_is_a_sentence_and_is_written_afterwards(
     until(lambda: recorder.problem is None)
 
 
-def test_a_store_that_is_deleted_is_made_anew_with_what_the_rings_hold(
+def test_a_deleted_store_is_created_again_from_the_rings(
     data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
 ) -> None:
     recorder = record()
@@ -338,7 +338,7 @@ def test_a_store_that_is_deleted_is_made_anew_with_what_the_rings_hold(
     assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]
 
 
-def test_a_failing_question_for_the_jobs_is_a_sentence_too(
+def test_an_error_while_reading_the_jobs_is_reported(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
     def fail() -> dict[str, int]:
@@ -348,7 +348,9 @@ def test_a_failing_question_for_the_jobs_is_a_sentence_too(
     assert until(lambda: recorder.problem) == "the store control.db is locked"
 
 
-def test_old_rows_go_and_minutes_stay_longer(data_dir: DataDir, record: Callable[..., Recorder], until: Until) -> None:
+def test_old_rows_are_deleted_and_minutes_are_kept_longer(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until
+) -> None:
     now = time.time()
     store(data_dir, 5, [now - 40 * DAY, now - 2 * DAY, now - 3000.0])
     recorder = record(retention=Retention(raw_hours=24, minutes_days=30))
@@ -369,7 +371,7 @@ def test_deleting_uses_the_primary_key(data_dir: DataDir) -> None:
     ]
 
 
-def test_a_clock_that_was_set_back_does_not_silence_the_history(data_dir: DataDir, until: Until) -> None:
+def test_the_history_continues_after_the_clock_was_set_back(data_dir: DataDir, until: Until) -> None:
     now = time.time()
     store(data_dir, 0, [now + 5000])
     sampler = Sampler(Simulated(1), 0.01)
@@ -380,7 +382,7 @@ def test_a_clock_that_was_set_back_does_not_silence_the_history(data_dir: DataDi
     sampler.stop()
 
 
-def test_recent_gives_the_stored_readings_of_each_card(data_dir: DataDir) -> None:
+def test_recent_returns_the_stored_readings_of_each_gpu(data_dir: DataDir) -> None:
     now = time.time()
     store(data_dir, 0, [now - 900, now - 20, now - 19, now - 12, now - 11])
     store(data_dir, 3, [now - 1])
@@ -390,16 +392,16 @@ def test_recent_gives_the_stored_readings_of_each_card(data_dir: DataDir) -> Non
     assert samples[uuid_of(0)][0] == Reading(now - 20, 50, 1000, 40, 100.0, 2000)
 
 
-def test_recent_is_empty_where_there_is_no_store_yet(data_dir: DataDir) -> None:
+def test_recent_is_empty_if_there_is_no_store_yet(data_dir: DataDir) -> None:
     assert recent(data_dir.gpu_db, HOST, 600) == {}
 
 
-def test_recent_knows_only_its_own_host(data_dir: DataDir) -> None:
+def test_recent_returns_only_rows_of_its_own_host(data_dir: DataDir) -> None:
     store(data_dir, 0, [time.time() - 5])
     assert recent(data_dir.gpu_db, "another", 600) == {}
 
 
-def test_the_past_is_samples_and_where_they_are_gone_minutes(data_dir: DataDir) -> None:
+def test_the_past_consists_of_samples_and_of_minutes_after_samples_are_deleted(data_dir: DataDir) -> None:
     now = time.time()
     cut = (now - 3600) // 60 * 60
     store(data_dir, 0, [cut - 600, cut - 590, cut - 70, cut - 60], utilization=30, job=4)
@@ -434,7 +436,7 @@ def test_steps_are_means_weighted_by_samples_over_both_tables(data_dir: DataDir)
     ]  # fmt: skip
 
 
-def test_a_card_is_followed_from_one_index_to_another(data_dir: DataDir) -> None:
+def test_a_gpu_is_followed_from_one_index_to_another(data_dir: DataDir) -> None:
     begin = time.time() // 60 * 60 - 3600
     store(data_dir, 0, [begin, begin + 1], uuid="GPU-moved", utilization=10)
     store(data_dir, 1, [begin + 2, begin + 3], uuid="GPU-moved", utilization=20)
@@ -446,7 +448,7 @@ def test_a_card_is_followed_from_one_index_to_another(data_dir: DataDir) -> None
     assert [row.utilization for row in recent(data_dir.gpu_db, HOST, 4000)["GPU-moved"]][:4] == [10, 10, 20, 20]
 
 
-def test_totals_say_how_many_cards_they_count(data_dir: DataDir) -> None:
+def test_totals_state_how_many_gpus_they_count(data_dir: DataDir) -> None:
     begin = time.time() // 60 * 60 - 3600
     store(data_dir, 0, [begin, begin + 5], utilization=10)
     store(data_dir, 1, [begin + 1], utilization=20, power=None)
@@ -456,18 +458,18 @@ def test_totals_say_how_many_cards_they_count(data_dir: DataDir) -> None:
     assert one == Totals(begin + 5, 1, 1000, 2000, 10, 40, 100.0)
 
 
-def test_reading_says_that_there_is_no_store(data_dir: DataDir) -> None:
+def test_reading_reports_a_missing_store(data_dir: DataDir) -> None:
     with pytest.raises(StoreError, match="there is no store at"):
         list(stored_samples(data_dir.gpu_db, HOST, 10))
 
 
 def filled(data_dir: DataDir, hours: float) -> None:
-    """Store a sample a second of one card."""
+    """Store one sample of a GPU per second."""
     store(data_dir, 0, [time.time() - hours * 3600 + second for second in range(int(hours * 3600))])
 
 
 def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
-    """Run two passes of upkeep, a minute apart, each to its end; return the sizes that the write-ahead log had."""
+    """Run two complete passes of upkeep, a minute apart, and return the sizes of the write-ahead log."""
     wal = data_dir.gpu_db.with_name(f"{data_dir.gpu_db.name}-wal")
     sizes = []
     for now in (time.time(), time.time() + 60):
@@ -478,18 +480,18 @@ def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[i
     return sizes
 
 
-def test_a_file_gives_back_what_a_shorter_retention_frees(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "BATCH_ROWS", 1000)
     monkeypatch.setattr(upkeep, "TURN_S", 0.0)
     monkeypatch.setattr(upkeep, "SLACK_PAGES", 10)
     monkeypatch.setattr(upkeep, "BATCH_PAGES", 10)
     filled(data_dir, 8)
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
-        db.execute("PRAGMA wal_autocheckpoint=20")  # as many pages as 1000 are to a file of a week
+        db.execute("PRAGMA wal_autocheckpoint=20")  # in proportion to 1000 pages for the file of a week
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         before = data_dir.gpu_db.stat().st_size
         sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
-        assert len(sizes) > 20  # piece by piece, with turns for the samples in between
+        assert len(sizes) > 20  # in small batches, so that samples can be stored in between
         assert max(sizes) < before / 2
         assert sizes[-1] == 0
         assert data_dir.gpu_db.stat().st_size < before / 3
@@ -500,12 +502,12 @@ def test_a_file_gives_back_what_a_shorter_retention_frees(data_dir: DataDir, mon
 
 
 @pytest.mark.parametrize(("room", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["room", "no room"])
-def test_a_file_of_an_earlier_version_is_made_anew_once_where_there_is_room(
+def test_a_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
     data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, room: int, shrinks: bool
 ) -> None:
     monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=room))
     filled(data_dir, 3)
-    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as that version made it
+    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as the earlier version created it
         db.execute("PRAGMA journal_mode=delete")
         db.execute("PRAGMA auto_vacuum=NONE")
         db.execute("VACUUM")
@@ -517,7 +519,7 @@ def test_a_file_of_an_earlier_version_is_made_anew_once_where_there_is_room(
         assert 3400 <= db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0] <= 3660
 
 
-def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
+def test_a_hung_disk_and_unexpected_errors_are_reported_and_recording_continues(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "SILENT_AFTER_S", 0.05)
@@ -542,7 +544,7 @@ def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
 
 @pytest.mark.parametrize("ahead", [8 * 3600, 3 * DAY, 400 * DAY])
 @pytest.mark.parametrize("before", ["this process began", "it jumped"])
-def test_a_clock_that_jumps_ahead_deletes_nothing_and_recording_continues_once_it_is_corrected(
+def test_a_clock_jump_ahead_deletes_nothing_and_recording_continues_after_it(
     data_dir: DataDir, ahead: float, before: str
 ) -> None:
     now = time.time()
@@ -576,12 +578,12 @@ def turn_whole(keeper: Upkeep, db: sqlite3.Connection, now: float) -> None:
         keeper.turn(db, now)
 
 
-def test_a_new_file_can_give_pages_back(data_dir: DataDir) -> None:
+def test_a_new_file_can_shrink(data_dir: DataDir) -> None:
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         assert db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
 
 
-def test_what_is_stored_of_another_card_is_not_stored_again_as_this_ones(data_dir: DataDir, until: Until) -> None:
+def test_stored_readings_of_another_gpu_are_not_stored_again_for_this_gpu(data_dir: DataDir, until: Until) -> None:
     now = time.time()
     store(data_dir, 0, [now - 3, now - 2], uuid="GPU-other")
     store(data_dir, 5, [now - 3, now - 2])
@@ -599,7 +601,7 @@ def test_what_is_stored_of_another_card_is_not_stored_again_as_this_ones(data_di
 
 
 class Nameless(Simulated):
-    """A card that reports its name only after some readings."""
+    """A GPU that reports its UUID only after some readings."""
 
     known = False
 
@@ -608,7 +610,7 @@ class Nameless(Simulated):
         return sample if self.known else replace(sample, uuid="GPU-index-0", failed={"uuid": "unknown"})
 
 
-def test_readings_wait_until_the_card_has_said_who_it_is(data_dir: DataDir, until: Until) -> None:
+def test_readings_wait_until_the_gpu_has_reported_its_uuid(data_dir: DataDir, until: Until) -> None:
     source = Nameless(1)
     sampler = Sampler(source, 0.01)
     recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
@@ -625,7 +627,7 @@ def test_readings_wait_until_the_card_has_said_who_it_is(data_dir: DataDir, unti
 
 @pytest.fixture
 def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
-    """Return a function that starts monitors of this host's cards, which are stopped after the test."""
+    """Return a function that starts monitors of this host's GPUs; they are stopped after the test."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     started: list[Monitor] = []
 
@@ -639,7 +641,7 @@ def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         each.stop()
 
 
-def test_only_the_past_of_the_card_itself_is_shown(
+def test_only_the_history_of_the_same_gpu_is_shown(
     data_dir: DataDir, monitor: Callable[..., Monitor], until: Until
 ) -> None:
     begin = time.time() - 60
@@ -651,18 +653,18 @@ def test_only_the_past_of_the_card_itself_is_shown(
 
 
 def utilization(monitor: Monitor, index: int) -> list[float | None]:
-    """Return a card's utilisation over the last ten minutes; empty before the cards are known."""
+    """Return a GPU's utilisation over the last ten minutes, or [] before the GPUs are known."""
     return monitor.past(600).column(index, "utilization", 600) if monitor.latest() else []
 
 
-def test_what_another_process_stores_a_little_later_closes_the_gap(
+def test_readings_that_another_process_stores_later_close_the_gap(
     data_dir: DataDir, monitor: Callable[..., Monitor], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sae_tui.gpu.monitor.STORED_BY_S", 1.0)
     begin = time.time() - 30
     store(data_dir, 0, [begin + second for second in range(20)], utilization=11)
     started = monitor(Simulated(1))
-    until(lambda: utilization(started, 0)[-5:-1].count(None) > 1)  # ten seconds that nobody seems to have recorded
+    until(lambda: utilization(started, 0)[-5:-1].count(None) > 1)  # ten seconds that no process seems to have recorded
     store(data_dir, 0, [begin + second for second in range(20, 29)], utilization=11)
     until(lambda: utilization(started, 0).count(11) >= 29)
     recorded = utilization(started, 0)

@@ -1,4 +1,4 @@
-"""A vendor of GPUs that is one file and one line appears wherever NVIDIA's cards do."""
+"""A GPU vendor added by one file and one line appears wherever NVIDIA's GPUs do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.rows import Job
 
-# Each process of a machine with abacuses begins with the one line that adds them; a rank writes down what it was given.
+# Each process of a machine with abacuses starts with the line that registers them; a rank stores its variables.
 START = """
 import os, pathlib, support.abacus
 support.abacus.register({folder!r})
@@ -69,7 +69,7 @@ n_steps = 5
 
 @pytest.fixture
 def frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Hang up two abacuses in this machine and return their folder."""
+    """Create two abacuses on this machine and return their folder."""
     folder = tmp_path / "abacuses"
     abacus.hang_up(folder, a={"moved": 4}, b={"warmth": 35})
     monkeypatch.setattr(abacus, "FOLDER", folder)
@@ -78,7 +78,7 @@ def frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Machine:
-    """The shell of a user of a machine with abacuses."""
+    """The shell of a user on a machine with abacuses."""
 
     def __init__(self, root: Path, frames: Path, more: str = "") -> None:
         self.root = root
@@ -104,7 +104,7 @@ def job_on(gpus: object) -> JobConfig:
     return job
 
 
-def test_what_is_there_is_taken_and_nvidias_words_are_kept_where_nothing_is(frames: Path, tmp_path: Path) -> None:
+def test_the_vendor_with_a_driver_is_chosen_and_nvidia_is_the_default(frames: Path, tmp_path: Path) -> None:
     assert load_source("auto").name == "abacus"
     (frames / "driver").unlink()
     assert load_source("auto").name == "nvml"
@@ -115,7 +115,7 @@ def test_what_is_there_is_taken_and_nvidias_words_are_kept_where_nothing_is(fram
         assert load_source("auto").name == "auto"
 
 
-def test_commands_list_the_cards_and_the_variable_hides_some(frames: Path, tmp_path: Path) -> None:
+def test_commands_list_the_gpus_and_the_environment_variable_hides_some(frames: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path, frames)
     rows = machine.json("gpus")
     assert [(row["index"], row["uuid"], row["memory_used"] >> 30, row["temperature"]) for row in rows] == [
@@ -131,7 +131,7 @@ def test_commands_list_the_cards_and_the_variable_hides_some(frames: Path, tmp_p
     assert [row["uuid"] for row in machine.json("gpus", "--gpu-source", "abacus")] == [row["uuid"] for row in rows]
 
 
-def test_a_rank_is_kept_to_its_card_and_the_card_has_a_history(frames: Path, tmp_path: Path) -> None:
+def test_a_rank_sees_only_its_gpu_and_the_gpu_has_a_history(frames: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path, frames)
     (tmp_path / "job.toml").write_text(JOB)
     launched = machine.json("launch", str(tmp_path / "job.toml"), "--gpus", "1", "--wait")
@@ -145,7 +145,7 @@ def test_a_rank_is_kept_to_its_card_and_the_card_has_a_history(frames: Path, tmp
     assert machine.json("metrics", "--view", "per_gpu", "--since", "1h")[0]["uuid"] == "ABACUS-frame-a"
 
 
-async def test_the_screens_show_the_cards_and_the_form_offers_them(frames: Path, tmp_path: Path) -> None:
+async def test_the_screens_show_the_gpus_and_the_form_offers_them(frames: Path, tmp_path: Path) -> None:
     data = DataDir(tmp_path / "data")
     data.create()
     abacus.hang_up(frames, c={"fault": "jam"})
@@ -166,7 +166,7 @@ async def test_the_screens_show_the_cards_and_the_form_offers_them(frames: Path,
     monitor.stop()
 
 
-def test_the_doctor_tells_its_driver_and_what_is_wrong_with_it(frames: Path, tmp_path: Path) -> None:
+def test_the_doctor_reports_the_driver_and_its_faults(frames: Path, tmp_path: Path) -> None:
     abacus.hang_up(frames, "1.4", c={"fault": "jam"})
     box = Box(DataDir(tmp_path), load_source("auto"), environ={"ABACUS_FRAMES": "2,1"}, root=tmp_path)
     version, miscounts = check_driver(box)
@@ -183,7 +183,7 @@ def test_the_doctor_tells_its_driver_and_what_is_wrong_with_it(frames: Path, tmp
     assert none.sentence.startswith("the abacus driver sees no frames; there are no GPUs")
 
 
-def test_two_vendors_are_listed_and_a_job_has_cards_of_one(frames: Path, tmp_path: Path) -> None:
+def test_two_vendors_are_listed_and_a_job_uses_gpus_of_one(frames: Path, tmp_path: Path) -> None:
     nvidia = "from trainer.contract.planning.gpu_vendors import VENDORS; from msgspec.structs import replace"
     there = f"source='support.cards:Box', driver_files=({str(tmp_path)!r},)"
     stand_in = f"VENDORS['nvml'] = replace(VENDORS['nvml'], {there})"
@@ -200,7 +200,7 @@ def test_two_vendors_are_listed_and_a_job_has_cards_of_one(frames: Path, tmp_pat
     assert "GPUs of NVIDIA and Abacus cannot share a job" in mixed.stdout + mixed.stderr
 
 
-def test_the_vendor_of_a_job_is_that_of_its_cards(frames: Path, tmp_path: Path) -> None:
+def test_the_vendor_of_a_job_is_the_vendor_of_its_gpus(frames: Path, tmp_path: Path) -> None:
     data, both = DataDir(tmp_path / "data"), Several([Cards(2), load_source("abacus")])
     data.create()
     samples = [both.sample(index, processes=True) for index in range(both.open())]
@@ -216,7 +216,7 @@ def test_the_vendor_of_a_job_is_that_of_its_cards(frames: Path, tmp_path: Path) 
             assert vendor_of(data, job) == ("nvml" if sample.index < 2 else "abacus")
 
 
-def test_facts_of_two_vendors_go_by_the_numbers_of_all_their_cards(frames: Path, tmp_path: Path) -> None:
+def test_facts_of_two_vendors_use_the_common_gpu_indices(frames: Path, tmp_path: Path) -> None:
     facts = GpuFacts("570.1", (12, 8), ((8, 6), (9, 0)), (4, 4), (GpuPair(0, 1, "PIX"),))
     machine = Several([load_source("abacus"), Cards(2, facts)])
     assert machine.open() == 4
@@ -248,7 +248,7 @@ def test_a_driver_that_never_answers_does_not_hide_another(monkeypatch: pytest.M
     never.set()
 
 
-def test_a_silent_card_is_counted_as_its_vendors(frames: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_does_not_answer_is_attributed_to_its_vendor(frames: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     never, cards = threading.Event(), Cards(2)
     both, sample = Several([cards, load_source("abacus")]), cards.sample
     monkeypatch.setattr(cards, "sample", lambda index, **more: sample(index, **more) if index else never.wait())
@@ -260,7 +260,9 @@ def test_a_silent_card_is_counted_as_its_vendors(frames: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("gpus", "device"), [([0, 1], "cuda"), ([2, 3], "cpu"), ([1, 2], None), ("auto:2", None)])
-def test_the_review_and_the_launch_refuse_a_mixture(frames: Path, tmp_path: Path, gpus: object, device: str) -> None:
+def test_the_review_and_the_launch_reject_a_mix_of_vendors(
+    frames: Path, tmp_path: Path, gpus: object, device: str
+) -> None:
     both = Several([Cards(2), load_source("abacus")])
     samples = [both.sample(index, processes=True) for index in range(both.open())]
     assert visible(samples, both.name, {"ABACUS_FRAMES": ""}) == tuple(samples[:2])

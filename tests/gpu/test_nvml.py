@@ -49,7 +49,7 @@ IDENTITY_FAULTS = ("no_name", "err_name", "bad_name", "long_name", "no_uuid", "e
 
 @pytest.fixture(scope="module")
 def with_card_faults(read_all: Read) -> list[dict[str, Any]]:
-    """Read cards of which 1, 2, ... have a fault each, while card 0 and the last one have none."""
+    """Read GPUs with one fault each; the first and the last GPU have none."""
     return read_all(dict(enumerate(CARD_FAULTS, start=1)), GPUS=len(CARD_FAULTS) + 2)
 
 
@@ -66,13 +66,13 @@ def with_identity_faults(read_all: Read) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def with_process_faults(read_all: Read) -> dict[str, dict[str, Any]]:
-    """Read cards that all carry the process that runs the tests, each with another fault."""
+    """Read GPUs that all run the test process, each with a different fault."""
     n = len(PROCESS_FAULTS)
     pids = ",".join([str(os.getpid())] * n)
     return dict(zip(PROCESS_FAULTS, read_all(dict(enumerate(PROCESS_FAULTS)), GPUS=n, PIDS=pids), strict=True))
 
 
-def test_a_healthy_card_has_every_field(read_all: Read) -> None:
+def test_a_healthy_gpu_has_every_field(read_all: Read) -> None:
     (sample,) = read_all(GPUS=1, NAME="NVIDIA A100", MEM_MIB=40960, PIDS=os.getpid(), PID_MIB=1024)
     assert sample["healthy"]
     assert sample["failed"] == {}
@@ -88,14 +88,14 @@ def test_a_healthy_card_has_every_field(read_all: Read) -> None:
 
 
 @pytest.mark.parametrize("fault", CARD_FAULTS)
-def test_a_card_that_cannot_be_read_is_a_row_that_says_why(with_card_faults: list[dict[str, Any]], fault: str) -> None:
+def test_an_unreadable_gpu_is_a_row_with_the_reason(with_card_faults: list[dict[str, Any]], fault: str) -> None:
     sample = with_card_faults[1 + list(CARD_FAULTS).index(fault)]
     assert not sample["healthy"]
     assert CARD_FAULTS[fault] in sample["reason"]
     assert all(sample[field] is None for field in (*SENSORS, "processes"))
 
 
-def test_faulty_cards_shift_no_index_and_disturb_no_other_card(with_card_faults: list[dict[str, Any]]) -> None:
+def test_faulty_gpus_shift_no_index_and_disturb_no_other_gpu(with_card_faults: list[dict[str, Any]]) -> None:
     assert [sample["index"] for sample in with_card_faults] == list(range(len(with_card_faults)))
     first, last = with_card_faults[0], with_card_faults[-1]
     assert first["healthy"]
@@ -103,13 +103,15 @@ def test_faulty_cards_shift_no_index_and_disturb_no_other_card(with_card_faults:
     assert last["uuid"].startswith(f"GPU-{0xFA4E0000 + last['index']:x}")
 
 
-def test_a_card_whose_uuid_was_never_read_has_a_marked_stand_in(with_card_faults: list[dict[str, Any]]) -> None:
+def test_a_gpu_whose_uuid_was_never_read_has_a_marked_placeholder(with_card_faults: list[dict[str, Any]]) -> None:
     assert with_card_faults[1]["uuid"] == "GPU-index-1"
     assert with_card_faults[1]["failed"] == {"uuid": "unknown"}
 
 
 @pytest.mark.parametrize("fault", FIELD_FAULTS)
-def test_one_failing_field_never_blanks_a_card(with_field_faults: dict[str, dict[str, Any]], fault: str) -> None:
+def test_a_failing_field_never_clears_the_other_fields(
+    with_field_faults: dict[str, dict[str, Any]], fault: str
+) -> None:
     field, words = FIELD_FAULTS[fault]
     sample = with_field_faults[fault]
     assert sample["healthy"], sample["reason"]
@@ -122,14 +124,14 @@ def test_one_failing_field_never_blanks_a_card(with_field_faults: dict[str, dict
     assert all(sample[other] is not None for other in others)
 
 
-def test_a_card_none_of_whose_sensors_answers_is_unhealthy(read_all: Read) -> None:
+def test_a_gpu_without_any_answering_sensor_is_unhealthy(read_all: Read) -> None:
     (sample,) = read_all({0: "err_util,0:err_memory_info,0:err_temp,0:err_power"}, GPUS=1)
     assert not sample["healthy"]
     assert "unknown error" in sample["reason"]
     assert sample["name"] == "NVIDIA H200"
 
 
-def test_values_beyond_the_usual_range_are_kept_as_the_driver_tells_them(read_all: Read) -> None:
+def test_values_beyond_the_usual_range_are_kept_as_the_driver_reports_them(read_all: Read) -> None:
     samples = read_all({0: "util_hi", 1: "power_w=1200"}, GPUS=2)
     assert samples[0]["utilization"] == 105
     assert samples[1]["power_w"] == 1200.0
@@ -144,7 +146,7 @@ def test_values_beyond_the_usual_range_are_kept_as_the_driver_tells_them(read_al
         ("long_name", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition Extra"),
     ],
 )
-def test_a_name_that_cannot_be_read_harms_nothing(
+def test_an_unreadable_name_affects_no_other_field(
     with_identity_faults: dict[str, dict[str, Any]], fault: str, name: str
 ) -> None:
     sample = with_identity_faults[fault]
@@ -154,7 +156,7 @@ def test_a_name_that_cannot_be_read_harms_nothing(
 
 
 @pytest.mark.parametrize(("fault", "words"), [("no_uuid", "not supported"), ("err_uuid", "unknown error")])
-def test_a_uuid_that_cannot_be_read_is_a_marked_stand_in(
+def test_an_unreadable_uuid_becomes_a_marked_placeholder(
     with_identity_faults: dict[str, dict[str, Any]], fault: str, words: str
 ) -> None:
     sample = with_identity_faults[fault]
@@ -183,13 +185,13 @@ def test_processes_that_cannot_be_listed_are_not_an_empty_list(
     assert sample["utilization"] is not None
 
 
-def test_memory_of_a_process_that_the_driver_hides_is_none(with_process_faults: dict[str, dict[str, Any]]) -> None:
+def test_process_memory_that_the_driver_hides_is_none(with_process_faults: dict[str, dict[str, Any]]) -> None:
     (process,) = with_process_faults["procs_na"]["processes"]
     assert process["pid"] == os.getpid()
     assert process["memory_used_bytes"] is None
 
 
-def test_a_process_that_cannot_be_seen_from_here_keeps_its_pid(with_process_faults: dict[str, dict[str, Any]]) -> None:
+def test_a_process_outside_this_pid_namespace_keeps_its_pid(with_process_faults: dict[str, dict[str, Any]]) -> None:
     processes = with_process_faults["dead_pids"]["processes"]
     assert [process["pid"] for process in processes] == [4000010, 4000011]
     assert all(process["user"] is process["name"] is None for process in processes)
@@ -205,26 +207,26 @@ def test_impossible_pids_are_left_out(with_process_faults: dict[str, dict[str, A
 
 
 @pytest.mark.parametrize("fault", ["no_gprocs", "perm_gprocs"])
-def test_compute_processes_are_listed_where_graphics_ones_cannot_be(
+def test_compute_processes_are_listed_even_if_graphics_processes_cannot_be(
     with_process_faults: dict[str, dict[str, Any]], fault: str
 ) -> None:
     assert [process["pid"] for process in with_process_faults[fault]["processes"]] == [os.getpid()]
 
 
-def test_an_old_driver_gives_every_field_by_older_calls(read_all: Read) -> None:
+def test_an_old_driver_provides_every_field_through_older_calls(read_all: Read) -> None:
     (sample,) = read_all(driver="old", GPUS=1, PIDS=os.getpid())
     assert sample["failed"] == {}
     assert all(sample[field] is not None for field in SENSORS)
     assert [process["pid"] for process in sample["processes"]] == [os.getpid()]
 
 
-def test_sixteen_cards_are_sixteen_indices_and_uuids(read_all: Read) -> None:
+def test_sixteen_gpus_have_sixteen_indices_and_uuids(read_all: Read) -> None:
     samples = read_all(GPUS=16)
     assert [sample["index"] for sample in samples] == list(range(16))
     assert len({sample["uuid"] for sample in samples}) == 16
 
 
-def test_a_card_lost_meanwhile_keeps_its_identity_and_comes_back(on_nvml: Run, tmp_path: Path) -> None:
+def test_a_temporarily_lost_gpu_keeps_its_identity_and_comes_back(on_nvml: Run, tmp_path: Path) -> None:
     script = """
 import json, time
 from sae_tui.gpu.nvml import Nvml
@@ -244,7 +246,7 @@ print(json.dumps([seen, unhealthy]))
     assert lost[1:3] == before[1:3] == back[1:3]
     assert "fallen off the bus" in lost[3]
     assert lost[4] == back[4] == {}
-    # All 8 cards were asked for slices, and a stale handle is not trusted.
+    # All 8 GPUs were searched for slices, and an old handle is not used again.
     assert calls_in(tmp_path)["nvmlDeviceGetHandleByIndex_v2"] == 8 + 1 + unhealthy
 
 
@@ -262,7 +264,7 @@ print(json.dumps([seen, unhealthy]))
         ({"driver": "none"}, "no NVIDIA driver library", "install"),
     ],
 )
-def test_a_source_that_cannot_be_opened_says_which_it_is_and_what_to_do(
+def test_a_source_that_cannot_be_opened_gives_a_reason_and_a_remedy(
     on_nvml: Run, variables: dict[str, Any], reason: str, remedy: str
 ) -> None:
     answer = on_nvml(OPEN, **variables)
@@ -271,7 +273,7 @@ def test_a_source_that_cannot_be_opened_says_which_it_is_and_what_to_do(
 
 
 @pytest.mark.parametrize("module", ["raise ImportError('half installed')", "def nvmlInit(): pass"])
-def test_another_module_called_pynvml_is_named_as_the_trouble(on_nvml: Run, tmp_path: Path, module: str) -> None:
+def test_another_module_called_pynvml_is_named_as_the_cause(on_nvml: Run, tmp_path: Path, module: str) -> None:
     (tmp_path / "pynvml.py").write_text(module)
     reason, remedy = on_nvml(OPEN, path=tmp_path)
     assert "pynvml" in reason
@@ -294,7 +296,7 @@ print(json.dumps(nvml.open()))
     assert on_nvml(script, INIT_ERROR=9, GPUS=3) == 3
 
 
-def test_importing_the_module_loads_no_pynvml(on_nvml: Run) -> None:
+def test_importing_the_module_does_not_load_pynvml(on_nvml: Run) -> None:
     script = """
 import json, sys
 import sae_tui.gpu.nvml, sae_tui.gpu.sampler, sae_tui.gpu.history, sae_tui.gpu.simulated
@@ -303,7 +305,7 @@ print(json.dumps([name for name in ("pynvml", "psutil", "torch", "numpy", "textu
     assert on_nvml(script) == []
 
 
-def test_the_energy_counter_is_read_now_and_then_in_joules(on_nvml: Run) -> None:
+def test_the_energy_counter_is_read_at_intervals_and_in_joules(on_nvml: Run) -> None:
     script = """
 import json
 from sae_tui.gpu.nvml import ENERGY_EVERY, Nvml
@@ -315,7 +317,7 @@ print(json.dumps([place for place, one in enumerate(samples) if one.energy_j is 
     assert on_nvml(script) == [0, 20]
 
 
-def test_eight_busy_cards_cost_at_most_sixty_calls_a_second(on_nvml: Run, tmp_path: Path) -> None:
+def test_eight_busy_gpus_cost_at_most_sixty_calls_a_second(on_nvml: Run, tmp_path: Path) -> None:
     script = """
 from sae_tui.gpu.nvml import Nvml
 nvml = Nvml()
@@ -328,7 +330,7 @@ print(0)
     calls = calls_in(tmp_path)
     print(f"{sum(calls.values()) / 60:.1f} calls per second: {calls}")
     assert calls["nvmlDeviceGetUtilizationRates"] == 480
-    # Two calls for each card are made once, to find its slices.
+    # Two calls per GPU are made only once, to find its slices.
     assert (sum(calls.values()) - 2 * 8) / 60 <= 60
 
 
@@ -344,22 +346,22 @@ except SourceUnavailable as error:
 
 
 def calls_in(folder: Path) -> dict[str, int]:
-    """Return how often each function was called, as the library logs it when its process ends."""
+    """Return the number of calls of each function, which the library logs when its process ends."""
     (log,) = folder.iterdir()
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
 
 
-def test_free_memory_is_the_drivers_own_figure_by_old_calls_and_new(read_all: Read) -> None:
+def test_free_memory_is_the_drivers_own_figure_with_old_and_new_calls(read_all: Read) -> None:
     for driver in ("new", "old"):
         (sample,) = read_all(driver=driver, GPUS=1)
         in_use = sample["memory_total_bytes"] - sample["memory_free_bytes"]
         reserved = in_use - sample["memory_used_bytes"]
-        assert reserved == (600 << 20 if driver == "new" else 0)  # old calls count it as used
+        assert reserved == (600 << 20 if driver == "new" else 0)  # the old calls count reserved memory as used
     (hidden,) = read_all({0: "no_memory_info"}, GPUS=1)
     assert hidden["memory_free_bytes"] is None
 
 
-def test_the_limit_of_power_is_read_again_with_the_processes(on_nvml: Run) -> None:
+def test_the_power_limit_is_read_again_with_the_processes(on_nvml: Run) -> None:
     script = """
 import json, pynvml
 from sae_tui.gpu.nvml import Nvml
@@ -373,7 +375,7 @@ print(json.dumps(limits))
     assert on_nvml(script) == [700, 700, 300, 300]
 
 
-def test_a_uuid_that_cannot_be_read_again_does_not_make_the_card_unusable(on_nvml: Callable[..., Any]) -> None:
+def test_a_gpu_stays_usable_if_its_uuid_cannot_be_read_again(on_nvml: Callable[..., Any]) -> None:
     script = """
 import json, pynvml
 from sae_tui.gpu import nvml as module

@@ -1,4 +1,4 @@
-"""Slices (MIG instances) of cards as GPUs of their own, by the real pynvml on a library in place of NVIDIA's."""
+"""MIG slices as separate GPUs, through the real pynvml on a fake of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print(json.dumps([asdict(nvml.facts()), asdict(nvml.details(n - 1, samples[-1]))
 """
 
 
-def test_slices_are_gpus_of_their_own_after_the_cards(read_all: Read) -> None:
+def test_slices_are_separate_gpus_listed_after_the_physical_ones(read_all: Read) -> None:
     split, whole, *slices = read_all({0: "mig=3"}, GPUS=2, PIDS="")
     assert [one["index"] for one in slices] == [2, 3, 4]
     assert {one["uuid"][:4] for one in slices} == {"MIG-"}
@@ -31,18 +31,18 @@ def test_slices_are_gpus_of_their_own_after_the_cards(read_all: Read) -> None:
     assert split["name"] == "NVIDIA H200"
 
 
-def test_what_is_measured_of_a_whole_card_is_not_told_of_its_slices(read_all: Read) -> None:
+def test_measurements_of_a_physical_gpu_are_not_reported_for_its_slices(read_all: Read) -> None:
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS="")
     for one in slices:
         assert (one["utilization"], one["temperature_c"], one["power_w"]) == (None, None, None)
         assert (one["failed"], one["healthy"], one["unusable"]) == ({}, True, "")
     assert split["temperature_c"] is not None
-    # Its memory counts once, for the slices.
+    # Memory counts only once, for the slices.
     assert split["memory_total_bytes"] is None
     assert split["unusable"].startswith("it is split into MIG slices, which are GPUs of their own")
 
 
-def test_a_slice_must_not_be_used_if_its_whole_card_must_not(on_nvml: Run) -> None:
+def test_a_slice_must_not_be_used_if_its_physical_gpu_must_not(on_nvml: Run) -> None:
     script = """
 import json
 from sae_tui.gpu.nvml import Nvml
@@ -63,11 +63,11 @@ def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
     assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
-    # Not once more with the card, of which the driver lists all of them.
+    # They are not repeated for the physical GPU, although the driver lists all of them there.
     assert split["processes"] == []
 
 
-def test_a_card_that_hangs_keeps_neither_others_nor_their_slices_from_being_read(on_nvml: Run) -> None:
+def test_a_gpu_that_hangs_does_not_block_other_gpus_or_their_slices(on_nvml: Run) -> None:
     script = """
 import json, os, sys
 from sae_tui.gpu import nvml_slices
@@ -83,7 +83,7 @@ os._exit(0)
     assert (n, uuid[:4]) == (4, "MIG-")
 
 
-def test_a_slice_that_is_gone_is_a_card_that_cannot_be_read_until_it_is_back(on_nvml: Run) -> None:
+def test_a_slice_that_disappears_is_an_unreadable_gpu_until_it_is_back(on_nvml: Run) -> None:
     script = """
 import json, pynvml
 from sae_tui.gpu.nvml import Nvml
@@ -104,7 +104,7 @@ print(json.dumps([[one.healthy, one.reason] for one in seen]))
     assert on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="") == [[True, ""], lost, lost, [True, ""]]
 
 
-def test_slices_have_the_capability_of_their_card_and_no_links(on_nvml: Run) -> None:
+def test_slices_have_the_capability_of_their_physical_gpu_and_no_links(on_nvml: Run) -> None:
     facts, details, remembered = on_nvml(FACTS, GPUS=2, FAULTS="1:mig", PIDS="")
     assert facts["capabilities"] == [[9, 0]] * 4
     assert facts["nvlinks"] == [18, 18, 0, 0]
@@ -112,7 +112,7 @@ def test_slices_have_the_capability_of_their_card_and_no_links(on_nvml: Run) -> 
     assert (details["sm_clock_mhz"], remembered) == (None, [])
 
 
-def test_a_card_with_mig_on_but_not_yet_cut_says_so(on_nvml: Run) -> None:
+def test_a_gpu_in_mig_mode_without_slices_reports_this(on_nvml: Run) -> None:
     script = """
 import json, pynvml
 from sae_tui.gpu.nvml import Nvml

@@ -1,4 +1,4 @@
-"""Asking a driver that is slow, or never answers."""
+"""Drivers that answer slowly or never."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sae_tui.gpu.once import open_source, read_all, tell_when_slow
 from sae_tui.gpu.simulated import Simulated
 
 
-def test_a_driver_that_never_opens_is_told_as_broken() -> None:
+def test_a_driver_that_never_opens_is_reported_as_broken() -> None:
     released = threading.Event()
 
     class Hanging(Simulated):
@@ -26,7 +26,7 @@ def test_a_driver_that_never_opens_is_told_as_broken() -> None:
     released.set()
 
 
-def test_the_reader_of_the_queue_says_why_it_read_nothing(on_nvml) -> None:
+def test_the_reader_of_the_queue_reports_why_it_read_nothing(on_nvml) -> None:
     script = """
 import contextlib, io, json
 from sae_tui.gpu import once, read
@@ -43,7 +43,7 @@ import os; os._exit(0)
     assert output == "the GPU driver did not answer within 0.05 s; see whether nvidia-smi does, or reboot\n"
 
 
-def test_only_who_takes_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_slow_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = threading.Event()
     monkeypatch.setattr(once, "SLOW_AFTER_S", 60.0)
     with tell_when_slow(reported.set):
@@ -54,7 +54,7 @@ def test_only_who_takes_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None
         assert reported.wait(10)
 
 
-def test_a_card_that_hangs_is_a_row_and_the_others_are_read() -> None:
+def test_a_gpu_that_hangs_is_a_row_and_the_others_are_read() -> None:
     samples = read_all(Simulated(3, faults={1: "hang"}), 3, 0.1)
     assert [sample.reason for sample in samples] == ["", "did not answer within 0.1 s", ""]
 
@@ -65,7 +65,7 @@ def test_a_card_that_hangs_is_a_row_and_the_others_are_read() -> None:
         (922, 0, (), False),
         (1025, 0, (), True),
         (300, 40, (), True),
-        # A driver that has just woken the card up.
+        # The driver has just woken up the GPU.
         (4, 100, (), False),
         (300, 3, (), False),
         (None, 40, (), True),
@@ -74,7 +74,7 @@ def test_a_card_that_hangs_is_a_row_and_the_others_are_read() -> None:
         (300, 90, None, True),
     ],
 )
-def test_use_that_no_process_accounts_for_is_seen_by_memory_and_utilisation(used, utilization, processes, unseen):
+def test_use_without_a_process_is_detected_from_memory_and_utilisation(used, utilization, processes, unseen):
     in_bytes = None if used is None else used << 20
     sample = GpuSample(
         0, "GPU-0", "A", 0.0, memory_used_bytes=in_bytes, memory_total_bytes=80 << 30, utilization=utilization,

@@ -1,4 +1,4 @@
-"""The samples of all cards on one grid of time."""
+"""Resamples the readings of all GPUs to one time grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOST = None
 
 
 def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
-    """Make a sample whose memory and power follow its utilisation; None stands for a card that is lost."""
+    """Return a sample whose memory and power follow its utilisation; None stands for a lost GPU."""
     if utilization is LOST:
         return GpuSample(index, f"GPU-{index}", "A", timestamp, healthy=False, reason="lost")
     return GpuSample(
@@ -25,7 +25,7 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
 
 
 def of(*cards: Mapping[float, int | None], now: float, n: int = 8) -> Past:
-    """Return the past of cards that had these utilisations at these times."""
+    """Return the past of GPUs with the given utilisation by time."""
     rings = []
     for index, card in enumerate(cards):
         rings.append(Ring())
@@ -47,13 +47,13 @@ def line(values: Iterable[float | None]) -> str:
     return "".join("." if value is None else str(round(10 * value)) for value in values)
 
 
-def test_a_slow_card_is_as_wide_as_the_others_and_holds_its_value_between_its_samples() -> None:
+def test_a_slow_gpu_has_the_width_of_the_others_and_holds_values_between_samples() -> None:
     grid = of(every_second(100.1, 110.1), {100.9: 10, 103.2: 30, 105.8: 50, 108.1: 70, 110.4: 90}, now=110.6)
     assert drawn(grid, 0) == "55555555"
     assert drawn(grid, 1) == "33555779"
 
 
-def test_a_card_that_is_late_holds_its_value_and_one_that_is_silent_has_a_gap() -> None:
+def test_a_late_gpu_holds_its_value_and_a_silent_one_has_a_gap() -> None:
     others = every_second(100.1, 110.1)
     assert drawn(of(others, every_second(100.1, 106.1), now=110.6), 1) == "55555555"
     silent = every_second(100.1, 103.1) | every_second(108.9, 110.9, LOST)
@@ -62,50 +62,50 @@ def test_a_card_that_is_late_holds_its_value_and_one_that_is_silent_has_a_gap() 
     assert drawn(of(others, long_ago, now=120.6, n=20), 1, 20) == "5555................"
 
 
-def test_the_newest_column_is_the_interval_of_now_or_the_one_before_while_it_has_no_sample() -> None:
+def test_the_newest_column_is_the_latest_interval_with_a_sample() -> None:
     card = every_second(100.1, 110.1)
     assert of(card, now=110.9).column(0, "timestamp", 2) == [109.1, 110.1]
     assert of(card, now=111.05).column(0, "timestamp", 2) == [109.1, 110.1]
     assert of(card, now=112.05).column(0, "timestamp", 2) == [110.1, 110.1]  # late
 
 
-def test_samples_of_one_interval_are_one_column_and_a_clock_set_back_does_no_harm() -> None:
+def test_samples_of_one_interval_share_a_column_even_after_the_clock_was_set_back() -> None:
     assert drawn(of({107.1: 10, 108.0: 20, 108.1: 30, 109.1: 40, 110.1: 50}, now=110.5, n=4), 0) == "1345"
     set_back = {500.1: 90, 501.1: 90, **every_second(107.1, 110.1)}
     assert drawn(of(set_back, now=110.5, n=4), 0) == "5555"
 
 
-def test_a_card_that_answers_a_second_after_the_others_makes_no_dip_at_a_start() -> None:
+def test_a_gpu_that_answers_a_second_later_makes_no_dip_at_the_start() -> None:
     before = every_second(10.1, 50.1, 80)
     early, late = before | every_second(100.8, 105.1, 80), before | every_second(101.1, 105.1, 10)
     together = shares(of(*[early] * 8, *[late] * 8, now=105.4))
     assert line(together.memory) == "...44444"
-    # In the first moment half of the cards have not answered at all.
+    # At first, half of the GPUs have not answered at all.
     started = shares(of(*[before | {100.8: 80}] * 8, *[before] * 8, now=100.9, n=60))
     assert line(started.memory) == "8" * 10 + "." * 50
 
 
-def test_a_card_whose_last_samples_were_not_stored_makes_no_dip_at_the_edge_of_a_gap() -> None:
+def test_a_gpu_whose_last_samples_were_not_stored_makes_no_dip_before_a_gap() -> None:
     after = every_second(140.1, 145.1, 80)
     stored, killed = every_second(100.1, 120.1, 80) | after, every_second(100.1, 117.1, 80) | after
     together = shares(of(stored, killed, now=145.4, n=30))
     assert line(together.memory) == "88" + "." * 22 + "888888"
 
 
-def test_a_late_card_carries_its_value_into_the_sum() -> None:
+def test_a_late_gpu_contributes_its_last_value_to_the_sum() -> None:
     together = shares(of(every_second(100.1, 110.1, 80), every_second(100.1, 108.1, 20), now=110.3))
     assert line(together.utilization) == "55555555"
     assert line(together.power) == "55555555"
 
 
-def test_what_was_before_a_card_was_lost_is_drawn_on_the_total_of_that_time() -> None:
+def test_values_before_a_gpu_was_lost_are_relative_to_the_total_of_that_time() -> None:
     lost = every_second(100.1, 106.1, 70) | every_second(107.1, 110.1, LOST)
     together = shares(of(*[every_second(100.1, 110.1, 70)] * 3, lost, now=110.5))
     for quantity in (together.memory, together.utilization, together.power, together.temperature):
         assert line(quantity) == "77777777"
 
 
-def test_a_card_without_a_limit_of_power_is_neither_in_the_sum_nor_in_what_it_is_drawn_on() -> None:
+def test_a_gpu_without_a_power_limit_is_neither_in_the_sum_nor_in_the_total() -> None:
     rings = [Ring(), Ring()]
     for timestamp in (109.1, 110.1):
         rings[0].append(sample(0, timestamp, 50))
@@ -113,19 +113,19 @@ def test_a_card_without_a_limit_of_power_is_neither_in_the_sum_nor_in_what_it_is
     assert line(shares(past(dict(enumerate(rings)), 2, interval_s=1.0, now=110.5)).power) == "55"
 
 
-def test_a_past_that_was_stored_is_drawn_before_any_card_has_answered() -> None:
+def test_stored_history_is_drawn_before_any_gpu_has_answered() -> None:
     rings = [Ring(), Ring()]
     for ring in rings:
         ring.extend_history((Reading(90.1 + second, 30, 30, 30, 100.0, TOTAL) for second in range(11)), "GPU-a")
     assert line(shares(past(dict(enumerate(rings)), 20, interval_s=1.0, now=110.5)).memory) == "3" * 11 + "." * 9
 
 
-def test_no_cards_and_no_room_are_no_past() -> None:
+def test_without_gpus_or_columns_the_past_is_empty() -> None:
     assert shares(past({}, 8, interval_s=1.0, now=1.0)) == Shares((), (), (), ())
     assert of(every_second(1.1, 3.1), now=3.5, n=0).column(0, "utilization", 0) == []
 
 
-def test_what_a_driver_remembers_fills_only_intervals_of_which_nothing_is_stored() -> None:
+def test_readings_from_the_drivers_buffer_fill_only_intervals_without_stored_ones() -> None:
     stored = [Reading(10.0, 40), Reading(11.0, 41), Reading(14.0, 44)]
     remembered = [Reading(float(second), 7) for second in range(9, 20)]
     found = merge(stored, remembered, 1.0, now=15.5)

@@ -1,4 +1,4 @@
-"""Processes on cards: real ones, on a stand-in driver and by themselves, and signals to them."""
+"""GPU processes: real ones, on a fake driver and without one, and signals to them."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
     }
     code = "print(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE) as process:
-        # The kernel shows the environment of a program a little after it has begun to load it.
+        # The kernel shows a program's environment only some time after the program starts to load.
         assert process.stdout
         process.stdout.readline()
         yield process
         process.kill()
 
 
-def test_a_driver_tells_the_share_that_each_process_has_of_its_card(on_nvml) -> None:
+def test_a_driver_reports_the_gpu_share_of_each_process(on_nvml) -> None:
     (process,), shares = on_nvml(READ, GPUS=1, PIDS=os.getpid(), PID_MIB=1024)
     assert (process["pid"], process["memory_used_bytes"]) == (os.getpid(), GIB)
     assert [*shares] == [str(os.getpid())]
@@ -73,7 +73,7 @@ def test_a_driver_tells_the_share_that_each_process_has_of_its_card(on_nvml) -> 
     assert on_nvml(READ, GPUS=1, PIDS=os.getpid(), FAULTS="0:no_procutil")[1] == {}
 
 
-def test_what_the_machine_knows_of_a_process_is_told_beside_what_the_driver_does(spinning, until) -> None:
+def test_process_details_combine_data_of_the_machine_and_the_driver(spinning, until) -> None:
     reader, me = ProcessReader(), processes._process(os.getpid()).username()
     samples = [
         on_card(GpuProcess(spinning.pid, me, None, GIB)),
@@ -93,19 +93,19 @@ def test_what_the_machine_knows_of_a_process_is_told_beside_what_the_driver_does
     assert reader.read(unlisted, {})[0].memory_used_bytes is None
 
 
-def test_a_process_that_cannot_be_seen_has_what_the_driver_says_of_it() -> None:
+def test_a_process_that_is_not_visible_has_only_the_data_of_the_driver() -> None:
     one = read(GpuProcess(UNSEEN, None, None, GIB))
     assert (one.identity, one.command, one.host_memory_bytes, one.memory_used_bytes) == (None, None, None, GIB)
     with pytest.raises(UserError, match="cannot be seen from here"):
         send_signal(one, signal.SIGTERM, "simulated")
 
 
-def test_a_process_of_another_user_that_has_the_same_pid_is_not_taken_for_it() -> None:
+def test_a_process_of_another_user_with_the_same_pid_is_not_confused_with_it() -> None:
     one = read(GpuProcess(os.getpid(), "mallory", "python train.py", GIB))
     assert (one.user, one.command, one.identity, one.host_memory_bytes) == ("mallory", "python train.py", None, None)
 
 
-def test_a_pid_that_another_process_has_got_is_read_anew(spinning) -> None:
+def test_a_reused_pid_is_read_again(spinning) -> None:
     reader, samples = ProcessReader(), [on_card(GpuProcess(spinning.pid, None, None, GIB))]
     (first,) = reader.read(samples, {})
     reader._known[spinning.pid].identity = replace_start(first)
@@ -118,7 +118,7 @@ def replace_start(process: ProcessDetails):
     return type(process.identity)(process.pid, process.identity.start_ticks - 1, process.identity.boot_id)
 
 
-def test_a_signal_reaches_exactly_the_process_that_was_shown(spinning) -> None:
+def test_a_signal_reaches_only_the_process_that_was_shown(spinning) -> None:
     one = read(GpuProcess(spinning.pid, None, None, GIB))
     with pytest.raises(UserError, match="has ended already"):
         send_signal(replace(one, identity=replace_start(one)), signal.SIGKILL, "simulated")
@@ -129,7 +129,7 @@ def test_a_signal_reaches_exactly_the_process_that_was_shown(spinning) -> None:
         send_signal(one, signal.SIGTERM, "simulated")
 
 
-def test_only_its_user_or_root_may_send_a_signal(spinning, monkeypatch) -> None:
+def test_only_the_owner_or_root_may_send_a_signal(spinning, monkeypatch) -> None:
     one = read(GpuProcess(spinning.pid, None, None, GIB))
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(UserError, match="may send it a signal"):
@@ -138,7 +138,7 @@ def test_only_its_user_or_root_may_send_a_signal(spinning, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("has_open", [False, True])
-def test_in_a_container_only_a_process_with_the_driver_open_is_meant(monkeypatch, tmp_path, has_open) -> None:
+def test_in_a_container_a_signal_needs_a_process_that_has_the_driver_open(monkeypatch, tmp_path, has_open) -> None:
     driver = tmp_path / "nvidiactl"
     driver.touch()
     monkeypatch.setattr(processes, "in_container", lambda: True)
@@ -159,12 +159,12 @@ def test_in_a_container_only_a_process_with_the_driver_open_is_meant(monkeypatch
             process.kill()
 
 
-def test_cards_that_are_real_have_a_driver_that_their_processes_have_open() -> None:
+def test_real_gpus_have_driver_files_that_their_processes_open() -> None:
     assert processes._driver_files("simulated") == frozenset()
     assert "/dev/nvidiactl" in processes._driver_files("nvml") & processes._driver_files("auto")
 
 
-def test_where_a_process_works_is_told_without_its_secrets(spinning) -> None:
+def test_the_environment_of_a_process_is_shown_without_secrets(spinning) -> None:
     around = surroundings(read(GpuProcess(spinning.pid, None, None, GIB)))
     assert around.folder == "/"
     assert "python" in around.program
@@ -187,21 +187,21 @@ def test_where_a_process_works_is_told_without_its_secrets(spinning) -> None:
         ("0::/user.slice/user-1000.slice/session-3.scope", ""),
     ],
 )
-def test_the_container_of_a_process_is_known_by_its_control_group(tmp_path, group, name) -> None:
+def test_the_container_of_a_process_is_recognised_by_its_control_group(tmp_path, group, name) -> None:
     file = tmp_path / "cgroup"
     file.write_text(f"{group}\n")
     assert processes._group(str(file)) == name
 
 
-def test_the_container_that_holds_the_app_too_is_not_named(monkeypatch) -> None:
+def test_the_container_of_the_app_itself_is_not_named(monkeypatch) -> None:
     monkeypatch.setattr(processes, "_group", lambda path: "docker 1" if "self" in path else "docker 2")
     assert container_of(1) == "docker 2"
     monkeypatch.setattr(processes, "_group", lambda _: "docker 1")
     assert container_of(1) == ""
 
 
-def test_a_file_that_never_answers_blocks_one_short_read_only(tmp_path) -> None:
-    pipe = tmp_path / "cmdline"  # opening it waits for a writer, like reading /proc of a hung process
+def test_a_file_that_never_answers_blocks_only_one_short_read(tmp_path) -> None:
+    pipe = tmp_path / "cmdline"  # opening it waits for a writer, as reading /proc of a hung process waits
     os.mkfifo(pipe)
     before = set(_file_readers())
     for limit_s in (0.05, 60, 60):

@@ -1,4 +1,4 @@
-"""Drivers that are reloaded, GPUs that are exchanged or removed, and slices that are created at run time."""
+"""Drivers that are reloaded, GPUs that are replaced or removed, and slices that are created at run time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 # Follows a sampler and prints each distinct state: the end of each GPU's UUID, whether the GPU can be read, and the
-# sampler's problem. Faults of the driver begin and end by its `fake_time`. This advances to the next stage's time only
-# after the sampler has seen the state that the stage waits for, so that no state is missed on a slow machine.
+# sampler's problem. Faults of the driver begin and end by its `fake_time`. It advances to the next stage's time only
+# after the sampler has reached the state that the stage waits for, so that a slow machine misses no state.
 FOLLOW = """
 import ctypes, json, time
 from sae_tui.gpu import read, sampler as module
@@ -55,7 +55,7 @@ def follow(
 
 
 def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
-    # Each GPU keeps its row meanwhile, which says why the GPU cannot be read.
+    # Each GPU keeps its row meanwhile, with the reason why it cannot be read.
     away = "'not loaded' in problem and len(rows) == 3 and all('not loaded' in reason for *_, reason in rows)"
     stages = [("are_read", 1.5), (away, 3.0), ("are_read and not problem", END)]
     pictures, _, _ = follow(on_nvml, stages, GPUS=3, FAULTS="*:unload@1-2")
@@ -66,7 +66,7 @@ def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
     assert not any(healthy for rows in between[-1:] for _, healthy, _ in rows)
 
 
-def test_an_exchanged_gpu_has_its_own_identity_and_history(on_nvml: Run) -> None:
+def test_a_gpu_that_replaces_another_has_its_own_identity_and_history(on_nvml: Run) -> None:
     first = "are_read and rows[1][0].startswith('GPU-fa4e0001') and len(sampler.ring(1)) > 5"
     stages = [(first, 2.0), ("rows[1][0].startswith('GPU-fa4e0065')", END)]
     _, rings, changed = follow(on_nvml, stages, GPUS=2, FAULTS="1:uuid=100@1")
@@ -95,7 +95,7 @@ def test_slices_that_are_created_or_destroyed_at_run_time_are_noticed(
 def test_a_reset_gpu_comes_back_although_the_open_driver_reports_it_lost(on_nvml: Run, source: str) -> None:
     stages = [("are_read", 1.2), ("[healthy for _, healthy, _ in rows] == [True, False]", 2.0), ("are_read", END)]
     _, rings, _ = follow(on_nvml, stages, source, GPUS=2, FAULTS="1:dropped@1-1.5")
-    # The other GPU was read all the time.
+    # The other GPU was read without interruption.
     assert None not in [utilization for _, utilization in rings[0]]
 
 
@@ -122,7 +122,7 @@ print(json.dumps(seen))
 """
 
 
-def test_gpus_that_are_watched_are_read_again_after_a_reload_of_the_driver(on_nvml: Run, tmp_path: Path) -> None:
+def test_watched_gpus_are_read_again_after_a_reload_of_the_driver(on_nvml: Run, tmp_path: Path) -> None:
     script = WATCH.replace("{folder!r}", repr(str(tmp_path)))
     seen = on_nvml(script, GPUS=2, FAULTS="*:unload@1-2", PIDS="")
     assert seen[0] == seen[-1] == ["healthy", ""]
@@ -153,7 +153,7 @@ print(json.dumps([counts, fresh, sampler.stop(5), times_open()]))
 """
 
 
-def test_an_exporter_that_no_client_asks_closes_the_driver_and_the_next_answer_is_new(on_nvml: Run) -> None:
+def test_an_exporter_without_clients_closes_the_driver_and_reopens_it_on_request(on_nvml: Run) -> None:
     assert on_nvml(EXPORT, GPUS=2, PIDS="") == [[1, 0, 1], [True, True], True, 0]
 
 
@@ -191,9 +191,7 @@ print(json.dumps([len(stages), sorted(set(problems)), sampler.source.facts().dri
 """
 
 
-def test_an_update_of_the_driver_is_survived_by_loading_the_new_library(
-    on_nvml: Run, drivers: Path, tmp_path: Path
-) -> None:
+def test_a_driver_update_loads_the_new_library(on_nvml: Run, drivers: Path, tmp_path: Path) -> None:
     script = UPDATE.replace("{drivers!r}", repr(str(drivers))).replace("{folder!r}", repr(str(tmp_path)))
     n_left, problems, driver, has_ended = on_nvml(
         script, driver=str(tmp_path), GPUS=2, PIDS="", MODULE=tmp_path / "version"

@@ -1,4 +1,4 @@
-"""The ring of one GPU."""
+"""The ring buffer of one GPU's readings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def sample(timestamp: float, utilization: int | None = 50) -> GpuSample:
     return GpuSample(0, "GPU-a", "A", timestamp, utilization=utilization, memory_used_bytes=int(timestamp) * 10)
 
 
-def test_a_column_is_newest_last_and_short_when_there_are_fewer() -> None:
+def test_a_column_ends_with_the_newest_value_and_may_be_shorter_than_requested() -> None:
     ring = Ring()
     assert ring.column("utilization", 5) == []
     assert ring.latest() is None
@@ -34,7 +34,7 @@ def test_an_unsupported_sensor_stays_none() -> None:
     assert ring.column("power_w", 9) == [None, None]
 
 
-def test_the_oldest_sample_makes_room() -> None:
+def test_the_oldest_sample_is_overwritten() -> None:
     ring = Ring(capacity=3)
     for timestamp in range(10):
         ring.append(sample(timestamp))
@@ -42,7 +42,7 @@ def test_the_oldest_sample_makes_room() -> None:
     assert len(ring) == 3
 
 
-def test_stored_history_goes_before_live_samples() -> None:
+def test_stored_history_is_placed_before_live_samples() -> None:
     ring = Ring(capacity=5)
     ring.append(sample(100))
     ring.extend_history([Reading(timestamp, 7) for timestamp in (96, 97, 98, 99, 100, 101)], "GPU-a")
@@ -51,7 +51,7 @@ def test_stored_history_goes_before_live_samples() -> None:
     assert ring.latest() == sample(100)
 
 
-def test_history_that_is_read_again_takes_the_place_of_what_was_read_first() -> None:
+def test_history_that_is_read_again_replaces_the_earlier_one() -> None:
     ring = Ring(capacity=5)
     ring.append(sample(100))
     ring.extend_history([Reading(97, 7)], "GPU-a")
@@ -60,7 +60,7 @@ def test_history_that_is_read_again_takes_the_place_of_what_was_read_first() -> 
     assert ring.column("timestamp", 9) == [97, 99, 100, 101]
 
 
-def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
+def test_only_the_end_of_a_history_longer_than_the_ring_is_kept() -> None:
     ring = Ring(capacity=3)
     ring.extend_history((Reading(timestamp, 50) for timestamp in range(9)), "GPU-a")
     assert ring.column("timestamp", 9) == [6, 7, 8]
@@ -79,7 +79,7 @@ def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() 
     assert len(ring.since(position - 100, "GPU-a")[0]) == 4
 
 
-def test_the_stored_history_of_another_gpu_is_not_put_before_the_readings_of_this_one() -> None:
+def test_stored_history_of_another_gpu_is_not_placed_before_this_ones_readings() -> None:
     ring = Ring()
     ring.append(sample(5))
     ring.extend_history([Reading(1.0, 50)], "GPU-b")

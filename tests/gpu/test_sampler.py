@@ -1,4 +1,4 @@
-"""The sampler: threads, deadlines, and cards that hang."""
+"""The sampler: threads, deadlines, and GPUs that hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Start = Callable[..., Sampler]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts samplers, which are stopped after the test."""
+    """Return a function that starts samplers; they are stopped after the test."""
     started: list[Sampler] = []
 
     def begin(*arguments: Any, **options: Any) -> Sampler:
@@ -36,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 class Source(Simulated):
-    """A source that counts the questions about each card; some tests change how it answers."""
+    """A source that records the requests for each GPU; some tests change how it answers."""
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         super().__init__(count, **options)
@@ -54,7 +54,7 @@ class Source(Simulated):
         self.closed = True
 
 
-def test_every_card_is_sampled_and_the_order_is_that_of_the_indices(start: Start, until: Until) -> None:
+def test_every_gpu_is_sampled_and_samples_are_in_index_order(start: Start, until: Until) -> None:
     sampler = start(Simulated(16), 0.02)
     until(lambda: sampler.count == 16 and all(len(sampler.ring(i).column("timestamp")) >= 3 for i in range(16)))
     assert [sample.index for sample in sampler.latest()] == list(range(16))
@@ -65,14 +65,14 @@ def test_every_card_is_sampled_and_the_order_is_that_of_the_indices(start: Start
     assert sampler.status is Status.STOPPED
 
 
-def test_first_samples_come_at_once(start: Start, until: Until) -> None:
+def test_the_first_samples_are_taken_at_once(start: Start, until: Until) -> None:
     begin = time.monotonic()
     sampler = start(Simulated(8), 60.0)
     until(lambda: sampler.count == 8 and all(sample.healthy for sample in sampler.latest()))
-    assert time.monotonic() - begin < 0.5  # 5 ms alone on the machine
+    assert time.monotonic() - begin < 0.5  # 5 ms on an otherwise idle machine
 
 
-def test_starting_twice_is_starting_once(start: Start, until: Until) -> None:
+def test_starting_twice_has_no_effect(start: Start, until: Until) -> None:
     source = Source(1)
     sampler = start(source, 60.0)
     sampler.start()
@@ -81,7 +81,7 @@ def test_starting_twice_is_starting_once(start: Start, until: Until) -> None:
 
 
 @pytest.mark.parametrize("interval_s", [0.02, 1.0, 60.0])
-def test_all_cards_are_due_in_the_same_interval_of_the_clock_and_early_wakers_too(interval_s: float) -> None:
+def test_all_gpus_are_sampled_in_the_same_interval_even_after_an_early_wake_up(interval_s: float) -> None:
     begun = 1_700_000_040.0
     for passed in (0.0, 0.0999, 0.1, 0.3, 0.9999):
         now = begun + passed * interval_s
@@ -90,7 +90,7 @@ def test_all_cards_are_due_in_the_same_interval_of_the_clock_and_early_wakers_to
         assert interval_of(due - 0.05 * interval_s, interval_s) == interval_of(due, interval_s)
 
 
-def test_every_interval_gets_a_sample_of_every_card(start: Start, until: Until) -> None:
+def test_every_interval_gets_a_sample_of_every_gpu(start: Start, until: Until) -> None:
     sampler = start(Simulated(8), 0.1)
     until(lambda: sampler.count and all(len(sampler.ring(i)) > 12 for i in range(8)))
     for index in range(8):
@@ -98,7 +98,7 @@ def test_every_interval_gets_a_sample_of_every_card(start: Start, until: Until) 
         assert len(intervals) >= 10
 
 
-def test_processes_are_read_in_their_own_tier_and_carried_over(
+def test_processes_are_read_less_often_and_reused_in_between(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PROCESSES_EVERY_S", 0.09)
@@ -112,7 +112,7 @@ def test_processes_are_read_in_their_own_tier_and_carried_over(
     assert all(len(sample.processes) == 1 for (sample,) in filter(None, readings) if sample.healthy)
 
 
-def test_an_error_of_the_process_list_is_carried_over_with_it(
+def test_an_error_of_the_process_list_is_kept_until_it_is_read_again(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Shy(Source):
@@ -129,7 +129,7 @@ def test_an_error_of_the_process_list_is_carried_over_with_it(
     assert sampler.latest()[0].failed == {"processes": "no"}
 
 
-def test_a_card_that_hangs_never_stops_the_others_and_is_named(
+def test_a_gpu_that_hangs_never_stops_the_others_and_is_named(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENT_AFTER_S", 0.2)
@@ -145,7 +145,7 @@ def test_a_card_that_hangs_never_stops_the_others_and_is_named(
     before = len(source.asked)
     until(lambda: len(source.asked) > before + 20)
     assert [sample.healthy for sample in sampler.latest()] == [True, False, True]
-    until(lambda: sampler.ring(1).column("utilization", 1) == [None])  # its line shows a gap
+    until(lambda: sampler.ring(1).column("utilization", 1) == [None])  # its history shows a gap
     assert sampler.ring(0).column("utilization", 1) == [0]
     begin = time.monotonic()
     assert not sampler.stop(timeout=0.3)
@@ -153,7 +153,7 @@ def test_a_card_that_hangs_never_stops_the_others_and_is_named(
     source.hold[1].set()
 
 
-def test_a_silent_card_that_answers_again_is_healthy(
+def test_a_silent_gpu_that_answers_again_is_healthy(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENT_AFTER_S", 0.1)
@@ -166,7 +166,7 @@ def test_a_silent_card_that_answers_again_is_healthy(
     until(lambda: sampler.latest()[0].healthy)
 
 
-def test_a_card_that_has_not_answered_yet_is_a_row_without_values(start: Start, until: Until) -> None:
+def test_a_gpu_that_has_not_answered_yet_is_a_row_without_values(start: Start, until: Until) -> None:
     source = Source(2)
     source.hold[1] = threading.Event()
     sampler = start(source, 0.02)
@@ -177,7 +177,7 @@ def test_a_card_that_has_not_answered_yet_is_a_row_without_values(start: Start, 
     source.hold[1].set()
 
 
-def test_a_silent_card_stands_in_the_history_as_unhealthy_though_no_card_answers(
+def test_a_silent_gpu_is_unhealthy_in_the_history_even_if_no_gpu_answers(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENT_AFTER_S", 0.1)
@@ -190,7 +190,7 @@ def test_a_silent_card_stands_in_the_history_as_unhealthy_though_no_card_answers
     source.hold[0].set()
 
 
-def test_a_source_that_raises_is_a_row_and_is_asked_again(start: Start, until: Until) -> None:
+def test_a_source_that_raises_is_a_row_and_is_read_again(start: Start, until: Until) -> None:
     class Broken(Source):
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             if index == 1 and len(self.asked) < 20:
@@ -223,7 +223,7 @@ def test_a_source_that_cannot_be_opened_is_tried_again(until: Until, monkeypatch
     assert sampler.stop()
 
 
-def test_a_source_that_hangs_while_opening_neither_blocks_start_nor_stop(start: Start) -> None:
+def test_a_source_that_hangs_while_opening_blocks_neither_start_nor_stop(start: Start) -> None:
     class Stuck(Source):
         def open(self) -> int:
             threading.Event().wait()
@@ -248,7 +248,7 @@ def test_stopping_ends_all_threads_and_closes_the_source(start: Start, until: Un
     assert set(threading.enumerate()) <= before
 
 
-def test_a_paused_sampler_has_closed_the_source_and_shows_nothing_old(start: Start, until: Until) -> None:
+def test_a_paused_sampler_has_closed_the_source_and_shows_no_old_values(start: Start, until: Until) -> None:
     source = Source()
     sampler = start(source, 0.02)
     until(lambda: sampler.count == 2 and all(sample.healthy for sample in sampler.latest()))
@@ -265,7 +265,7 @@ def test_a_paused_sampler_has_closed_the_source_and_shows_nothing_old(start: Sta
     assert sampler.stop()
 
 
-def test_a_source_that_hangs_while_it_is_closed_does_not_block_a_pause(start: Start, until: Until) -> None:
+def test_a_source_that_hangs_while_closing_does_not_block_a_pause(start: Start, until: Until) -> None:
     source, held = Source(), threading.Event()
     source.close = held.wait  # type: ignore[method-assign]
     sampler = start(source, 0.02)
@@ -287,7 +287,7 @@ def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) 
     assert sampler.stop()
 
 
-def test_what_the_driver_remembers_is_read_again_for_another_gpu_at_the_same_index(until: Until) -> None:
+def test_the_drivers_buffer_is_read_again_for_another_gpu_at_the_same_index(until: Until) -> None:
     from sae_tui.gpu.ring import Reading
 
     class Exchanged(Simulated):
@@ -309,9 +309,7 @@ def test_what_the_driver_remembers_is_read_again_for_another_gpu_at_the_same_ind
     assert sampler.stop()
 
 
-def test_an_error_of_a_source_that_is_asked_whether_to_reopen_it_does_not_end_the_sampler(
-    until: Until, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_must_reopen_does_not_end_the_sampler(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REOPEN_AFTER_S", 0.0)
 
     class Failing(Simulated):
@@ -338,7 +336,7 @@ def test_an_error_of_a_source_that_is_asked_whether_to_reopen_it_does_not_end_th
     assert sampler.stop()
 
 
-def test_a_gpu_keeps_the_time_since_when_it_cannot_be_read_while_the_driver_is_away(
+def test_a_gpu_keeps_its_unreadable_since_time_while_the_driver_is_away(
     until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REOPEN_EVERY_S", 0.01)
@@ -391,7 +389,7 @@ print(json.dumps({"healthy": [s.healthy for s in latest], "reason": latest[2].re
 """
 
 
-def test_a_process_with_a_gpu_that_hangs_in_the_driver_samples_on_and_ends(on_nvml: Callable[..., Any]) -> None:
+def test_a_process_keeps_sampling_and_ends_despite_a_gpu_that_hangs_in_the_driver(on_nvml: Callable[..., Any]) -> None:
     answer = on_nvml(HANGING, GPUS=4, FAULTS="2:hang")
     assert time.time() - answer["left"] < 1.0
     assert answer["healthy"] == [True, True, False, True]
@@ -410,7 +408,7 @@ def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
     assert answer["ended"] is True
 
 
-def test_shares_of_a_card_are_read_only_while_they_are_wanted(until) -> None:
+def test_process_shares_are_read_only_while_they_are_wanted(until) -> None:
     sampler = Sampler(Simulated(4), 0.05)
     sampler.start()
     until(lambda: sampler.count == 4 and all(sample.healthy for sample in sampler.latest()))
@@ -436,7 +434,7 @@ sampler.stop()
 """
 
 
-def test_shares_are_read_at_once_when_they_are_wanted(start: Start, until: Until) -> None:
+def test_process_shares_are_read_at_once_when_they_are_wanted(start: Start, until: Until) -> None:
     sampler = start(Simulated(1), 3600.0)
     until(lambda: sampler.count and all(sample.healthy for sample in sampler.latest()))
     n_read = len(sampler.ring(0))
@@ -444,7 +442,7 @@ def test_shares_are_read_at_once_when_they_are_wanted(start: Start, until: Until
     until(lambda: len(sampler.ring(0)) > n_read)
 
 
-def test_what_the_driver_remembers_of_a_card_is_read_with_its_first_sample(on_nvml) -> None:
+def test_the_drivers_buffer_is_read_with_the_first_sample(on_nvml) -> None:
     now, (card, dumb, lost) = on_nvml(REMEMBERED, GPUS=3, FAULTS="1:no_samples,2:lost")
     assert 15 <= len(card) <= 20
     for timestamp, utilization, memory, temperature, power, *_ in card:

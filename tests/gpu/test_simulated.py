@@ -1,4 +1,4 @@
-"""The simulated box."""
+"""The simulated machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sae_tui.gpu.simulated import ENV_FAULTS, GIB, Simulated, uuid_of
 from trainer.contract.errors import UserError
 
 
-def test_the_demo_box_has_three_idle_cards_and_one_that_a_stranger_uses() -> None:
+def test_the_demo_machine_has_three_idle_gpus_and_one_used_by_another_user() -> None:
     box = Simulated(clock=lambda: 1000.0)
     samples = [box.sample(index, processes=True) for index in range(box.open())]
     assert [sample.name.split()[-1] for sample in samples] == ["3090", "3090", "3080", "3090"]
@@ -29,7 +29,7 @@ def test_the_same_clock_gives_the_same_samples() -> None:
     assert [one.sample(i, processes=True) for i in range(8)] == [other.sample(i, processes=True) for i in range(8)]
 
 
-def test_a_card_follows_the_job_that_runs_on_it() -> None:
+def test_a_gpu_follows_the_job_that_runs_on_it() -> None:
     now, occupied = [0.0], {}
     box = Simulated(clock=lambda: now[0], occupied=lambda: occupied)
     idle = box.sample(1, processes=True)
@@ -56,20 +56,20 @@ def test_a_card_follows_the_job_that_runs_on_it() -> None:
     assert box.sample(1, processes=True).temperature_c == idle.temperature_c
 
 
-def test_a_job_never_shows_more_memory_than_the_card_has() -> None:
+def test_a_job_never_shows_more_memory_than_the_gpu_has() -> None:
     box = Simulated(clock=lambda: 0.0, occupied=lambda: {uuid_of(2): (1, 64 * GIB)})
     assert box.sample(2, processes=False).memory_used_bytes == 10 * GIB
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])
-def test_it_has_as_many_cards_as_asked_for(count: int) -> None:
+def test_the_machine_has_the_requested_number_of_gpus(count: int) -> None:
     box = Simulated(count)
     assert box.open() == count
     assert len({box.sample(index, processes=False).uuid for index in range(count)}) == count
 
 
 @pytest.mark.parametrize("count", [0, 65])
-def test_too_few_or_too_many_cards_are_refused(count: int) -> None:
+def test_too_few_or_too_many_gpus_are_rejected(count: int) -> None:
     with pytest.raises(UserError, match="must be 1 to 64"):
         Simulated(count)
 
@@ -85,7 +85,7 @@ def test_faults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("text", ["lost", "1:melted", "x:lost"])
-def test_an_unknown_fault_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_unknown_fault_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(ENV_FAULTS, text)
     with pytest.raises(UserError, match=f'{ENV_FAULTS} takes INDEX:FAULT .* not "{text}"'):
         Simulated()
@@ -102,11 +102,11 @@ def test_options_reach_the_source() -> None:
     assert load_source("simulated", count=2).open() == 2
 
 
-def test_an_unknown_source_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_source_is_rejected_with_a_list_of_known_ones() -> None:
     with pytest.raises(UserError, match='must be "auto" or "nvml" or "amdsmi" or "simulated" or "none", not "rocm"'):
         load_source("rocm")
 
 
-def test_no_gpus_is_said_and_not_an_error_of_the_program() -> None:
+def test_the_source_none_is_reported_as_monitoring_off() -> None:
     with pytest.raises(SourceUnavailable, match="monitoring is off"):
         load_source("none").open()

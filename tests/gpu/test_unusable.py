@@ -25,7 +25,7 @@ from trainer.contract.machine_memory import machine_memory
 from trainer.contract.store.rows import Job, Lease
 
 GIB = 1 << 30
-# By fault of the driver: why the GPU is not offered.
+# By fault of the driver: the reason why the GPU is not offered.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
     "pending": "rows of its memory wait to be replaced",
@@ -59,7 +59,7 @@ print(json.dumps([[one.state, one.may_be_offered, one.reason] for one in choices
 """
 
 
-def test_a_gpu_that_must_not_be_used_is_not_offered_and_says_why(on_nvml: Callable[..., Any]) -> None:
+def test_a_gpu_that_must_not_be_used_is_not_offered_and_has_a_reason(on_nvml: Callable[..., Any]) -> None:
     specs = [f"{index}:{fault.format(index=index)},{index}:idle" for index, fault in enumerate(FAULTS)]
     offered = on_nvml(CHOICES, FAULTS=",".join(specs), GPUS=len(FAULTS), PIDS="")
     for (fault, words), (state, may_be_offered, reason) in zip(FAULTS.items(), offered, strict=True):
@@ -69,7 +69,7 @@ def test_a_gpu_that_must_not_be_used_is_not_offered_and_says_why(on_nvml: Callab
 
 @pytest.fixture
 def commands(drivers: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that runs a command on the fake driver and returns the JSON that it prints."""
+    """Return a function that runs a command on the fake driver and returns its JSON output."""
 
     def run(*arguments: str, **variables: Any) -> Any:
         env = environment(drivers, PIDS="", **variables)
@@ -88,7 +88,7 @@ def test_select_returns_only_usable_gpus(commands: Callable[..., Any]) -> None:
     assert "compute mode" in chosen["reasons"]["0"]
 
 
-def test_a_gpu_without_its_own_memory_shows_the_hosts_and_is_offered(commands: Callable[..., Any]) -> None:
+def test_a_gpu_without_its_own_memory_shows_the_hosts_memory_and_is_offered(commands: Callable[..., Any]) -> None:
     spark = {"NAME": "NVIDIA GB10", "FAULTS": "0:no_memory_info,0:idle", "GPUS": 1}
     (gpu,) = commands("gpus", **spark)
     assert gpu["memory_total"] == machine_memory().total_bytes
@@ -161,7 +161,7 @@ def test_an_exclusive_gpu_is_busy_with_even_the_smallest_process_and_never_share
         assert card.takes_now(job) is may_share
 
 
-def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_makers(tmp_path: Path) -> None:
+def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_vendors(tmp_path: Path) -> None:
     assert "install the NVIDIA driver" in no_library(tmp_path).remedy
     device = tmp_path / "card0" / "device"
     device.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_makers(tmp_p
     assert "install the NVIDIA driver" in no_library(tmp_path).remedy
 
 
-def test_gpus_only_for_other_users_share_one_line_at_the_end() -> None:
+def test_gpus_reserved_for_other_users_share_one_row_at_the_end() -> None:
     blocked = {"healthy": False, "withheld": True, "reason": "the operating system blocks this GPU"}
     samples = [GpuSample(i, f"GPU-{i}", "H200", 1.0, **(blocked if i in (0, 2, 3) else {})) for i in range(5)]
     rows = fold_withheld([GpuRow(sample, "", "dim", lambda name, n: []) for sample in samples])
@@ -183,7 +183,7 @@ def test_gpus_only_for_other_users_share_one_line_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("shown", "words"), [([0], "0 "), ([1], "1 "), ([0, 1, 2], "GPUs 0, 2: blocked")])
-def test_a_table_of_gpus_groups_those_only_for_other_users_among_its_rows(
+def test_a_table_of_gpus_groups_reserved_gpus_in_one_row(
     shown: list[int], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fields = ("name", "utilization", "memory_used", "memory_total", "temperature", "power_draw")
@@ -207,14 +207,14 @@ print(json.dumps([nvml.sample(index, processes=True).condition.slowed_by for ind
     assert idle == []
 
 
-def test_full_use_without_a_process_is_called_a_stale_reading_and_left_out_of_the_mean() -> None:
+def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> None:
     idle = GpuSample(0, "GPU-a", "RTX 5090", 1.0, 100, 10 << 20, 32 * GIB, processes=())
     busy = replace(idle, utilization=40, processes=(GpuProcess(1 << 21, "mallory", "python", 5 * GIB),))
     (choice, _) = choices([idle, busy], Holders())
     assert choice.may_be_offered
     assert "stale reading until a program uses CUDA" in choice.reason
     assert aggregate([idle, busy]).average_utilization == 40
-    # It counts where use cannot be ruled out.
+    # The reading counts if use cannot be ruled out.
     for one in (
         replace(idle, processes=None),
         replace(idle, memory_used_bytes=2 * GIB),

@@ -1,4 +1,4 @@
-"""What an app shows of a machine where CUDA_VISIBLE_DEVICES hides some cards."""
+"""Which GPUs the app shows if CUDA_VISIBLE_DEVICES hides some."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def start(tmp_path):
         monitor.stop()
 
 
-def test_only_the_cards_that_are_left_are_shown_and_all_are_sampled(start, until, monkeypatch):
+def test_only_visible_gpus_are_shown_and_all_are_sampled(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3,GPU-1")
     monitor = start(Cards(4))
     until(lambda: [sample.uuid for sample in monitor.latest()] == ["GPU-1", "GPU-3"])
     assert monitor.hidden == "2 of 4 GPUs, by CUDA_VISIBLE_DEVICES"
     assert [sample.index for sample in monitor.latest()] == [1, 3]
-    # The one process of a machine that stores the history stores it for all users.
+    # The process that is elected to store the history stores it for all users.
     assert len(monitor._sampler.ring(0)) > 0
 
 
-def test_where_no_card_is_left_the_reason_is_told(start, until, monkeypatch):
+def test_the_reason_is_shown_if_no_gpu_is_visible(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monitor = start(Cards(2))
     until(lambda: monitor.problem)
@@ -44,14 +44,14 @@ def test_where_no_card_is_left_the_reason_is_told(start, until, monkeypatch):
     assert monitor.latest() == ()
 
 
-def test_a_slice_that_is_not_here_leaves_no_card(start, until, monkeypatch):
+def test_an_unknown_slice_leaves_no_visible_gpu(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1/2/0")
     monitor = start(Cards(2))
     until(lambda: monitor.problem)
     assert monitor.problem == 'CUDA_VISIBLE_DEVICES="MIG-1/2/0" leaves 0 of 2 GPUs; unset it, or name GPUs in it'
 
 
-def test_simulated_cards_are_no_devices_of_cuda(start, until, monkeypatch):
+def test_cuda_visible_devices_does_not_hide_simulated_gpus(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monitor = start(Simulated(2))
     until(lambda: len(monitor.latest()) == 2)

@@ -1,4 +1,4 @@
-"""The past of a card in as many columns as are drawn."""
+"""The history of a GPU, resampled to the number of drawn columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def db(tmp_path: Path) -> Path:
 
 
 def store(path: Path, stamps: list[float], *, minutes: bool = False, job: int | None = None, busy: float = 50) -> None:
-    """Store samples of a card with the means of their minutes, or with `minutes` such means alone."""
+    """Store samples of a GPU and their minute means, or with `minutes` only minute means."""
     values = (busy, 1 << 30, 2 << 30, 60, 100.0, job)
     with closing(open_writer(path, "gpu")) as db:
         for stamp in stamps:
@@ -50,7 +50,7 @@ def store(path: Path, stamps: list[float], *, minutes: bool = False, job: int | 
 
 @pytest.mark.parametrize("span_s", SPANS_S)
 @pytest.mark.parametrize("n", [1, 67, 300])
-def test_a_span_has_no_more_columns_than_there_are_and_ends_now(db: Path, span_s: int, n: int) -> None:
+def test_a_span_has_at_most_the_given_columns_and_ends_now(db: Path, span_s: int, n: int) -> None:
     store(db, [NOW])
     window = stored_window(db, HOST, "GPU-a", span_s, n, NOW)
     assert len(window.jobs) <= max(n, 1)
@@ -60,7 +60,7 @@ def test_a_span_has_no_more_columns_than_there_are_and_ends_now(db: Path, span_s
     assert window.columns["utilization"][-1] == 50
 
 
-def test_each_column_is_the_mean_of_its_time_and_a_gap_is_a_gap(db: Path) -> None:
+def test_each_column_is_the_mean_of_its_interval_and_gaps_stay_gaps(db: Path) -> None:
     store(db, [NOW - 20, NOW - 19, NOW - 18, NOW - 17], busy=20, job=3)
     store(db, [NOW - 16], busy=60, job=4)
     window = stored_window(db, HOST, "GPU-a", 300, 60, NOW)
@@ -83,7 +83,7 @@ def test_a_week_is_read_from_the_means_of_minutes(db: Path) -> None:
         assert sum(value is not None for value in window.columns[name]) == 3
 
 
-def test_another_card_or_no_store_has_no_past(db: Path, tmp_path: Path) -> None:
+def test_another_gpu_or_a_missing_store_has_no_history(db: Path, tmp_path: Path) -> None:
     store(db, [NOW - 3])
     for path, uuid in ((db, "GPU-b"), (tmp_path / "none.db", "GPU-a")):
         window = stored_window(path, HOST, uuid, 300, 60, NOW)
@@ -92,7 +92,7 @@ def test_another_card_or_no_store_has_no_past(db: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none.db").exists()
 
 
-def test_the_newest_intervals_are_those_of_the_ring_and_the_job_is_of_now() -> None:
+def test_the_newest_intervals_are_those_of_the_ring_and_have_the_current_job() -> None:
     ring = Ring()
     ring.extend_history([Reading(float(second), utilization=second) for second in range(100, 110)], "GPU-a")
     recent = past({0: ring}, 5, interval_s=1.0, now=109.5)
@@ -102,7 +102,7 @@ def test_the_newest_intervals_are_those_of_the_ring_and_the_job_is_of_now() -> N
     assert window.end - window.begin == 5.0
 
 
-def test_a_period_of_all_cards_is_the_mean_of_each_step_and_an_unknown_card_is_blank(db: Path) -> None:
+def test_a_stored_period_has_the_mean_of_each_step_and_blanks_for_unknown_gpus(db: Path) -> None:
     store(db, [NOW - 20, NOW - 18], busy=20)
     store(db, [NOW - 16], busy=80)
     known = GpuSample(3, "GPU-a", "H100", NOW, power_limit_w=700.0)
@@ -129,7 +129,7 @@ def test_a_period_drawn_in_fewer_columns_loses_no_value(values: list[float | Non
         assert value == (pytest.approx(sum(known) / len(known)) if known else None)
 
 
-def test_a_period_is_drawn_whole_and_other_histories_at_their_end() -> None:
+def test_a_period_is_scaled_to_fit_and_other_histories_show_their_end() -> None:
     values = [0.0] * 30 + [100.0] * 10
     assert sparkline(values, 10, 100) == "█" * 10
     assert sparkline(Period(values), 4, 100) == "▁▁▁█"

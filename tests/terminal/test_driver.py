@@ -1,4 +1,4 @@
-"""Whose ctrl+z it is: the app's while it has the terminal, the kernel's before and after."""
+"""Who handles ctrl+z: the app while it has the terminal, the kernel before and after."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ asyncio.run(main())
 """
 
 
-def test_an_app_that_has_left_the_terminal_is_not_stopped_where_no_shell_could_go_on_with_it() -> None:
+def test_an_app_that_has_released_its_terminal_ignores_ctrl_z() -> None:
     command = [sys.executable, "-c", APP_WITHOUT_TERMINAL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, start_new_session=True, check=False)
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr

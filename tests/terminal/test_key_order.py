@@ -1,4 +1,4 @@
-"""Keys in the order in which they were typed, in an app of two widgets."""
+"""Keys are handled in the order in which they were typed, in an app with two widgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.terminal.key_parser import Packet, PacketParser
 
 
 class Stuck(Widget, can_focus=True):
-    """A widget that is not done with a key until it is let go."""
+    """A widget that blocks on the key `x` until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,20 +52,20 @@ class Small(KeysInOrder):
 
 
 def send(app: Small, data: str) -> None:
-    """Post the messages of a packet as the driver does."""
+    """Post the messages for terminal input that arrives at once, as the driver does."""
     for message in PacketParser().feed(data):
         message.set_sender(app)
         app.post_message(message)
 
 
-async def test_a_packet_says_which_keys_came_together() -> None:
+async def test_a_packet_contains_the_keys_that_arrived_together() -> None:
     assert [type(message) for message in PacketParser().feed("abc")] == [events.Key] * 3
     packet, *keys = PacketParser().feed("abcd")
     assert isinstance(packet, Packet)
     assert list(packet.keys) == keys
 
 
-async def test_what_follows_a_key_that_opens_a_field_is_text() -> None:
+async def test_keys_after_a_key_that_opens_a_field_are_text() -> None:
     app = Small()
     async with app.run_test() as pilot:
         send(app, "a/abc\x7f\x7fd")
@@ -74,7 +74,7 @@ async def test_what_follows_a_key_that_opens_a_field_is_text() -> None:
 
 
 @pytest.mark.parametrize("turns", [3, 6, 9])
-async def test_keys_that_come_while_the_app_is_being_left_are_dropped(turns: int) -> None:
+async def test_keys_that_arrive_while_the_app_exits_are_dropped(turns: int) -> None:
     app = Small()
     async with app.run_test():
         send(app, "abc" * 60)
@@ -83,7 +83,7 @@ async def test_keys_that_come_while_the_app_is_being_left_are_dropped(turns: int
     assert app.counted < 180
 
 
-async def test_repeated_and_known_keys_are_commands_but_a_text_is_none() -> None:
+async def test_repeated_keys_are_commands_and_pasted_text_is_ignored() -> None:
     app = Small()
     async with app.run_test() as pilot:
         send(app, "aaaabc")
@@ -96,7 +96,7 @@ async def test_repeated_and_known_keys_are_commands_but_a_text_is_none() -> None
         assert app.counted == 6
 
 
-async def test_a_key_that_is_stuck_does_not_keep_the_app_from_being_left() -> None:
+async def test_a_key_handler_that_hangs_does_not_prevent_quitting() -> None:
     app = Small()
     async with app.run_test() as pilot:
         app.query_one(Stuck).focus()

@@ -1,4 +1,4 @@
-"""Key events from what a terminal sends, in whatever pieces and with whatever pauses it arrives."""
+"""Key events from terminal input, however it is split and delayed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START, END = "\x1b[200~", "\x1b[201~"
 
 
 class Clock:
-    """A clock that moves when a test says so."""
+    """A clock that the test advances."""
 
     now = 1000.0
 
@@ -36,7 +36,7 @@ def clock():
 
 
 def sent(clock: Clock, parser: XTermParser, *pieces: str, pause_s: float = 0.5) -> list[str]:
-    """Return the events that come of these pieces, with pauses in between and a long one after them."""
+    """Return the events for these pieces of input, with a pause after each and a long one at the end."""
     messages: list[Message] = []
     for piece in pieces:
         messages += parser.feed(piece)
@@ -58,7 +58,7 @@ def seen(message: Message) -> str:
 
 
 def sent_bytes(clock: Clock, *pieces: bytes, pause_s: float = 0.05) -> list[str]:
-    """Return the events that the driver's decoder and parser make of these pieces of bytes."""
+    """Return the events for these pieces of bytes, through the driver's decoder and parser."""
     parser, decoder = PacketParser(), TerminalDecoder()
     messages: list[Message] = []
     for piece in pieces:
@@ -72,7 +72,7 @@ def sent_bytes(clock: Clock, *pieces: bytes, pause_s: float = 0.05) -> list[str]
 
 
 @given(st.text(st.characters(exclude_categories=["C", "Z"])), st.data())
-def test_a_paste_in_pieces_with_pauses_is_one_paste_and_keys_work_after_it(
+def test_a_paste_in_delayed_pieces_is_one_paste_and_keys_work_after_it(
     clock: Clock, text: str, data: st.DataObject
 ) -> None:
     rest = text + END
@@ -81,15 +81,15 @@ def test_a_paste_in_pieces_with_pauses_is_one_paste_and_keys_work_after_it(
 
 
 @given(st.sets(st.integers(1, len(START) - 1)))
-def test_a_marker_before_a_paste_may_come_in_pieces_that_follow_each_other(clock: Clock, cuts: set[int]) -> None:
+def test_a_paste_marker_may_arrive_in_pieces(clock: Clock, cuts: set[int]) -> None:
     assert sent(clock, PacketParser(), *in_pieces(START, cuts), "x" + END, pause_s=0.05) == ["pasted 'x'"]
 
 
-def test_a_paste_that_never_ends_is_taken_as_it_is_and_keys_work_after_it(clock: Clock) -> None:
+def test_a_paste_without_an_end_marker_times_out_and_keys_work_after_it(clock: Clock) -> None:
     assert sent(clock, PacketParser(), START + "half", "?", pause_s=4) == ["pasted 'half'", "question_mark"]
 
 
-def test_pasted_text_steers_no_terminal(clock: Clock) -> None:
+def test_pasted_text_cannot_control_the_terminal(clock: Clock) -> None:
     assert sent(clock, PacketParser(), f"{START}a\x1b]2;b\x07\x9bc\td\n{END}") == [r"pasted 'a]2;bc\td\n'"]
 
 
@@ -97,7 +97,7 @@ KEYS = ["a", "?", " ", "é", "\r", "\t", "\x03", "\x7f", "\x1bb", "\x1b[A", "\x1
 
 
 @given(st.lists(st.sampled_from(KEYS), min_size=1), st.booleans())
-def test_keys_are_what_textual_makes_of_them(clock: Clock, keys: list[str], apart: bool) -> None:
+def test_keys_are_parsed_as_textual_parses_them(clock: Clock, keys: list[str], apart: bool) -> None:
     pieces = keys if apart else ["".join(keys)]
     assert sent(clock, PacketParser(), *pieces) == sent(clock, XTermParser(), *pieces)
 
@@ -109,16 +109,16 @@ def test_escape_alone_is_a_key_as_soon_as_nothing_can_follow(clock: Clock) -> No
 
 
 @given(st.text("dq?\r \x10é", min_size=1), st.integers(1, 3), st.sampled_from(["", "a", "\x1b[A"]))
-def test_escape_and_keys_that_come_together_are_all_taken(clock: Clock, rest: str, n: int, before: str) -> None:
+def test_escape_and_keys_that_arrive_together_are_all_kept(clock: Clock, rest: str, n: int, before: str) -> None:
     apart = [before, *"\x1b" * n, *rest]
     assert sent(clock, PacketParser(), before + "\x1b" * n + rest) == sent(clock, PacketParser(), *filter(None, apart))
 
 
-def test_a_digit_after_escape_is_alt_with_that_digit(clock: Clock) -> None:
+def test_a_digit_after_escape_is_alt_and_that_digit(clock: Clock) -> None:
     assert sent(clock, PacketParser(), "x\x1b1y\x1b\x1b2") == ["x", "alt+1", "y", "escape", "alt+2"]
 
 
-# Terminal input, whole and in parts, to compose random bytes.
+# Complete and partial terminal sequences; hypothesis combines them into random input.
 BYTES = [
     b"\xff", b"\xe9", b"\xc3", b"\x9b", b"\0", b"\r", b"q", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[M\x20\xff\xff",
     b"\x1b[<35;168;10M", b"\x1b[<0;99999999999999;-1M", b"\x1b[32;400;2M", b"\x1b[200~", b"\x1b[201~", b"\x1b]11;rgb:",
@@ -129,7 +129,7 @@ BYTES = [
 
 
 @given(st.lists(st.one_of(st.sampled_from(BYTES), st.binary(max_size=8)), max_size=12), st.booleans())
-def test_no_bytes_stop_the_input_and_the_key_after_them_is_read(clock: Clock, parts: list[bytes], apart: bool) -> None:
+def test_no_input_stops_the_parser_and_the_key_after_it_is_read(clock: Clock, parts: list[bytes], apart: bool) -> None:
     pieces = parts if apart else [b"".join(parts)]
     assert sent_bytes(clock, *pieces, *[b""] * 5, b"?", pause_s=0.8)[-1] == "question_mark"
 
@@ -150,18 +150,18 @@ UNKNOWN = [
 
 
 @given(st.lists(st.sampled_from(UNKNOWN), min_size=1, max_size=4), st.integers(1, 40))
-def test_unknown_sequences_are_dropped_as_a_whole(clock: Clock, sequences: list[bytes], size: int) -> None:
+def test_unknown_sequences_are_dropped_completely(clock: Clock, sequences: list[bytes], size: int) -> None:
     data = b"".join(sequences)
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
     after = [name for name in sent_bytes(clock, *pieces, b"d", pause_s=0.01) if name != "replacement_character"]
     assert after == ["d"]
 
 
-def test_letters_in_another_encoding_are_replaced_in_typed_and_pasted_text(clock: Clock) -> None:
+def test_invalid_utf_8_is_replaced_in_typed_and_pasted_text(clock: Clock) -> None:
     assert sent_bytes(clock, b"\x1b[200~caf\xe9\x1b[201~", b"\xe9", b"x") == [
         "pasted 'caf\ufffd'", "replacement_character", "x",
     ]  # fmt: skip
 
 
-def test_a_multi_byte_letter_may_arrive_in_pieces(clock: Clock) -> None:
+def test_a_multi_byte_character_may_arrive_in_pieces(clock: Clock) -> None:
     assert sent_bytes(clock, *(bytes([byte]) for byte in "日".encode())) == ["日"]

@@ -1,4 +1,4 @@
-"""The painter against a full redraw: after any sequence of updates the terminal shows the same cells."""
+"""Compares the painter with a full redraw: after any sequence of updates the terminal shows the same cells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ cuts = st.sets(st.integers(1, WIDTH - 1), max_size=3)
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[list[tuple[Strip, list[int]]], list[tuple[int, int, int]]]:
-    """Draw whole lines, the columns where they are cut into widgets, and the spans that are to be repainted."""
+    """Draw the lines of a screen, the columns at which each is split into widgets, and the spans to repaint."""
     rows = []
     for _ in range(HEIGHT):
         segments = [Segment(text, style) for text, style in draw(lines)]
@@ -60,7 +60,7 @@ def cells(screen: pyte.Screen) -> list[list[tuple]]:
 
 @settings(max_examples=200)
 @given(st.lists(updates(), min_size=1, max_size=5))
-def test_the_terminal_shows_what_repainting_everything_would_show(frames) -> None:
+def test_the_terminal_shows_the_same_as_after_a_full_repaint(frames) -> None:
     painter = Painter()
     lean, plain = pyte.Screen(WIDTH + 1, HEIGHT), pyte.Screen(WIDTH + 1, HEIGHT)
     lean_stream, plain_stream = pyte.Stream(lean), pyte.Stream(plain)
@@ -79,7 +79,7 @@ def test_an_update_that_changes_nothing_sends_nothing() -> None:
     assert painter.render(update, console()) == ""
 
 
-def test_one_changed_digit_sends_that_digit_alone() -> None:
+def test_a_changed_digit_is_sent_alone() -> None:
     painter = Painter()
     style = Style.parse("red on black")
     for text in ("util 41%", "util 42%"):
@@ -88,7 +88,7 @@ def test_one_changed_digit_sends_that_digit_alone() -> None:
     assert sent == "\x1b[1;7H\x1b[0;31;40m2\x1b[0m"
 
 
-def test_after_forgetting_everything_is_sent_again() -> None:
+def test_forgetting_the_screen_makes_the_next_update_complete() -> None:
     painter = Painter()
     row = (Strip([Segment("abc", Style.parse("red on black"))]).adjust_cell_length(WIDTH), [0, WIDTH])
     update = chops_update([row], [(0, 0, WIDTH)])
@@ -99,7 +99,7 @@ def test_after_forgetting_everything_is_sent_again() -> None:
 
 @settings(max_examples=100)
 @given(st.lists(updates(), min_size=2, max_size=4))
-def test_a_whole_screen_is_sent_as_the_cells_that_differ(frames) -> None:
+def test_only_the_changed_cells_of_a_full_screen_are_sent(frames) -> None:
     painter = Painter()
     lean, plain = pyte.Screen(WIDTH + 1, HEIGHT), pyte.Screen(WIDTH + 1, HEIGHT)
     lean_stream, plain_stream = pyte.Stream(lean), pyte.Stream(plain)
@@ -113,7 +113,7 @@ def test_a_whole_screen_is_sent_as_the_cells_that_differ(frames) -> None:
 
 @given(st.lists(st.text(max_size=8), max_size=3))
 @example(["\x1b]52;c;x\x07", "\x9b31m\u202e", "\u3000日本 \ue000"])
-def test_a_filtered_line_steers_nothing_and_is_as_wide_as_before(texts: list[str]) -> None:
+def test_a_filtered_line_contains_no_control_characters_and_keeps_its_width(texts: list[str]) -> None:
     control = Control.home().segment
     *shown, last = Printable().apply([*map(Segment, texts), control], Color(0, 0, 0))
     assert last is control

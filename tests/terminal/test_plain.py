@@ -1,4 +1,4 @@
-"""The plain look: ASCII only, and nothing moves."""
+"""The plain style: ASCII only, and no animation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(app: SaeApp) -> list[Strip]:
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-async def test_every_screen_is_ascii_and_stands_where_it_stood(
+async def test_every_screen_is_ascii_and_keeps_its_layout(
     scene: Scene, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same_everywhere(monkeypatch)
@@ -41,12 +41,12 @@ async def test_every_screen_is_ascii_and_stands_where_it_stood(
         [cell_len(part.text) for part in row] for row in full
     ]
     assert any(not row.text.isascii() for row in full)
-    # Whatever is drawn has a sign of its own.
+    # Every drawn character has its own ASCII replacement.
     marks = [(row.text.replace("L?mb", ""), was.text) for row, was in zip(drawn, full, strict=True)]
     assert [row for row, was in marks if row.count("?") != was.count("?")] == []
 
 
-def test_bars_histories_and_states_are_told_apart() -> None:
+def test_bars_histories_and_states_are_distinguishable() -> None:
     assert to_ascii(bar(0.55, 10)) == "#####=----"
     assert to_ascii(sparkline([0, 12.5, 30, 50, 100, None, 75], 8, 100)) == " 0034# 6"
     signs = {shown.sign for shown in (*_SHOWN.values(), HELD)}
@@ -54,12 +54,12 @@ def test_bars_histories_and_states_are_told_apart() -> None:
     assert len({to_ascii(one) for one in GLYPHS[:8]}) == 8
 
 
-def test_letters_of_names_stay_where_the_terminal_has_them() -> None:
+def test_letters_of_names_are_kept_if_the_terminal_can_show_them() -> None:
     assert to_ascii("Lämb 天气 ✓") == "Lämb 天气 +"
     assert to_ascii("Lämb 天气 ✓", letters=False) == "L?mb ???? +"
 
 
-def test_a_terminal_without_blocks_is_known_and_the_user_is_followed() -> None:
+def test_a_terminal_without_block_characters_is_recognised_and_a_setting_overrides() -> None:
     terms = ("vt100", "VT220", "linux", "xterm-256color", "tmux-256color", "vte-256color")
     assert [is_plain("auto", term) for term in terms] == [True, True, True, False, False, False]
     assert is_plain("auto", "xterm", has_blocks=False)

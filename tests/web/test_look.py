@@ -1,4 +1,4 @@
-"""Looks at the real app: what is drawn and typed, that looking changes nothing, and that no process is left."""
+"""Browser sessions with the real app: output, input, read-only use, and processes that end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
-async def test_a_job_outlives_its_look_and_only_who_may_write_can_stop_it(box: Box, serve: Serve) -> None:
+async def test_a_job_outlives_its_browser_session_and_only_write_mode_can_stop_it(box: Box, serve: Serve) -> None:
     may = serve("--write")
     async with may.look(120, 40) as look:
         await look.wait_for("RTX 3080")
@@ -46,7 +46,7 @@ async def test_a_job_outlives_its_look_and_only_who_may_write_can_stop_it(box: B
         await look.wait_for("▶ running")
         for key in ("s", "p", "D", "y", "n", "R", "#"):
             await look.press(key)
-        # The list of what was said, which the keys before would have opened a question above.
+        # The list of messages; if one of the keys before had opened a question, it would be in front of this list.
         await look.press("!")
         await look.wait_for("only shown here")
         assert "Stop job" not in look.text
@@ -61,7 +61,7 @@ async def test_a_job_outlives_its_look_and_only_who_may_write_can_stop_it(box: B
         await look.wait_for("◼ stopped")
 
 
-async def test_a_look_has_the_size_of_its_window_and_takes_pasted_text(box: Box, serve: Serve) -> None:
+async def test_a_session_has_the_size_of_its_window_and_accepts_pasted_text(box: Box, serve: Serve) -> None:
     box.record_job("pasted-name", JobState.FINISHED)
     box.record_job("other", JobState.FINISHED)
     served = serve()
@@ -81,7 +81,7 @@ async def test_a_look_has_the_size_of_its_window_and_takes_pasted_text(box: Box,
         assert "other" in second.text
 
 
-async def test_no_process_is_left_whichever_end_goes(serve: Serve) -> None:
+async def test_no_process_is_left_after_the_client_or_the_server_ends(serve: Serve) -> None:
     served = serve()
     async with served.look() as look:
         await look.wait_for("RTX 3080")
@@ -97,7 +97,9 @@ async def test_no_process_is_left_whichever_end_goes(serve: Serve) -> None:
 
 
 @without_chromium
-async def test_a_real_browser_draws_it_and_has_its_keys_without_a_click(box: Box, serve: Serve, tmp_path: Path) -> None:
+async def test_a_real_browser_shows_the_app_and_sends_keys_without_a_click(
+    box: Box, serve: Serve, tmp_path: Path
+) -> None:
     served = serve()
     async with chromium.Chromium(tmp_path) as browser:
         await browser.open(served.url)

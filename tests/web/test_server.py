@@ -1,4 +1,4 @@
-"""The server over real sockets: who is let in, how many at a time, and how much of each is taken."""
+"""The server over real sockets: access checks, and limits on sessions, connections and traffic."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ServeFake = Callable[[str], Served]
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses, as the kernel lists them, at which somebody listens on a port."""
+    """Return the listening addresses of a port, as the kernel lists them."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
 
 
-def test_only_who_says_token_and_name_gets_more_than_one_and_the_same_answer(serve_fake: ServeFake) -> None:
+def test_requests_without_the_token_and_host_all_get_the_same_404(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     assert len(served.base) > 256 // 6 + 2
     here, base = f"127.0.0.1:{served.port}", served.base
@@ -54,7 +54,7 @@ def test_only_who_says_token_and_name_gets_more_than_one_and_the_same_answer(ser
     assert listening(served.port) == [f"0100007F:{served.port:04X}"]
 
 
-def test_what_is_no_http_is_answered_without_a_word_of_what_answers(serve_fake: ServeFake) -> None:
+def test_invalid_http_gets_an_answer_that_does_not_name_the_server_software(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     for garbage in (b"\x16\x03\x01 not http\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nX: " + b"x" * 70000):
         with socket.create_connection(("127.0.0.1", served.port), 20) as stranger:
@@ -67,7 +67,7 @@ def test_what_is_no_http_is_answered_without_a_word_of_what_answers(serve_fake: 
     assert served.process.stderr.read() == ""
 
 
-def test_nothing_that_the_page_needs_is_from_anywhere_else(serve_fake: ServeFake) -> None:
+def test_the_page_loads_nothing_from_other_sites(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     _, headers, content = served.ask(served.base, host=f"127.0.0.1:{served.port}")
     references = re.findall(r'(?:href|src)="([^"]+)"', content.decode())
@@ -83,7 +83,7 @@ def test_nothing_that_the_page_needs_is_from_anywhere_else(serve_fake: ServeFake
     assert "Set-Cookie" not in headers
 
 
-async def test_a_page_of_anybody_else_gets_no_look(serve_fake: ServeFake) -> None:
+async def test_a_page_of_another_origin_gets_no_session(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     here = f"http://127.0.0.1:{served.port}"
     for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"origin": f"http://localhost:{served.port}"},
@@ -96,7 +96,7 @@ async def test_a_page_of_anybody_else_gets_no_look(serve_fake: ServeFake) -> Non
         await look.wait_for("here")
 
 
-async def test_a_few_look_at_a_time_and_one_more_is_told(serve_fake: ServeFake) -> None:
+async def test_only_a_few_sessions_are_open_at_a_time_and_one_more_gets_a_message(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     async with AsyncExitStack() as stack:
         looks = [await stack.enter_async_context(served.look()) for _ in range(MOST_LOOKS)]
@@ -112,7 +112,7 @@ async def test_a_few_look_at_a_time_and_one_more_is_told(serve_fake: ServeFake) 
             await later.wait_for("here")
 
 
-def test_too_many_connections_are_dropped_without_a_message_of_the_server(serve_fake: ServeFake) -> None:
+def test_excess_connections_are_dropped_without_a_server_message(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     requests = (
         b"",
@@ -128,9 +128,9 @@ def test_too_many_connections_are_dropped_without_a_message_of_the_server(serve_
                 with suppress(OSError):
                     stranger.connect(("127.0.0.1", served.port))
                     stranger.sendall(requests[n % len(requests)])
-                    if n % 2:  # a reset instead of an orderly end
+                    if n % 2:  # close with a reset
                         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    # The server may still count earlier connections, so that it drops any one of these.
+    # The server may still count earlier connections, so it may drop any of these.
     with ExitStack() as stack:
         address = ("127.0.0.1", served.port)
         held = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(MOST_CONNECTIONS + 1)]
@@ -165,7 +165,7 @@ async def test_a_closed_server_refuses_all_requests() -> None:
         await runner.cleanup()
 
 
-async def test_who_says_too_much_or_what_is_not_understood_loses_the_look(serve_fake: ServeFake) -> None:
+async def test_a_client_that_sends_too_much_or_invalid_messages_is_disconnected(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     too_long = json.dumps(["stdin", "x" * LONGEST_MESSAGE])
     for words in (too_long, "[", '["stdin", 5]', '["resize", {"width": "x", "height": 2}]', '["open_url", "x"]'):
@@ -176,7 +176,7 @@ async def test_who_says_too_much_or_what_is_not_understood_loses_the_look(serve_
             await wait_until(lambda: not served.below)
 
 
-def test_sizes_are_bounded_and_a_broken_character_is_replaced() -> None:
+def test_sizes_are_bounded_and_a_non_ascii_character_is_utf_8() -> None:
     assert packet_of('["stdin", "\\u00e9"]') == (b"D", b"\xc3\xa9")
     kind, resize = packet_of('["resize", {"width": 99999999, "height": -4}]') or (b"", b"")
     assert (kind, json.loads(resize)) == (b"M", {"type": "resize", "width": 1000, "height": 1})
@@ -185,7 +185,7 @@ def test_sizes_are_bounded_and_a_broken_character_is_replaced() -> None:
     assert packet_of('["deliver_chunk_request", {}]') is None
 
 
-async def test_a_flood_of_an_app_is_passed_on_no_faster_than_is_decent(serve_fake: ServeFake) -> None:
+async def test_the_output_of_an_app_that_floods_is_rate_limited(serve_fake: ServeFake) -> None:
     served = serve_fake("while True: os.write(1, packet(b'D', bytes(1 << 20)))")
     async with served.look() as look:
         before = asyncio.get_running_loop().time()
@@ -196,7 +196,7 @@ async def test_a_flood_of_an_app_is_passed_on_no_faster_than_is_decent(serve_fak
         assert asyncio.get_running_loop().time() - before > 1
 
 
-async def test_why_an_app_could_not_start_is_said_where_it_is_served(serve_fake: ServeFake) -> None:
+async def test_the_server_reports_why_an_app_could_not_start(serve_fake: ServeFake) -> None:
     served = serve_fake("sys.exit('no \\x1b[31msuch thing')")
     async with served.look() as look:
         await look.wait_until_closed()
