@@ -76,7 +76,7 @@ class Box:
     def launch(
         self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
     ) -> int:
-        """Launch fake ranks that do what the job name says; `place` holds queue options."""
+        """Launch fake ranks whose behaviour the job name defines; `place` holds queue options."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
         self.make_store()
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
@@ -180,7 +180,7 @@ def _wait_for() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
+    """Build a folder with fakes of NVIDIA's library: `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

@@ -1,8 +1,8 @@
-"""Stands in for a training rank: same files, same exit codes, behaviour told by words in the job's name.
+"""Stands in for a training rank: same files and exit codes; words in the job's name define its behaviour.
 
-`crash=1@5` kills rank 1 at its step 5, `crash=1@5#2` in attempt 2 only; so do `fail` (it says why), `oom`, `hang` (it
-halts, and its peers wait for it) and `idle` (it waits for ever, until it is told to end). `save=5` saves every 5 steps;
-`mute` stores no metrics; `judge` never ends the card that it makes of what it has trained.
+`crash=1@5` kills rank 1 at its step 5, `crash=1@5#2` only in attempt 2. The same syntax works for `fail` (raises an
+error), `oom`, `hang` (stops the process, and its peers wait for it) and `idle` (waits until it gets SIGTERM). `save=5`
+saves every 5 steps; `mute` stores no metrics; `judge` never finishes the report card after training.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ _REASONS = {
 
 
 def _events_at(words, step, attempt):
-    """Return what happens at this step of this attempt, as pairs of (what, to which rank)."""
+    """Return the events of this step and attempt, as pairs of kind and rank."""
     matches = [re.fullmatch(r"([a-z]+)=(\d+)@(\d+)(?:#(\d+))?", word) for word in words]
     return [(m[1], int(m[2])) for m in matches if m and int(m[3]) == step and int(m[4] or attempt) == attempt]
 
@@ -110,14 +110,14 @@ def _save(run_dir, rank, step):
 def _last_word(spec, rank, run_dir, error):
     path = run_dir / f"attempt{spec['attempt']}" / f"rank{rank}.exit.json"
     path.write_text(json.dumps({"error": error, "traceback": "..."}))
-    # A rank that raises takes a while to close down, and its peers may be gone before it.
+    # A rank that raises takes a while to shut down, and its peers may end before it.
     time.sleep(0.3 if error.startswith("RuntimeError") else 0)
 
 
 def _asked_to_stop(spec):
     import sqlite3
 
-    # A store that was deleted under it asks for nothing.
+    # A store that was deleted contains no requests.
     with (
         contextlib.suppress(sqlite3.OperationalError),
         contextlib.closing(sqlite3.connect(f"file:{spec['control_db']}?mode=ro", uri=True, timeout=5)) as db,
@@ -135,14 +135,14 @@ def _number(words, name, default):
 
 @contextlib.contextmanager
 def _exclusive(uuids, rank, run_dir):
-    """Leave a trace where two jobs use one GPU at the same time."""
+    """Leave a file if two jobs use one GPU at the same time."""
     marks = [run_dir.parent / f"in-use-{uuid}" for uuid in uuids] if rank == 0 else []
     for mark in marks:
         try:
             with mark.open("x") as stream:
                 stream.write(run_dir.name)
         except FileExistsError:
-            # An earlier attempt that was killed may have left its own.
+            # A killed attempt may have left this file.
             if mark.read_text() != run_dir.name:
                 (run_dir.parent / "double-booking").touch()
     yield

@@ -1,4 +1,4 @@
-"""The real supervisor, with ranks that need no torch."""
+"""Runs the real supervisor with ranks that do not need torch."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from sae_tui.jobs.supervisor.supervise import main
 
 
 def plant_a_mistake() -> None:
-    """Make the supervisor fail with an error in its own code once the ranks make steps."""
+    """Make the supervisor raise an error in its own code after the ranks have made some steps."""
     from sae_tui.jobs.supervisor import attempt, follow_run
 
     class Buggy(follow_run.Watch):

@@ -1,4 +1,4 @@
-"""A launcher in a process of its own: for every line it reads, it tries to start the job of that number."""
+"""A launcher as a separate process: for every job number on stdin, it tries to start that job."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ def main(root: str) -> None:
         except UserError:
             started = False
         print(",".join(line.job.gpu_uuids) if started else "-", flush=True)
-        # The locks are held until the round is over.
+        # Hold the locks until the round is over.
         sys.stdin.readline()
         line.locks.release()
         print("released", flush=True)

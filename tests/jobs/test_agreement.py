@@ -1,4 +1,4 @@
-"""Review, checks, queue, doctor and ranks agree on a job: its mode, its bytes, and whether it can ever run."""
+"""Review, checks, queue, doctor and ranks agree on a job: its mode, its memory, and whether it can ever run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODES = ("auto", "auto", "ddp", "tensor", "hybrid")
 
 
 class Asked(NamedTuple):
-    """A job, the cards of a box as (total bytes, free bytes), and whether they are real."""
+    """A job, the GPUs of a machine as (total bytes, free bytes), and whether they are real."""
 
     job: JobConfig
     cards: tuple[tuple[int, int], ...]
@@ -76,30 +76,30 @@ def asked(draw) -> Asked:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(asked())
-def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
+def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.cards)
     here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
     look = expected_outlook(job, shape, here)
     problems = [problem for problem in check(job, here) if re.search(r" GiB |needs ", problem.message)]
 
-    # The review and its bar.
+    # The review and its memory bar.
     review = job_form.review(
         job_form.Draft(job_form.flatten(to_table(job)), {}, job.launch.gpus), asked.choices, data, [], cuda=asked.cuda
     )
     assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
     assert f", {look.mode} · " in review.summary
     assert f"needs {gibibytes(look.needs_bytes)}" in review.summary
-    # Real cards and a torch without CUDA: that is the only problem reported.
+    # Real GPUs without CUDA in torch: no other problem is reported.
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
-    # The doctor, on as many of these cards.
+    # The doctor, for the same number of these GPUs.
     rows = job_rows(job, shape, asked.samples, Box(), cuda=asked.cuda)
     (row,) = [row for row in rows if row.chosen and row.n_gpus == ranks] if ranks != 3 else [None]
     if row:
         assert (row.mode, row.memory_bytes) == (look.mode, look.needs_bytes)
         assert (row.fits, row.fits_now) == (not look.excess, not look.lack)
 
-    # The verdict, and what is launched of it.
+    # The check, and the launch.
     smallest, fullest = min(total for total, _ in asked.cards), min(free for _, free in asked.cards)
     assert bool(look.excess) == (look.needs_bytes > smallest)
     assert bool(look.lack) == (look.needs_bytes > fullest)
@@ -115,11 +115,11 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     assert starts(row, [free for _, free in asked.cards]) == (not look.lack)
     assert starts(row, [total for total, _ in asked.cards])
 
-    # Resumed, when all that is known of its cards is how much memory it had on them.
+    # After a resume, only the memory that the job had on its GPUs is known.
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # The ranks, on cards that have just what it waited for.
+    # The ranks, on GPUs with exactly the free memory that the job waited for.
     own = settle(Workload(job, ranks, shape), Place(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes))
     assert own.fits
     assert own.needs_bytes <= row.card_memory_bytes
@@ -154,7 +154,7 @@ def problems_of(gpus, mode: str = "auto", d_sae: int = 1_500_000) -> list[str]:
     return [f"{problem.severity}: {problem}" for problem in problems if problem.path != "--data-dir"]
 
 
-def test_a_job_for_which_a_card_is_too_small_names_the_setting_the_card_and_the_cure() -> None:
+def test_if_a_gpu_is_too_small_the_problem_names_the_setting_the_gpu_and_a_remedy() -> None:
     assert problems_of([0, 1, 2], d_sae=1_300_000) == []
     (problem,) = problems_of([0, 1, 2], "ddp")
     assert problem.startswith(
@@ -163,7 +163,7 @@ def test_a_job_for_which_a_card_is_too_small_names_the_setting_the_card_and_the_
     assert 'with parallel.mode = "tensor", or choose larger GPUs' in problem
 
 
-def test_more_than_is_free_names_the_card_and_what_is_free_of_what_is_needed() -> None:
+def test_too_little_free_memory_is_reported_with_the_gpu_and_both_amounts() -> None:
     busy, problem = problems_of([3], d_sae=600_000)
     assert busy == "warning: launch.gpus: GPU 3 is busy: used by mallory"
     assert problem.startswith("warning: launch.gpus: GPU 3 has 2.0 GiB free of ")
@@ -178,12 +178,12 @@ def test_more_than_is_free_names_the_card_and_what_is_free_of_what_is_needed() -
         ("auto", "auto", 3_000_000, "error: sae.d_sae: needs 43.8 GiB, and the largest has 24.0 GiB"),
     ],
 )  # fmt: skip
-def test_any_gpus_are_impossible_where_too_few_are_large_enough(gpus, mode, d_sae, said) -> None:
+def test_any_gpus_is_impossible_if_too_few_are_large_enough(gpus, mode, d_sae, said) -> None:
     problems = problems_of(gpus, mode, d_sae)
     assert bool(problems) == bool(said)
     assert not said or problems[0].startswith(said)
 
 
-def test_a_card_that_nobody_uses_is_not_said_to_become_free() -> None:
+def test_an_unused_gpu_is_not_reported_as_becoming_free() -> None:
     (problem,) = problems_of([2], d_sae=530_000)
     assert ", though nobody uses it; " in problem

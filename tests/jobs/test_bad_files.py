@@ -1,4 +1,4 @@
-"""Small JSON files with any bytes in them, and TOML far beyond what is allowed."""
+"""Small JSON files with arbitrary bytes, and TOML far beyond the allowed limits."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def read_every_kind(file: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", BAD, ids=lambda content: repr(content[:12]))
-def test_a_small_file_with_any_bytes_is_none_or_a_sentence(tmp_path, content):
+def test_a_small_file_with_bad_content_is_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
 @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=200))
-def test_a_small_file_of_chance_is_none_or_a_sentence(tmp_path, content):
+def test_a_small_file_with_random_bytes_is_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
 @pytest.mark.parametrize("content", BAD, ids=lambda content: repr(content[:12]))
-def test_a_row_in_the_trash_that_cannot_be_read_keeps_its_files(tmp_path, content):
+def test_a_run_in_the_trash_with_an_unreadable_row_keeps_its_files(tmp_path, content):
     data = DataDir(tmp_path)
     data.create()
     (data.trash / "1" / "run").mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_a_row_in_the_trash_that_cannot_be_read_keeps_its_files(tmp_path, conten
     assert not (data.trash / "2" / "rest").exists()
 
 
-def test_a_bad_line_of_progress_loses_itself_alone(tmp_path):
+def test_an_invalid_progress_line_affects_no_other_line(tmp_path):
     file = tmp_path / "progress.jsonl"
     beat = Heartbeat("training", 5, 10, 50, 1.0)
     bad = [b'{"rows": "\xff', b"[" * 100_000, b'{"rows": [["a", 99999999999999999999, 1.0, 0]]}', b"\r\0"]
@@ -113,7 +113,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("text", BEYOND.values(), ids=BEYOND)
-def test_toml_beyond_all_bounds_is_refused_in_one_sentence(tmp_path, text):
+def test_toml_beyond_the_limits_is_rejected_in_one_sentence(tmp_path, text):
     file = tmp_path / "job.toml"
     file.write_text(text)
     with pytest.raises(JobFileError) as refused:
@@ -123,7 +123,7 @@ def test_toml_beyond_all_bounds_is_refused_in_one_sentence(tmp_path, text):
     assert len(line) < 300
 
 
-def test_a_value_beyond_all_bounds_is_a_text_or_refused():
+def test_a_value_beyond_the_limits_is_a_string_or_rejected():
     for text in ("[" * 20_000, "{a" + ".a" * 50_000 + " = 1}", "9" * 5000):
         assert parse_value(text) == text
     with pytest.raises(JobFileError, match=r"--set: takes UTF-8, not 'name=\\udcff'"):
@@ -143,7 +143,7 @@ def temporaries(folder: Path) -> list[Path]:
     return [file for file in folder.iterdir() if file.name.startswith(".")]
 
 
-def test_what_a_killed_write_left_is_removed_by_a_later_one_and_by_repair(tmp_path, monkeypatch):
+def test_leftovers_of_a_killed_write_are_removed_by_a_later_write_and_by_repair(tmp_path, monkeypatch):
     data = DataDir(tmp_path / "data")
     data.run(1).create()
     data.create()
@@ -166,7 +166,7 @@ def test_what_a_killed_write_left_is_removed_by_a_later_one_and_by_repair(tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_what_another_user_has_in_the_middle_of_a_write_is_left_alone(tmp_path, monkeypatch):
+def test_another_users_unfinished_write_is_left_alone(tmp_path, monkeypatch):
     theirs = tmp_path / ".box.json.0123456789abcdef"
     theirs.touch()
     os.chown(theirs, 12345, 12345)
@@ -175,7 +175,7 @@ def test_what_another_user_has_in_the_middle_of_a_write_is_left_alone(tmp_path, 
     assert theirs.exists()
 
 
-def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path):
+def test_a_pipe_in_place_of_a_file_blocks_no_reader(tmp_path):
     data, pipe = DataDir(tmp_path / "data"), tmp_path / "pipe"
     data.run(1).create()
     data.create()
@@ -193,7 +193,7 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path):
             read()
 
 
-def test_a_mark_whose_numbers_no_store_takes_is_none(tmp_path):
+def test_a_mark_with_numbers_that_no_store_accepts_is_none(tmp_path):
     process = '{"pid": 1, "start_ticks": 1, "boot_id": ""}'
     (tmp_path / "mark").write_text(f'{{"host": "a", "process": {process}, "exit_code": {2**70}}}')
     assert read_mark(tmp_path / "mark") is None

@@ -1,4 +1,4 @@
-"""Rows of `control.db` with values that we never write, from a broken disk, another version or another user."""
+"""Rows of `control.db` with unexpected values: from a broken disk, another version or another user."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JOB_FILE, _ = parse_job({"data": {"path": "x"}, "sae": {"d_sae": 16, "k": 4}})
 
 
 def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") -> None:
-    """Write a value into a row that no version of ours writes; `NO_TEXT` is a text that is not UTF-8."""
+    """Write a value that this version never writes into a row; `NO_TEXT` is a text that is not UTF-8."""
     mark, value = ("CAST(x'ff' AS TEXT)", ()) if value is NO_TEXT else ("?", (value,))
     key = "id" if table == "jobs" else "job_id"
     with contextlib.closing(sqlite3.connect(data.control_db)) as db:
@@ -85,17 +85,17 @@ def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") ->
 
 
 def no_supervisor(*_: object) -> None:
-    """Start nothing, in place of a supervisor."""
+    """Start no supervisor."""
 
 
-# Made once: it takes ten times as long as a command.
+# Created once, because that takes ten times as long as a command.
 PARSER = cli.make_parser(no_supervisor)
 
 
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
-    """Record a job that finished long ago, one in the queue, and the one to be spoilt, which has a run folder."""
-    # A process for each opening, of which there are thousands here.
+    """Record a job that finished long ago, a queued one, and one with a run folder, whose row the test corrupts."""
+    # This check starts a process at each opening, and there are thousands of openings here.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
     finished = box.record(
@@ -111,7 +111,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
 
 
 def use_everything(box, waiting: int, bad: int) -> None:
-    """Use the list of jobs as app, commands and waiting supervisors do, whatever the bad row holds."""
+    """Use the list of jobs as the app, the commands and waiting supervisors do."""
     data = box.data
     flags = ["--data-dir", str(data.root)]
 
@@ -150,7 +150,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
 
 
 def everything_shown(data, watcher: Watcher) -> None:
-    """Compute what the screens show of every job that they list."""
+    """Compute what the screens show for every job that they list."""
     for job in watcher.jobs:
         headline(JobDetail(job, "", {}, (), (), 0, None), 80)
     shape = DataShape(8, None, 4096)
@@ -187,8 +187,8 @@ GOOD = {
 }
 
 
-def test_whatever_a_row_holds_all_others_are_worked_with_and_it_is_made_again(box, three_jobs, capsys):
-    # All in one process: a row is made bad, everything is tried, and the rows are put back.
+def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jobs, capsys):
+    # In one process: corrupt a row, use everything, and restore the rows.
     finished, waiting, bad = three_jobs
     pristine = sqlite3.connect(":memory:")
     with contextlib.closing(sqlite3.connect(box.data.control_db)) as db:
@@ -226,7 +226,7 @@ def test_whatever_a_row_holds_all_others_are_worked_with_and_it_is_made_again(bo
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_row_that_cannot_be_read_is_told_once_and_mended_from_the_run(box, three_jobs):
+def test_an_unreadable_row_is_reported_once_and_restored_from_the_run(box, three_jobs):
     finished, waiting, bad = three_jobs
     before = box.job(bad)
     spoil(box.data, bad, "note", b"\xff")
@@ -243,7 +243,7 @@ def test_a_row_that_cannot_be_read_is_told_once_and_mended_from_the_run(box, thr
     assert box.job(bad) == msgspec.structs.replace(before, tags=("kept",))
 
 
-def test_a_job_that_comes_after_one_whose_row_cannot_be_read_waits_for_it(box, three_jobs):
+def test_a_job_that_comes_after_an_unreadable_one_waits_for_it(box, three_jobs):
     _, waiting, bad = three_jobs
     spoil(box.data, waiting, "after", f"[{bad}]")
     spoil(box.data, bad, "state", "bogus")
@@ -253,13 +253,13 @@ def test_a_job_that_comes_after_one_whose_row_cannot_be_read_waits_for_it(box, t
 
 
 def command(box, *words: str) -> None:
-    """Run a command as a user does; require that it succeeds and prints nothing that steers a terminal."""
+    """Run a command as a user would; require success and output without terminal control characters."""
     argv = [sys.executable, "-m", "sae_tui", *words, "--data-dir", str(box.data.root)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "\x1b" in done.stdout + done.stderr) == (0, False), done.stderr
 
 
-def test_supervisors_in_line_and_commands_go_on_beside_rows_that_cannot_be_read(box, wait_for):
+def test_waiting_supervisors_and_commands_continue_despite_unreadable_rows(box, wait_for):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=3", gpus=(0,))
@@ -292,7 +292,7 @@ def test_a_supervisor_waits_until_its_own_row_can_be_read_again(box, wait_for):
 
 
 @pytest.mark.parametrize("column", ["state", "note"])
-def test_the_end_of_a_job_is_recorded_although_its_row_cannot_be_read(box, wait_for, column):
+def test_the_end_of_a_job_is_recorded_although_its_row_is_unreadable(box, wait_for, column):
     job_id = box.launch("steps=100000")
     box.wait_steps(job_id)
     spoil(box.data, job_id, column, b"\xff")
@@ -304,7 +304,7 @@ def test_the_end_of_a_job_is_recorded_although_its_row_cannot_be_read(box, wait_
 
 
 @pytest.mark.parametrize("source", ["banana", "simulated:x"])
-def test_a_supervisor_whose_own_row_names_no_source_of_gpus_goes_on(box, wait_for, source):
+def test_a_supervisor_continues_if_its_row_names_an_invalid_gpu_source(box, wait_for, source):
     job_id = box.launch("steps=3", gpus=(0,), place={"hold": True})
     spoil(box.data, job_id, "gpu_source", source)
     list(repair(box.data))

@@ -1,4 +1,4 @@
-"""`metrics.db` and `gpu.db` with values that we never write, or that are no store at all: everything else goes on."""
+"""Invalid values in `metrics.db` and `gpu.db`, or files that are no stores: everything else continues to work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ COLUMNS = {
 
 
 def rows_of(*tables: str) -> st.SearchStrategy[list[tuple[str, list[object]]]]:
-    """Draw rows of any values, among them keys of rows that exist."""
+    """Draw rows of arbitrary values, some with the keys of existing rows."""
     likely = {"gpu_metrics": [HOST, 0, NOW - 30], "gpu_minutes": [HOST, 0, int(NOW) // 60], "metrics": [1, 0, 5]}
 
     def row(table: str) -> st.SearchStrategy[tuple[str, list[object]]]:
@@ -79,7 +79,7 @@ def tried(examples: int) -> Callable:
 
 @pytest.fixture
 def two_runs(box, monkeypatch) -> tuple[int, int]:
-    """Record two running jobs: one whose metrics are good, and the one to be spoilt."""
+    """Record two running jobs with good metrics; the test corrupts those of the second."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id, "attempt": 1}
@@ -95,7 +95,7 @@ def two_runs(box, monkeypatch) -> tuple[int, int]:
 
 
 def look_at(box, good: int, bad: int) -> None:
-    """Use the metrics of both jobs as app and commands do."""
+    """Use the metrics of both jobs as the app and the commands do."""
     flags = ["--data-dir", str(box.data.root)]
     for command in ("jobs", "jobs --json", f"job {bad}", f"compare {bad} {good}", f"compare {bad} {good} --json"):
         assert cli._run(PARSER.parse_args([*command.split(), *flags])) == 0
@@ -127,7 +127,7 @@ def compare(box, good: int, bad: int) -> None:
         write_table(box.data.root / "a.csv", runs, "", force=True)
 
 
-def test_whatever_the_metrics_of_a_run_hold_those_of_others_are_shown(box, two_runs, capsys):
+def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_runs, capsys):
     good, bad = two_runs
     file, pristine = box.data.run(bad).metrics_db, box.data.root / "pristine.db"
     shutil.copy(file, pristine)
@@ -140,7 +140,7 @@ def test_whatever_the_metrics_of_a_run_hold_those_of_others_are_shown(box, two_r
         shutil.copy(pristine, file)
         put(file, rows)
         look_at(box, good, bad)
-        # As its supervisor, and as a rank or a supervisor that goes on from there.
+        # As its supervisor, and as a rank or supervisor that resumes the run.
         run = LiveRun(box.data.run(bad))
         run.poll()
         box.control.update(bad, **run.fields())
@@ -157,7 +157,7 @@ def test_whatever_the_metrics_of_a_run_hold_those_of_others_are_shown(box, two_r
 
 @pytest.fixture
 def gpu_db(box, monkeypatch) -> Path:
-    """Store a minute of a card."""
+    """Store one minute of a GPU's readings."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     box.data.create()
     database.open_writer(box.data.gpu_db, "gpu").close()
@@ -171,7 +171,7 @@ def gpu_db(box, monkeypatch) -> Path:
     return box.data.gpu_db
 
 
-def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_on(box, gpu_db):
+def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, gpu_db):
     pristine = box.data.root / "pristine.db"
     shutil.copy(gpu_db, pristine)
     ring = Ring()
@@ -186,11 +186,11 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
             Path(f"{gpu_db}{beside}").unlink(missing_ok=True)
         shutil.copy(pristine, gpu_db)
         put(gpu_db, rows)
-        # The last day before now: NOW is when the tests were loaded, which may be a while ago.
+        # The last day up to now; NOW is when the module was imported, which may be a while ago.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))
-            # Where there are means of minutes, be they of 1970, they stand for the samples from then on.
+            # Minute means replace the samples from their time on, even if they are from 1970.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):
                 assert f"{total.average_utilization or 0:.0f} {total.power_w or 0:.0f}"
@@ -205,7 +205,7 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
 
 
 def spoilt(file: Path, how: str) -> None:
-    """Turn a store into something that is none."""
+    """Turn a store into an invalid one."""
     if how == "no table":
         with contextlib.closing(sqlite3.connect(file)) as db, db:
             for table in ("metrics", "heartbeat", "gpu_metrics", "gpu_minutes"):
@@ -219,7 +219,7 @@ def spoilt(file: Path, how: str) -> None:
         file.write_bytes(b"" if how == "empty" else b"no database, but long enough to be read as one" * 100)
 
 
-def test_metrics_and_history_that_are_no_store_keep_nothing_else_from_being_shown(box, two_runs, gpu_db, capsys):
+def test_invalid_stores_do_not_prevent_showing_anything_else(box, two_runs, gpu_db, capsys):
     good, bad = two_runs
     flags = ["--data-dir", str(box.data.root), "--gpu-source", "simulated"]
     files = {file: file.read_bytes() for file in (box.data.run(bad).metrics_db, gpu_db)}

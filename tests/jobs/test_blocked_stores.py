@@ -1,4 +1,4 @@
-"""A list of jobs that cannot be written: another process holds it, or the disk is full."""
+"""A list of jobs that cannot be written: another process locks it, or the disk is full."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from sae_tui.jobs.view.watcher import Watcher
 from trainer.contract.errors import UserError
 
 
-def test_app_doctor_and_commands_name_a_halted_process_that_holds_the_store(box, locked_store):
+def test_app_doctor_and_commands_name_a_halted_process_that_locks_the_store(box, locked_store):
     job_id = box.record()
     watcher = Watcher(box.data, lambda: None)
     looks = examined.Box(box.data, NoGpus())
     with locked_store(box.data.control_db) as holder:
         watcher._look(JobsReader(box.data))
-        assert watcher.problem == ""  # it may be done in a moment
+        assert watcher.problem == ""  # it may release the lock in a moment
         assert list(check_store_lock(looks)) == []
         holder.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
@@ -43,7 +43,7 @@ def test_app_doctor_and_commands_name_a_halted_process_that_holds_the_store(box,
     assert edits.stop(box.data, job_id)
 
 
-def test_a_launch_that_a_full_disk_does_not_take_leaves_no_job_and_no_file(box, monkeypatch):
+def test_a_launch_that_fails_on_a_full_disk_leaves_no_job_and_no_file(box, monkeypatch):
     first = box.record()
 
     def full(path: Path, _text: str) -> None:
@@ -54,7 +54,7 @@ def test_a_launch_that_a_full_disk_does_not_take_leaves_no_job_and_no_file(box, 
         with pytest.raises(UserError, match=f"the job cannot be recorded in {box.data.root}: No space left"):
             box.launch("files")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Smaller than a page of the store.
+    # Less than one page of the store.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
         with pytest.raises(UserError, match="is full or fails"):

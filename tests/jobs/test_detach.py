@@ -1,4 +1,4 @@
-"""Starting a supervisor outside the login session, where linger keeps it alive."""
+"""Starts a supervisor outside the login session if linger keeps it alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.jobs.conftest import FAKE_SUPERVISOR
 from trainer.contract.errors import UserError
 from trainer.contract.store.states import JobState
 
-# Stands in for the real one, which needs systemd: says that it was asked, and runs what it is given, or refuses.
+# Stands in for the real program, which needs systemd: logs its arguments and runs the command, or fails.
 SYSTEMD_RUN = """#!/bin/sh
 echo "$@" >> "{log}"
 {refuses}
@@ -43,14 +43,14 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_supervisor_is_started_in_a_scope_of_its_own_and_without_where_that_is_refused(box, session, refuses):
+def test_a_supervisor_starts_in_its_own_scope_or_without_one_if_systemd_refuses(box, session, refuses):
     log = session(refuses)
     job_id = box.launch("steps=1")
     assert box.wait_ended(job_id).state == JobState.FINISHED
     assert log.read_text().startswith(f"--user --scope --quiet --collect -- {FAKE_SUPERVISOR[0]}")
 
 
-def test_without_linger_nothing_is_asked_of_systemd(box, session, monkeypatch):
+def test_without_linger_systemd_is_not_used(box, session, monkeypatch):
     log = session()
     monkeypatch.setenv("USER", "bob")
     assert box.wait_ended(box.launch("steps=1")).state == JobState.FINISHED

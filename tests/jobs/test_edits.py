@@ -1,4 +1,4 @@
-"""What may be changed of a job."""
+"""Changes that users can make to a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def edit(box, what, job_id: int, *values: object) -> str:
     return what(box.data, box.control, job_id, *values)
 
 
-def test_a_name_a_note_and_tags_are_kept_in_the_store_and_beside_the_run(box):
+def test_name_note_and_tags_are_stored_in_the_job_list_and_in_the_run_folder(box):
     job_id = box.record(state=JobState.FINISHED)
     assert edit(box, edits.rename, job_id, "  better ") == f'job {job_id} is called "better"'
     assert edit(box, edits.write_note, job_id, "see the paper\nfig. 3") == f"job {job_id} has a new note"
@@ -43,7 +43,7 @@ def test_a_name_a_note_and_tags_are_kept_in_the_store_and_beside_the_run(box):
         (edits.come_after, [[9]], "there is no job 9; `sae-tui jobs` lists them"),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_changes(box, what, values, said):
+def test_an_invalid_edit_is_rejected_and_changes_nothing(box, what, values, said):
     job_id = box.record()
     before = box.job(job_id)
     with pytest.raises(UserError) as refused:
@@ -64,14 +64,14 @@ def test_what_cannot_be_is_refused_and_nothing_changes(box, what, values, said):
         (edits.come_after, JobState.FAILED, "job 1 failed; only a job in line can wait for others"),
     ],
 )
-def test_only_a_job_in_line_has_a_place_in_it(box, what, state, said):
+def test_only_a_queued_job_can_be_held_released_or_made_dependent(box, what, state, said):
     job_id = box.record(state=state)
     with pytest.raises(UserError) as refused:
         edit(box, what, job_id, *([[]] if what is edits.come_after else []))
     assert str(refused.value) == said
 
 
-def test_a_release_takes_away_the_hold_and_not_what_else_the_job_waits_for(box):
+def test_a_release_removes_the_hold_but_not_the_other_reasons_to_wait(box):
     first, second = box.record(), box.record(gpus_wanted=1)
     edit(box, edits.come_after, second, [first])
     assert edit(box, edits.hold, second) == f"job {second} is held until it is released"
@@ -83,7 +83,7 @@ def test_a_release_takes_away_the_hold_and_not_what_else_the_job_waits_for(box):
     assert edit(box, edits.release, second) == f"job {second} is not held; it starts as soon as it has its GPUs"
 
 
-def test_a_release_of_a_paused_job_says_from_which_checkpoint_it_resumes(box):
+def test_releasing_a_paused_job_names_the_checkpoint_from_which_it_resumes(box):
     job_id = box.record(attempt=1, step=520, held=True, gpus_wanted=1)
     (box.data.run(job_id).checkpoints / "step-00000501").mkdir(parents=True)
     assert edit(box, edits.hold, job_id) == f"job {job_id} is paused until it is released"
@@ -91,13 +91,13 @@ def test_a_release_of_a_paused_job_says_from_which_checkpoint_it_resumes(box):
 
 
 @pytest.mark.parametrize("what", [edits.hold, edits.release])
-def test_a_job_that_is_not_there_cannot_be_edited(box, what):
+def test_a_missing_job_cannot_be_edited(box, what):
     box.record()
     with pytest.raises(UserError, match="there is no job 5"):
         edit(box, what, 5)
 
 
-def test_jobs_cannot_come_after_each_other_in_a_circle(box):
+def test_dependencies_between_jobs_cannot_form_a_cycle(box):
     first, second, third = (box.record() for _ in range(3))
     edit(box, edits.come_after, second, [first])
     edit(box, edits.come_after, third, [second, first, second])
@@ -129,13 +129,13 @@ def test_a_job_may_come_after_one_whose_own_predecessor_was_deleted(box):
         (edits.kill, "job 1 is ended within 5 s; its whole shards stay"),
     ],
 )
-def test_an_extraction_is_promised_no_checkpoint(box, what, said):
+def test_an_extraction_is_not_promised_a_checkpoint(box, what, said):
     job_id = box.record(state=JobState.RUNNING, config='kind = "extract"')
     box.data.run(job_id).create()
     assert what(box.data, job_id) == said
 
 
-def test_a_running_training_can_finish_early_and_other_jobs_are_refused_with_the_reason(box):
+def test_only_a_running_training_can_finish_early(box):
     job_id = box.record()
     with pytest.raises(UserError, match=f"is queued; `sae-tui stop {job_id}` takes it out of the queue"):
         edits.finish(box.data, job_id)

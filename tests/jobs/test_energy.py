@@ -1,4 +1,4 @@
-"""What is said of a job's energy: its price, its CO₂, and how well it is known."""
+"""The energy of a job in words and numbers: price, CO₂, and how much was measured."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def job(**fields: float) -> Job:
         ({"energy_known_s": 0.0}, PRICED, ""),
     ],
 )
-def test_energy_is_said_with_what_is_known_of_it(fields, settings, words):
+def test_energy_is_shown_with_price_co2_and_accuracy(fields, settings, words):
     assert energy_words(job(**fields), settings) == words
 
 
-def test_scripts_get_numbers_and_null_where_something_is_unknown():
+def test_scripts_get_numbers_or_null_for_unknown_values():
     energy = energy_of(job(), PRICED)
     assert (energy.energy_wh, energy.cost, energy.co2_g) == pytest.approx((1234.0, 0.3702, 493.6))
     assert (energy.energy_share, energy.energy_from, energy.currency) == (1.0, "counter", "EUR")

@@ -1,4 +1,4 @@
-"""The Python of another environment: what it has, told by itself, and when it is not run at all."""
+"""The Python of another environment: its packages, as it reports them, and when it must not be run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(tmp_path_factory.mktemp("elsewhere") / "env")
 
 
-def test_an_environment_tells_its_versions_and_is_asked_once(trains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A Python of another version would fail with these.
+def test_an_environment_reports_its_versions_and_is_asked_only_once(
+    trains: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The Python of the other environment would fail with this variable.
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     there = look(str(trains))
     assert there.lack() == ""
@@ -48,12 +50,12 @@ def test_an_environment_tells_its_versions_and_is_asked_once(trains: Path, monke
     assert len((trains.parents[2] / "starts").read_text().splitlines()) == 1
 
 
-def test_one_without_a_trainer_names_what_to_install(tmp_path: Path) -> None:
+def test_an_environment_without_a_trainer_gets_an_install_command(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "bare", trains=False)
     assert look(str(python)).lack() == f"{python} has no trainer; run `{python} {INSTALL}"
 
 
-def test_neither_a_folder_named_trainer_nor_the_app_s_packages_are_taken(
+def test_neither_a_local_trainer_folder_nor_the_apps_packages_are_imported(
     trains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trainer").mkdir()
@@ -69,7 +71,7 @@ def test_neither_a_folder_named_trainer_nor_the_app_s_packages_are_taken(
     assert named_python.variables("")["PYTHONPATH"] == str(tmp_path)
 
 
-def test_it_is_asked_anew_once_it_or_a_folder_of_packages_has_changed(tmp_path: Path) -> None:
+def test_an_environment_is_asked_again_after_it_or_a_package_folder_has_changed(tmp_path: Path) -> None:
     (packages := tmp_path / "packages").mkdir()
     python = answering(tmp_path, answer(paths=[str(packages)], trainer=None))
     assert "has no trainer" in look(str(python)).lack()
@@ -78,7 +80,7 @@ def test_it_is_asked_anew_once_it_or_a_folder_of_packages_has_changed(tmp_path: 
         change()
         for _ in range(2):
             assert look(str(python)).lack() == ""
-    # Writing the stand-in anew was a change as well, but nobody looked in between.
+    # Each rewrite of the fake Python was a change too, but nothing asked in between.
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 3
 
 
@@ -97,7 +99,7 @@ HOSTILE = "\x1b]0;owned\x07"
         ({"settings": {}}, None),
     ],
 )
-def test_what_it_lacks_is_told_in_one_sentence_with_the_cure(
+def test_a_deficiency_is_reported_in_one_sentence_with_a_remedy(
     tmp_path: Path, box: Box, told: dict, sentence: str | None
 ) -> None:
     python = answering(tmp_path, answer(**told))
@@ -110,7 +112,7 @@ def test_what_it_lacks_is_told_in_one_sentence_with_the_cure(
     assert problem.message.startswith(there.lack() or f"its trainer, sae-tui {OWN}, does not know data.source, ")
 
 
-def test_a_setting_or_word_that_the_other_trainer_does_not_know_is_told(tmp_path: Path, box: Box) -> None:
+def test_a_setting_that_the_other_trainer_does_not_know_is_reported(tmp_path: Path, box: Box) -> None:
     known = dict(answer()["settings"])
     del known["train.deterministic"]
     known["sae.architecture"] = ["jumprelu"]
@@ -129,7 +131,7 @@ def test_a_setting_or_word_that_the_other_trainer_does_not_know_is_told(tmp_path
         ("exec sleep 100", "did not answer within 0.5 s"),
     ],
 )
-def test_a_python_that_fails_or_hangs_is_given_up_with_its_reason(tmp_path: Path, body: str, sentence: str) -> None:
+def test_a_python_that_fails_or_hangs_is_abandoned_with_the_reason(tmp_path: Path, body: str, sentence: str) -> None:
     python = stand_in(tmp_path, body)
     limit_s = 0.5 if "sleep" in body else 30.0
     lack = look(str(python), limit_s).lack()
@@ -137,7 +139,7 @@ def test_a_python_that_fails_or_hangs_is_given_up_with_its_reason(tmp_path: Path
     assert sentence in lack
 
 
-def test_a_path_that_leads_to_no_python_is_not_run(tmp_path: Path) -> None:
+def test_a_path_that_is_no_python_is_not_run(tmp_path: Path) -> None:
     env = answering(tmp_path / "env").parents[1]
     (plain := tmp_path / "python").write_text("")
     (other := stand_in(tmp_path, f"touch {tmp_path}/was-run", "ruin"))
@@ -156,14 +158,14 @@ def test_a_path_that_leads_to_no_python_is_not_run(tmp_path: Path) -> None:
     assert not (env / "asked").exists()
 
 
-def test_home_is_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_the_path_stands_for_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     answering(tmp_path / "env")
     assert look("~/env/bin/python").lack() == ""
 
 
 @pytest.mark.parametrize("exposed", [".", "bin", "bin/python", "link"])
-def test_one_that_others_may_change_is_not_run(tmp_path: Path, exposed: str) -> None:
+def test_a_python_that_others_may_change_is_not_run(tmp_path: Path, exposed: str) -> None:
     env = answering(tmp_path / "env").parents[1]
     (env / "bin" / "python3").symlink_to("../bin/../bin/python")
     (open_to_all := tmp_path / "open").mkdir()
@@ -177,7 +179,7 @@ def test_one_that_others_may_change_is_not_run(tmp_path: Path, exposed: str) -> 
     assert look(str(named)).lack() == ""
 
 
-def test_a_look_does_not_wait_and_tells_when_the_answer_is_there(tmp_path: Path) -> None:
+def test_a_glance_does_not_wait_and_notifies_once_the_answer_arrives(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")
     (tmp_path / "answer.json").write_bytes(msgspec.json.encode(answer()))
@@ -190,7 +192,7 @@ def test_a_look_does_not_wait_and_tells_when_the_answer_is_there(tmp_path: Path)
     assert glance(str(python), known.set).lack() == ""
 
 
-def test_jobs_are_judged_by_what_the_other_environment_has(tmp_path: Path, box: Box) -> None:
+def test_jobs_are_checked_against_the_packages_of_the_other_environment(tmp_path: Path, box: Box) -> None:
     cuda = TORCH | {"version": "2.9.0+cu128", "cuda": "12.8", "gpus": 0}
     python = str(answering(tmp_path, answer(torch=cuda)))
     job = launching.with_whole_python(box.config().replace("train", mirror="wandb"), python)
@@ -201,11 +203,11 @@ def test_jobs_are_judged_by_what_the_other_environment_has(tmp_path: Path, box: 
     assert installed_build().version == torch.__version__
     with pytest.raises(JobFileError, match="wandb is not installed"):
         launching.launch(box.data, job, box.placement(), gpu_source="none")
-    # What is not known is no objection.
+    # Unknown packages cause no error.
     assert Environment("/x/python", failure="gone").packages.names is None
 
 
-def test_a_job_keeps_its_python_when_it_is_cloned_and_one_of_others_is_refused(tmp_path: Path, box: Box) -> None:
+def test_a_cloned_job_keeps_its_python_unless_others_may_change_the_file(tmp_path: Path, box: Box) -> None:
     python = str(answering(tmp_path / "env"))
     job = launching.with_whole_python(box.config(), python)
     assert launching.with_whole_python(box.config(python=""), python).launch.python == ""
@@ -223,14 +225,14 @@ def test_a_job_keeps_its_python_when_it_is_cloned_and_one_of_others_is_refused(t
     assert clone_settings(box.data, job_id, ["launch.python="]).launch.python is None
 
 
-def test_a_batch_script_runs_ranks_by_it_without_the_app_s_packages(tmp_path: Path, box: Box) -> None:
+def test_a_batch_script_runs_ranks_with_it_and_without_the_apps_packages(tmp_path: Path, box: Box) -> None:
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, device="cpu")
     launch = box.config(python="/env/bin/python").launch
     assert "\nunset PYTHONPATH PYTHONHOME " in script(spec, launch, ["rank"])
     assert "unset" not in script(spec, box.config().launch, ["rank"])
 
 
-def test_a_python_that_is_gone_fails_the_job_with_its_path(tmp_path: Path, box: Box) -> None:
+def test_a_missing_python_fails_the_job_with_its_path(tmp_path: Path, box: Box) -> None:
     python = answering(tmp_path / "env")
     job_id = box.launch("steps=3", python=str(python), place={"hold": True})
     assert f'python = "{python}"' in box.data.run(job_id).job_file.read_text()
@@ -240,12 +242,12 @@ def test_a_python_that_is_gone_fails_the_job_with_its_path(tmp_path: Path, box: 
     assert job.error == f"there is no {python}; name another Python, or none for the app's own"
 
 
-def test_a_folder_to_which_others_can_add_is_refused_at_both_ends_of_a_link(tmp_path: Path) -> None:
+def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp_path: Path) -> None:
     base = stand_in(tmp_path / "base", "exit 1", "python3")
     (named := tmp_path / "bin" / "python").parent.mkdir()
     named.symlink_to(base)
     assert named_python.refusal(str(named)) == ""
-    # As with /tmp: others cannot replace the files in it, but can add some.
+    # As in /tmp, others cannot replace the files of this folder but can add new ones.
     for folder in (named.parent, base.parent):
         folder.chmod(0o1777)
         with pytest.raises(UserError, match=f"{named} is not run, for others may write to {folder}; `chmod go-w` it"):
@@ -254,7 +256,7 @@ def test_a_folder_to_which_others_can_add_is_refused_at_both_ends_of_a_link(tmp_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_the_python_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_the_python_of_another_user_is_rejected(tmp_path: Path) -> None:
     python = stand_in(tmp_path / "bin", "exit 1")
     os.chown(python, 12345, -1)
     assert (

@@ -1,4 +1,4 @@
-"""Jobs in the queue: held, after others, by priority; and a store that is deleted under them."""
+"""The queue: held jobs, dependencies, priorities, and a store that is deleted meanwhile."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_line(box, **fields) -> int:
 
 
 def tries(box, job_id: int) -> str | None:
-    """Try to start a job; return what it waits for, or None where it has started."""
+    """Try to start a job; return its reason to wait, or None if it has started."""
     control = Control(box.data.control_db)
     line = Line(box.data, control, control.job(job_id))
     started = line.try_start()
@@ -45,7 +45,7 @@ def tries(box, job_id: int) -> str | None:
     return None if started else box.job(job_id).waits_for
 
 
-def test_a_held_job_waits_for_its_release_and_lets_others_by(box):
+def test_a_held_job_waits_for_its_release_and_does_not_block_others(box):
     held, other = in_line(box, held=True), in_line(box)
     assert tries(box, held) == "held"
     assert tries(box, other) is None
@@ -54,7 +54,7 @@ def test_a_held_job_waits_for_its_release_and_lets_others_by(box):
     assert tries(box, held) is None
 
 
-def test_a_job_starts_once_all_it_comes_after_have_finished(box):
+def test_a_job_starts_once_all_its_dependencies_have_finished(box):
     first, second = in_line(box, gpu_uuids=("GPU-1",)), in_line(box, gpu_uuids=("GPU-2",))
     last = in_line(box, after=(first, second))
     assert tries(box, last) == f"comes after job {first}, which is queued"
@@ -66,7 +66,7 @@ def test_a_job_starts_once_all_it_comes_after_have_finished(box):
 
 
 @pytest.mark.parametrize(("state", "word"), [("failed", "failed"), ("stopped", "was stopped"), ("lost", "was lost")])
-def test_a_job_after_one_that_did_not_finish_waits_for_a_decision_and_holds_nobody_up(box, state, word):
+def test_a_job_after_an_unfinished_one_waits_for_a_decision_and_blocks_no_other(box, state, word):
     first = in_line(box, gpu_uuids=("GPU-1",))
     second, other = in_line(box, after=(first,)), in_line(box)
     box.control.transition(first, JobState(state))
@@ -80,7 +80,7 @@ def test_a_job_after_one_that_did_not_finish_waits_for_a_decision_and_holds_nobo
     assert tries(box, second) is None
 
 
-def test_a_held_job_that_comes_after_another_says_both_and_keeps_both(box):
+def test_a_held_job_with_a_dependency_shows_and_keeps_both(box):
     first = in_line(box, gpu_uuids=("GPU-1",))
     second = in_line(box, after=(first,), held=True)
     assert tries(box, second) == f"held; comes after job {first}, which is queued"
@@ -90,7 +90,7 @@ def test_a_held_job_that_comes_after_another_says_both_and_keeps_both(box):
     assert tries(box, second) == f"comes after job {first}, which is held"
 
 
-def test_a_job_after_a_deleted_job_starts_only_if_that_had_finished(box):
+def test_a_job_after_a_deleted_job_starts_only_if_that_job_had_finished(box):
     finished, failed = in_line(box), in_line(box)
     second, third = in_line(box, after=(finished,)), in_line(box, after=(finished, failed))
     box.control.transition(finished, JobState.STARTING)
@@ -110,7 +110,7 @@ def test_a_job_after_a_deleted_job_starts_only_if_that_had_finished(box):
     assert tries(box, third) is None
 
 
-def test_a_higher_priority_goes_first_also_when_it_is_given_later(box):
+def test_a_higher_priority_goes_first_even_if_it_is_set_later(box):
     old, new = in_line(box), in_line(box)
     assert tries(box, new) == f"job {old} was there first"
     edits.prioritise(box.data, box.control, new, 5)
@@ -118,7 +118,7 @@ def test_a_higher_priority_goes_first_also_when_it_is_given_later(box):
     assert tries(box, new) is None
 
 
-def test_a_job_whose_row_has_gone_costs_a_try_and_no_crash(box):
+def test_a_job_whose_row_was_deleted_fails_to_start_without_a_crash(box):
     job_id = in_line(box)
     control = Control(box.data.control_db)
     line = Line(box.data, control, control.job(job_id))
@@ -137,7 +137,7 @@ def test_a_job_whose_row_has_gone_costs_a_try_and_no_crash(box):
     control.close()
 
 
-def test_real_jobs_run_one_after_the_other_where_they_are_to(box):
+def test_real_jobs_run_in_the_order_of_their_dependencies(box):
     first = box.launch("steps=30")
     second = box.launch("steps=2", place={"after": (first,)})
     third = box.launch("steps=2", place={"after": (second,), "hold": True})
@@ -148,7 +148,7 @@ def test_real_jobs_run_one_after_the_other_where_they_are_to(box):
         box.launch("steps=2", place={"after": (99,)})
 
 
-def test_a_job_in_line_whose_run_folder_was_deleted_has_failed(box):
+def test_a_queued_job_whose_run_folder_is_deleted_fails(box):
     job_id = box.launch("steps=2", place={"hold": True})
     for file in sorted(box.data.run(job_id).root.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
@@ -157,7 +157,7 @@ def test_a_job_in_line_whose_run_folder_was_deleted_has_failed(box):
     assert (job.state, job.error) == (JobState.FAILED, "its run folder was deleted")
 
 
-# a store that is deleted under them
+# A store that is deleted meanwhile.
 
 
 def delete_store(box) -> None:
@@ -171,7 +171,7 @@ def listed(box, job_id: int) -> bool:
     return box.data.control_db.exists() and box.control.state(job_id) is not None
 
 
-def test_jobs_that_wait_put_their_rows_back_with_what_was_edited_since(box):
+def test_queued_jobs_restore_their_rows_with_later_edits(box):
     job_id = box.launch("steps=5", place={"hold": True, "tags": ("mine",)})
     edits.rename(box.data, box.control, job_id, "another name")
     edits.prioritise(box.data, box.control, job_id, 9)
@@ -185,7 +185,7 @@ def test_jobs_that_wait_put_their_rows_back_with_what_was_edited_since(box):
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_a_job_that_runs_puts_its_row_and_its_leases_back(box):
+def test_a_running_job_restores_its_row_and_its_leases(box):
     job_id = box.launch(ENDLESS, gpus=(0, 1))
     box.wait_steps(job_id, rank_count=2)
     edits.write_note(box.data, box.control, job_id, "keep an eye on it")
@@ -202,7 +202,7 @@ def test_a_job_that_runs_puts_its_row_and_its_leases_back(box):
     assert box.control.leases() == []
 
 
-def test_a_job_does_not_start_after_one_that_failed_because_the_store_has_lost_it(box):
+def test_a_job_does_not_start_after_a_failed_one_that_the_store_has_lost(box):
     first = box.launch("steps=10 fail=0@3")
     assert box.wait_ended(first).state == JobState.FAILED
     second = box.launch("steps=2", place={"after": (first,)})
@@ -215,14 +215,14 @@ def test_a_job_does_not_start_after_one_that_failed_because_the_store_has_lost_i
     box.wait_for(lambda: "which failed" in (box.job(second).waits_for or ""), "what the repair has found")
 
 
-def test_a_new_job_never_takes_the_number_of_one_that_the_store_has_lost(box):
+def test_a_new_job_never_gets_the_number_of_one_that_the_store_has_lost(box):
     first = box.launch("steps=1")
     box.wait_ended(first)
     delete_store(box)
     assert box.launch("steps=1") == first + 1
 
 
-def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_card(box):
+def test_a_lock_that_cannot_be_opened_makes_a_job_wait_without_holding_other_gpus(box):
     box.data.create()
     lock = box.data.locks / "sae-tui-GPU-1.lock"
     lock.symlink_to("elsewhere")
@@ -237,7 +237,7 @@ def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_car
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_who_holds_a_lock_is_known_while_others_wait_for_it(tmp_path) -> None:
+def test_the_holder_of_a_lock_is_known_while_others_wait_for_it(tmp_path) -> None:
     path = tmp_path / "sae-tui-GPU-1.lock"
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -13,7 +13,7 @@ UNHANDLED = f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details),
 SYSTEM = f"{NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details): "
 REMOTE = f"{NCCL}remote process exited or there was a network error, NCCL version 2.21.5: "
 
-# Where it was reported, the message, the kind of its cause, whether it may be repeated, a word of the remedy.
+# Source of the report, message, kind of cause, whether a retry is allowed, and a word of the advice.
 REPORTED = [
     ("", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "gpu-memory", False, "batch_size"),
     ("", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "gpu-memory", False, "GPUs"),
@@ -132,7 +132,7 @@ REPORTED = [
 
 
 @pytest.mark.parametrize(("where", "error", "kind", "may_repeat", "advised"), REPORTED)
-def test_a_known_failure_says_what_to_do_and_whether_it_may_be_tried_again(where, error, kind, may_repeat, advised):
+def test_a_known_failure_gets_advice_and_a_decision_about_retrying(where, error, kind, may_repeat, advised):
     advice = remedy(f"rank 1: {error}")
     assert (advice.kind, advice.may_repeat) == (kind, may_repeat)
     assert advised in advice.text

@@ -1,4 +1,4 @@
-"""Links that another member of the group puts where files and folders are ours: nothing behind them is touched."""
+"""Links that another member of the group puts in place of our files and folders: their targets are never touched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.contract.trust import open_own
 
 KEY = "an ssh key\n"
 
-# What a supervisor, a rank and the app write, as they write it.
+# All files that a supervisor, a rank and the app write, through the functions that write them.
 WRITES = """
 import os, sys, time
 from pathlib import Path
@@ -86,7 +86,7 @@ for name, write in writes.items():
 
 @pytest.fixture
 def shared(place: Path) -> Path:  # noqa: F811
-    """Make a data folder of Ann's that a group shares, with a run that has begun."""
+    """Create a data folder of Ann's that a group shares, with a started run."""
     folder = place / "shared"
     for made in ("", "locks", "runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "saes"):
         (folder / made).mkdir()
@@ -102,7 +102,7 @@ def ann(place: Path, shared: Path) -> User:  # noqa: F811
 
 @pytest.fixture
 def key(ann: User) -> Path:
-    """Make a file of Ann's that nobody else may read or write."""
+    """Create a file of Ann's that only she may read or write."""
     file = ann.home / "key"
     file.write_text(KEY)
     os.chown(file, ANN, GROUP)
@@ -111,7 +111,7 @@ def key(ann: User) -> Path:
 
 
 def as_member(link: Path, target: Path) -> None:
-    """Make a link as another member of the group."""
+    """Create a link as another member of the group."""
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
         return
@@ -129,7 +129,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two 
 
 
 @needs_root
-def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, shared: Path, key: Path) -> None:
+def test_no_link_of_another_member_redirects_a_write_to_a_private_file(ann: User, shared: Path, key: Path) -> None:
     run, attempt, logs = shared / "runs" / "1", shared / "runs" / "1" / "attempt1", shared / "runs" / "1" / "logs"
     with ann.start([sys.executable, "-c", WRITES, str(shared), str(shared.parent / "planted")]) as process:
         pid = int(process.stdout.readline())
@@ -138,7 +138,7 @@ def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, sh
             shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
-        # Links in the place of files that are replaced, and of files that are appended to.
+        # Links in place of files that are replaced, and of files to which lines are appended.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
@@ -163,7 +163,7 @@ def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, sh
 
 
 @needs_root
-def test_a_trash_that_is_a_link_to_private_runs_is_never_emptied(ann: User, shared: Path) -> None:
+def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: User, shared: Path) -> None:
     private = ann.home / "runs" / "7"
     private.mkdir(parents=True)
     (private / "job.toml").write_text("mine")
@@ -178,7 +178,7 @@ def test_a_trash_that_is_a_link_to_private_runs_is_never_emptied(ann: User, shar
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """Replace the folder by a link to one with somebody's files, and return that one."""
+    """Replace the folder by a link to another one with private files, and return the other one."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -190,7 +190,7 @@ def link_to_another(folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["runs", "saes", "trash", "locks"])
-def test_a_folder_of_the_data_that_is_a_link_is_refused_in_one_sentence(box, tmp_path: Path, name: str) -> None:
+def test_a_linked_subfolder_of_the_data_folder_is_rejected_in_one_sentence(box, tmp_path: Path, name: str) -> None:
     elsewhere = link_to_another(box.data.root / name, tmp_path)
     sentence = rf"data/{name} is a link, which is not followed; remove it, or .* make the data folder itself a link$"
     for action in (
@@ -204,7 +204,7 @@ def test_a_folder_of_the_data_that_is_a_link_is_refused_in_one_sentence(box, tmp
 
 
 @pytest.mark.parametrize("name", ["runs/1", "saes/1", "runs/1/checkpoints", "runs/1/logs", "runs/1/attempt2"])
-def test_a_jobs_folder_that_is_a_link_is_refused_in_one_sentence(box, tmp_path: Path, name: str) -> None:
+def test_a_linked_folder_of_a_job_is_rejected_in_one_sentence(box, tmp_path: Path, name: str) -> None:
     assert box.record(state=JobState.STOPPED, name="steps=10") == 1
     box.data.run(1).create()
     elsewhere = link_to_another(box.data.root / name, tmp_path)
@@ -279,7 +279,7 @@ def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, dept
         with pytest.raises((OSError, UserError), match="is a link, which is not followed; remove it"):
             use()
     assert as_it_is(private) == before
-    # The same for paths through the data folder when that is itself a link.
+    # Outside a data folder, and through a data folder that is itself a link, files can be opened.
     assert open_plain(private / "/".join(below[depth:])).read() == b"private"
     (tmp_path / "again").symlink_to(private)
     follow_no_link_below(tmp_path / "again")
@@ -298,7 +298,9 @@ def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, dept
     (("control.db", "locks", "runs/1/job.toml"), "runs/1", True),
     (("control.db", "locks", "runs/1/checkpoints/job.toml"), "runs/1/checkpoints", True),
 ])  # fmt: skip
-def test_links_next_to_a_job_file_are_followed_but_none_in_a_run(tmp_path, monkeypatch, files, path, is_kept) -> None:
+def test_links_next_to_a_job_file_are_followed_but_links_in_a_run_are_not(
+    tmp_path, monkeypatch, files, path, is_kept
+) -> None:
     monkeypatch.setattr(paths, "_KEPT", set())
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "acts").write_text("rows")
@@ -316,7 +318,7 @@ def test_links_next_to_a_job_file_are_followed_but_none_in_a_run(tmp_path, monke
 
 
 def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:
-    """Put a link to something private, a pipe or a folder in the place of a store."""
+    """Put a link to a private file, a pipe or a folder in place of a store."""
     store.unlink(missing_ok=True)
     if kind == "link":
         store.symlink_to(elsewhere)
@@ -327,7 +329,7 @@ def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_a_store_that_is_no_file_of_its_own_is_refused_in_one_sentence(box, tmp_path: Path, kind: str) -> None:
+def test_a_store_that_is_not_a_plain_file_is_rejected_in_one_sentence(box, tmp_path: Path, kind: str) -> None:
     job_id = box.record(state=JobState.RUNNING, name="steps=10")
     run = box.data.run(job_id)
     run.create()
@@ -363,19 +365,19 @@ def test_a_store_that_is_no_file_of_its_own_is_refused_in_one_sentence(box, tmp_
     box.data.control_db.rmdir() if kind == "folder" else box.data.control_db.unlink()
 
 
-def test_a_data_folder_may_itself_be_a_link(box, tmp_path: Path) -> None:
+def test_the_data_folder_itself_may_be_a_link(box, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir(mode=0o700)
     box.data.root.symlink_to(tmp_path / "disk")
     assert box.wait_ended(box.launch("steps=1")).state == JobState.FINISHED
     assert (tmp_path / "disk" / "runs" / "1" / "job.toml").exists()
 
 
-def test_what_is_no_plain_file_is_not_written_on(tmp_path: Path) -> None:
+def test_only_plain_files_are_opened_for_writing(tmp_path: Path) -> None:
     pipe, twice = tmp_path / "pipe.log", tmp_path / "shared" / "rank0.log"
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="No such device or address"):
         open_private(pipe, os.O_APPEND)
-    # A second name of a file is as good as a link, where others may make one.
+    # If others may create hard links, a second name of a file is as dangerous as a symbolic link.
     twice.parent.mkdir()
     (tmp_path / "key").write_text(KEY)
     os.link(tmp_path / "key", twice)

@@ -1,4 +1,4 @@
-"""Jobs of this machine under another name, and jobs of other machines that share the data folder."""
+"""Jobs of this machine after it was renamed, and jobs of other machines that share the data folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def away(box, silent_s: float = 3600.0, **fields) -> int:
     return job_id
 
 
-def test_a_job_of_this_boot_is_on_this_machine_under_any_name(box):
+def test_a_job_of_this_boot_is_on_this_machine_under_any_host_name(box):
     gone = {"supervisor_pid": os.getpid(), "supervisor_start": 1, "boot_id": boot_id()}
     job_id = box.record(host="its-name-before", state=JobState.RUNNING, **gone)
     box.data.run(job_id).create()
@@ -52,7 +52,7 @@ def test_a_job_of_this_boot_is_on_this_machine_under_any_name(box):
 
 
 @pytest.mark.parametrize(("theirs", "is_ours"), [("another", False), ("mine", True), (None, True)])
-def test_after_a_restart_the_name_decides_unless_the_machine_id_differs(box, monkeypatch, theirs, is_ours):
+def test_after_a_restart_the_host_name_decides_unless_the_machine_ids_differ(box, monkeypatch, theirs, is_ours):
     monkeypatch.setattr(machine, "machine_id", lambda: "mine")
     job = box.job(box.record(host=socket.gethostname(), boot_id="another-boot", machine_id=theirs))
     assert machine.is_here(job) == is_ours
@@ -65,7 +65,7 @@ def test_machines_made_from_one_image_are_distinguished(box, monkeypatch):
     assert box.job(job_id).state == JobState.RUNNING
 
 
-def test_requests_to_a_job_on_a_silent_host_are_refused(box):
+def test_requests_to_a_job_on_a_silent_host_are_rejected(box):
     job_id = away(box, state=JobState.RUNNING)
     for act in (edits.stop, edits.kill, edits.pause, edits.finish):
         with pytest.raises(UserError, match=f"job {job_id} is not here, and nothing was done: {GONE}"):
@@ -90,7 +90,7 @@ def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     assert waits(views[job_id]).startswith("its host gpu7 has not been heard of for 1 h 00 min; if gpu7 is gone")
     assert waits(views[heard]) == ""
     assert views[job_id].eta_s is None
-    # So do scripts, and the app on another host.
+    # The same holds for scripts and for the app on another host.
     assert [_fields(views[one])["silent"] for one in (job_id, heard)] == [waits(views[job_id]), None]
     assert waits(far_job(views[job_id])) == waits(views[job_id])
     one = JobReader(box.data, job_id)
@@ -122,7 +122,7 @@ def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_n
 
 
 def test_repair_ends_a_job_at_once_if_no_other_machine_can_run_it(box):
-    # As after a restart of a renamed machine: no other machine can have its disk.
+    # Without a network file system, a job with another host name is from before this machine was renamed.
     dead, alive = away(box, silent_s=5, state=JobState.RUNNING), away(box, silent_s=5, state=JobState.RUNNING)
     with pytest.raises(UserError, match=f"job {dead} is not here, and nothing was done: its host gpu7 has not been"):
         edits.stop(box.data, dead)
@@ -155,7 +155,7 @@ def test_a_supervisor_gives_signs_of_life_and_records_a_new_host_name(box):
     assert box.wait_ended(job_id).state == JobState.STOPPED
 
 
-def test_a_new_host_name_is_recorded_at_once_so_that_the_queue_stays_one(box, monkeypatch):
+def test_a_new_host_name_is_recorded_at_once_to_keep_a_single_queue(box, monkeypatch):
     job_id = box.record()
     paths = box.data.run(job_id)
     paths.create()

@@ -1,4 +1,4 @@
-"""Jobs and deletions as seen from another PID namespace of the machine, as in a container that has the host's name."""
+"""Jobs and the trash as seen from another PID namespace of the machine, such as a container with the host's name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def seen_elsewhere(box) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_jobs_that_live_in_another_pid_namespace_are_not_lost_and_dead_ones_are(box):
+def test_jobs_alive_in_another_pid_namespace_are_kept_and_dead_ones_are_lost(box):
     runs, waits = box.launch("steps=100000", gpus=(0,)), box.launch("steps=1", gpus=(0,))
     box.wait_steps(runs)
     assert seen_elsewhere(box) == "[] 0 []"

@@ -1,4 +1,4 @@
-"""Files whose contents would be executed are only read if nobody else may write to them."""
+"""Files whose content is executed are only read if no other user may write to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.trust import open_own
 
 @pytest.fixture
 def by_slurm(box) -> Path:
-    """Write the job file of job 1, with options for sbatch, to which the group may write."""
+    """Write the job file of job 1 with options for sbatch, and let the group write to it."""
     job = box.config("steps=3", backend="slurm", sbatch_options=["--export=ALL,BASH_ENV=/tmp/evil"])
     assert box.record(state=JobState.STOPPED, backend="slurm", config=dump_job(job)) == 1
     box.data.run(1).create()
@@ -35,7 +35,7 @@ def by_slurm(box) -> Path:
     return file
 
 
-def test_a_job_file_to_which_others_may_write_is_not_started(box):
+def test_a_job_whose_file_others_may_write_to_is_not_started(box):
     job_id = box.launch("steps=1", place={"hold": True})
     file = box.data.run(job_id).job_file
     file.chmod(0o660)
@@ -44,12 +44,12 @@ def test_a_job_file_to_which_others_may_write_is_not_started(box):
     why = f"what job.toml says is not done, for others may write to {file}; `chmod go-w` it"
     assert (job.state, job.error) == (JobState.FAILED, why)
     assert box.control.ranks(job_id) == []
-    # Who resumes it writes it anew.
+    # A resume writes the file again, with its own permissions.
     box.resume(job_id)
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_options_of_sbatch_that_others_may_have_written_are_not_taken_over(box, by_slurm: Path) -> None:
+def test_sbatch_options_that_others_may_have_written_are_not_used(box, by_slurm: Path) -> None:
     for action in (lambda: box.resume(1), lambda: clone_settings(box.data, 1)):
         with pytest.raises(
             JobFileError,
@@ -62,7 +62,7 @@ def test_options_of_sbatch_that_others_may_have_written_are_not_taken_over(box, 
     assert clone_settings(box.data, 1).launch.sbatch_options == ["--export=ALL,BASH_ENV=/tmp/evil"]
 
 
-def test_options_of_sbatch_in_a_list_that_others_may_write_are_not_taken_over(box, by_slurm: Path) -> None:
+def test_sbatch_options_from_a_job_list_that_others_may_write_are_not_used(box, by_slurm: Path) -> None:
     by_slurm.unlink()
     box.data.control_db.chmod(0o660)
     for action in (lambda: clone_settings(box.data, 1), lambda: box.resume(1)):
@@ -74,7 +74,7 @@ def test_options_of_sbatch_in_a_list_that_others_may_write_are_not_taken_over(bo
     assert not by_slurm.exists()
 
 
-def test_what_is_done_as_its_writer_the_group_may_read_but_not_write(box, tmp_path: Path) -> None:
+def test_the_group_may_read_but_not_write_files_that_are_executed(box, tmp_path: Path) -> None:
     for folder, mode in ((tmp_path, 0o700), (tmp_path / "shared", 0o2770)):
         folder.mkdir(exist_ok=True)
         folder.chmod(mode)
@@ -82,14 +82,14 @@ def test_what_is_done_as_its_writer_the_group_may_read_but_not_write(box, tmp_pa
         assert stat.S_IMODE((folder / "job.toml").stat().st_mode) == {0o700: 0o600, 0o2770: 0o640}[mode]
 
 
-def test_a_rank_runs_by_no_spec_that_others_may_write_to(tmp_path: Path, capsys) -> None:
+def test_a_rank_rejects_a_spec_to_which_others_may_write(tmp_path: Path, capsys) -> None:
     file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
     file.chmod(0o660)
     assert main(["rank", str(file)]) == EXIT_FAILED
     assert f"what ranks.json says is not done, for others may write to {file}" in capsys.readouterr().err
 
 
-def test_a_run_in_the_foreground_goes_where_the_file_system_gives_files_to_all(box, tmp_path: Path) -> None:
+def test_a_foreground_run_works_on_a_file_system_without_permissions(box, tmp_path: Path) -> None:
     command = rank_command(tmp_path / "attempt1" / "ranks.json", any_owner=True)
     (tmp_path / "job.toml").write_text(dump_job(box.config("steps=1").replace("launch", gpus="cpu")))
     file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
@@ -99,7 +99,7 @@ def test_a_run_in_the_foreground_goes_where_the_file_system_gives_files_to_all(b
     assert (done.returncode, (tmp_path / "sae" / "cfg.json").exists()) == (EXIT_FINISHED, True), done.stderr
 
 
-def test_a_number_of_a_slurm_job_that_others_may_have_written_is_not_cancelled(box, monkeypatch, capsys) -> None:
+def test_a_slurm_job_number_that_others_may_have_written_is_not_cancelled(box, monkeypatch, capsys) -> None:
     folder = box.data.run(1).attempt(1)
     folder.mkdir(parents=True)
     (folder / "slurm_job").write_text("7")
@@ -114,7 +114,7 @@ def test_a_number_of_a_slurm_job_that_others_may_have_written_is_not_cancelled(b
     assert cancelled == ["7"]
 
 
-def test_a_link_is_no_file_of_ones_own(tmp_path: Path, box) -> None:
+def test_a_link_is_not_accepted_as_an_own_file(tmp_path: Path, box) -> None:
     file = RunPaths(tmp_path).job_file
     (tmp_path / "mine.toml").write_text("")
     os.symlink(tmp_path / "mine.toml", file)

@@ -1,4 +1,4 @@
-"""Jobs that are paused and put back into the queue, and jobs that are resumed after their end."""
+"""Jobs that are paused and return to the queue, and jobs that are resumed after their end."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def steps_made(box, job_id: int) -> list[str]:
     return [line for line in log.splitlines() if line.startswith("made")]
 
 
-# pause
+# Pause.
 
 
-def test_a_pause_that_is_overtaken_by_a_stop_does_not_queue_the_job(box):
+def test_a_pause_that_is_followed_by_a_stop_does_not_queue_the_job(box):
     job_id = box.record(state=JobState.STOPPING)
     box.control.request(job_id, "stop")
     assert not box.control.transition(job_id, JobState.QUEUED, unless=("stop", "kill"))
     assert (box.job(job_id).state, box.control.open_requests(job_id)) == (JobState.STOPPING, {"stop"})
 
 
-def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_released(box):
+def test_a_paused_job_releases_its_gpus_and_continues_after_its_release(box):
     job_id = box.launch(LONG, gpus=(0, 1), max_restarts=1)
     box.wait_steps(job_id, rank_count=2)
     message = f"job {job_id} saves a checkpoint at its next step and is paused, its GPUs free for others"
@@ -78,7 +78,7 @@ def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_r
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3, 3, 0, 0]
 
 
-def test_the_card_of_a_paused_job_is_for_others(box):
+def test_the_gpu_of_a_paused_job_is_available_to_others(box):
     first = box.launch(ENDLESS, gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))
     box.wait_steps(first)
@@ -87,7 +87,7 @@ def test_the_card_of_a_paused_job_is_for_others(box):
     assert box.job(first).state == JobState.QUEUED
 
 
-def test_a_paused_job_that_is_stopped_has_ended(box):
+def test_a_paused_job_can_be_stopped(box):
     job_id = box.launch(ENDLESS, gpus=(0,))
     box.wait_steps(job_id)
     edits.pause(box.data, job_id)
@@ -98,7 +98,7 @@ def test_a_paused_job_that_is_stopped_has_ended(box):
     assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"
 
 
-def test_a_stop_counts_more_than_a_pause(box):
+def test_a_stop_takes_precedence_over_a_pause(box):
     job_id = box.launch(ENDLESS)
     box.wait_steps(job_id)
     box.control.request(job_id, "pause")
@@ -106,7 +106,7 @@ def test_a_stop_counts_more_than_a_pause(box):
     assert box.wait_ended(job_id).state == JobState.STOPPED
 
 
-def test_a_pause_of_a_job_that_is_being_stopped_is_refused(box):
+def test_a_job_that_is_being_stopped_cannot_be_paused(box):
     job_id = box.record()
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
@@ -116,7 +116,7 @@ def test_a_pause_of_a_job_that_is_being_stopped_is_refused(box):
     assert box.control.open_requests(job_id) == {"stop"}
 
 
-def test_a_pause_of_a_job_in_line_holds_it_until_its_release_and_not_once_more(box):
+def test_pausing_a_queued_job_holds_it_only_until_its_release(box):
     first = box.launch(ENDLESS, gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=3", gpus=(0,))
@@ -130,15 +130,15 @@ def test_a_pause_of_a_job_in_line_holds_it_until_its_release_and_not_once_more(b
     assert (job.state, job.attempt) == (JobState.FINISHED, 1)
 
 
-def test_a_release_takes_back_a_pause_that_nobody_has_seen(box):
+def test_a_release_cancels_a_pause_that_the_supervisor_has_not_seen(box):
     job_id = box.record(held=True)
     edits.pause(box.data, job_id)
     edit(box, edits.release, job_id)
     assert box.control.open_requests(job_id) == set()
 
 
-def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
-    # The supervisor looks for requests once more before it puts the job back.
+def test_a_stop_that_arrives_just_after_the_ranks_paused_is_not_lost(box):
+    # The supervisor checks for requests once more before it queues the job again.
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
@@ -152,7 +152,7 @@ def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
     assert box.job(job_id).state == JobState.STOPPING
 
 
-def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the_queue(box):
+def test_a_pause_that_could_not_be_stored_when_requested_still_queues_the_job(box):
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
@@ -165,7 +165,7 @@ def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
 
 
-def test_a_store_that_fails_once_the_job_is_in_the_queue_leaves_it_there(box, monkeypatch):
+def test_a_store_failure_after_a_paused_job_is_queued_leaves_it_in_the_queue(box, monkeypatch):
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
@@ -210,7 +210,7 @@ def test_a_pause_that_cannot_be_recorded_ends_the_job_with_the_reason(box, monke
     assert box.messages(job_id, "stopped") == [reason]
 
 
-def test_a_job_whose_pause_can_only_be_recorded_and_not_told_is_paused(box, monkeypatch):
+def test_a_job_is_paused_even_if_the_event_cannot_be_stored(box, monkeypatch):
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     monkeypatch.setattr(supervisor_log, "STORE_PAUSE_S", 0.0)
@@ -228,7 +228,7 @@ def test_a_job_whose_pause_can_only_be_recorded_and_not_told_is_paused(box, monk
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
 
 
-# resume
+# Resume.
 
 
 def stopped(box, name: str = LONG, **options) -> int:
@@ -239,7 +239,7 @@ def stopped(box, name: str = LONG, **options) -> int:
     return job_id
 
 
-def test_a_stopped_job_goes_on_from_its_checkpoint(box):
+def test_a_stopped_job_continues_from_its_checkpoint(box):
     job_id = stopped(box, gpus=(0,))
     plan = box.resume(job_id)
     assert plan.step >= 5
@@ -251,7 +251,7 @@ def test_a_stopped_job_goes_on_from_its_checkpoint(box):
     assert record["state"] == "stopped"
 
 
-def test_what_was_asked_before_is_forgotten_when_it_goes_on(box):
+def test_earlier_requests_are_cleared_by_a_resume(box):
     job_id = stopped(box)
     box.control.request(job_id, "kill")
     box.resume(job_id)
@@ -259,7 +259,7 @@ def test_what_was_asked_before_is_forgotten_when_it_goes_on(box):
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_a_job_goes_on_on_other_cards_with_the_same_step(box):
+def test_a_job_continues_on_other_gpus_with_the_same_tokens_per_step(box):
     job_id = stopped(box, gpus=(0,))
     plan = box.resume(job_id, "launch.gpus=[1,2]", gpus=(1, 2))
     assert Layout(plan.config, 2).tokens_per_step == 64
@@ -269,7 +269,7 @@ def test_a_job_goes_on_on_other_cards_with_the_same_step(box):
     assert [rank.rank for rank in box.control.ranks(job_id) if rank.attempt == 2] == [0, 1]
 
 
-def test_a_failed_job_goes_on_with_all_its_restarts(box):
+def test_a_resumed_job_has_all_its_restarts_again(box):
     job_id = box.launch("steps=20 save=4 crash=0@6#1 crash=0@10#2 crash=0@14#3", max_restarts=1)
     failed = box.wait_ended(job_id)
     assert (failed.state, failed.attempt, failed.restarts) == (JobState.FAILED, 2, 1)
@@ -278,7 +278,7 @@ def test_a_failed_job_goes_on_with_all_its_restarts(box):
     assert (job.state, job.attempt, job.restarts, job.error) == (JobState.FINISHED, 4, 1, None)
 
 
-def test_a_lost_job_goes_on(box):
+def test_a_lost_job_can_be_resumed(box):
     job_id = box.launch("steps=450 save=5")
     box.wait_steps(job_id)
     box.job(job_id).supervisor.send(9)
@@ -289,7 +289,7 @@ def test_a_lost_job_goes_on(box):
     assert (job.state, job.attempt) == (JobState.FINISHED, 2)
 
 
-def test_a_finished_job_goes_on_only_when_it_is_to_be_longer(box):
+def test_a_finished_job_can_be_resumed_only_with_more_steps(box):
     job_id = box.launch("steps=10")
     box.wait_ended(job_id)
     with pytest.raises(JobFileError, match=rf"train\.n_steps: job {job_id} has finished; train it for longer with"):
@@ -304,7 +304,7 @@ def test_a_finished_job_goes_on_only_when_it_is_to_be_longer(box):
     assert steps_made(box, job_id)[1] == "made the steps 11 to 15"
 
 
-def test_a_job_that_never_started_begins(box):
+def test_resuming_a_job_that_never_started_starts_it(box):
     job_id = box.launch("steps=3", place={"hold": True})
     edits.stop(box.data, job_id)
     box.wait_ended(job_id)
@@ -325,20 +325,20 @@ Box(Path(sys.argv[1])).launch("steps=3")
 
 
 def cut_off(box, function: str) -> None:
-    """Launch a job in a process that is killed at a function."""
+    """Launch a job in a process that is killed when it calls a function."""
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", CUT_OFF, box.data.root.parent, function]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"})
     assert done.returncode == -signal.SIGKILL
 
 
-def test_a_launch_that_is_killed_before_its_files_are_written_leaves_no_job(box):
+def test_a_launch_that_is_killed_before_it_writes_its_files_leaves_no_job(box):
     cut_off(box, "_write_files")
     assert box.control.jobs() == []
     assert box.wait_ended(box.launch("steps=3")).state == JobState.FINISHED
 
 
-def test_a_job_without_files_whose_supervisor_never_started_can_be_cloned_and_resumed(box):
+def test_a_job_without_files_or_supervisor_can_be_cloned_and_resumed(box):
     cut_off(box, "_start")
     (job,) = box.control.jobs()
     shutil.rmtree(box.data.run(job.id).root)  # as earlier versions could leave it
@@ -350,7 +350,7 @@ def test_a_job_without_files_whose_supervisor_never_started_can_be_cloned_and_re
     assert box.wait_ended(job.id).state == JobState.FINISHED
 
 
-def test_a_resumed_job_keeps_the_priority_it_was_given_unless_another_is_asked_for(box):
+def test_a_resumed_job_keeps_its_current_priority_unless_another_is_given(box):
     job_id = box.launch("steps=10 crash=0@3#1 crash=0@3#2")
     box.wait_ended(job_id)
     edit(box, edits.prioritise, job_id, 7)
@@ -360,7 +360,7 @@ def test_a_resumed_job_keeps_the_priority_it_was_given_unless_another_is_asked_f
     assert box.wait_ended(job_id).priority == 3
 
 
-def test_a_job_of_another_host_goes_on_as_one_of_this(box):
+def test_a_job_of_another_host_is_resumed_on_this_one(box):
     job_id = box.launch("steps=10 crash=0@3#1")
     box.wait_ended(job_id)
     box.control.update(job_id, host="elsewhere")
@@ -370,18 +370,18 @@ def test_a_job_of_another_host_goes_on_as_one_of_this(box):
 
 
 @pytest.mark.parametrize("override", ["launch.gpus=cpu:2", 'launch.backend="slurm"', "launch.nodes=2"])
-def test_what_changes_the_place_of_a_job_has_it_placed_anew(box, override):
+def test_a_setting_that_affects_placement_causes_a_new_placement(box, override):
     job_id = box.launch("steps=10 crash=0@3#1", gpus=(0,))
     job = box.wait_ended(job_id)
     elsewhere = box.placement(world_size=2)
     assert prepare(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
     again = prepare(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement
     assert (again.gpus, again.world_size, again.device) == (((0, "GPU-0"),), 1, "cuda")
-    # Nothing is known of these cards now: it takes as much of their memory as before.
+    # The state of these GPUs is unknown, so the job reserves the memory that it had before.
     assert again.had_bytes == job.card_memory_bytes
 
 
-def test_what_cannot_go_on_says_why(box):
+def test_a_job_that_cannot_be_resumed_gives_the_reason(box):
     waiting = box.launch("steps=3", place={"hold": True})
     with pytest.raises(UserError, match=rf"job {waiting} is held; to change its settings stop it, then resume it"):
         box.resume(waiting)
@@ -405,7 +405,7 @@ def test_what_cannot_go_on_says_why(box):
     assert box.job(running).state == JobState.STOPPED
 
 
-def test_a_job_that_goes_on_is_not_lost_while_its_supervisor_starts(box):
+def test_a_resumed_job_is_not_lost_while_its_supervisor_starts(box):
     job_id = box.record(created=time.time() - 3600)
     box.control.transition(job_id, JobState.STOPPED)
     box.control.transition(job_id, JobState.QUEUED)
@@ -413,7 +413,7 @@ def test_a_job_that_goes_on_is_not_lost_while_its_supervisor_starts(box):
     assert box.job(job_id).state == JobState.QUEUED
 
 
-def test_a_request_to_finish_does_not_stop_a_job_and_the_job_can_still_be_paused(box):
+def test_a_request_to_finish_does_not_stop_a_job_and_it_can_still_be_paused(box):
     job_id = box.launch(ENDLESS)
     box.control.request(job_id, "finish")
     box.wait_steps(job_id)

@@ -1,4 +1,4 @@
-"""Many launchers that want the same cards at the same time, each in a process of its own."""
+"""Many launchers that want the same GPUs at the same time, each in a separate process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trainer.contract.store.states import JobState
 RACER = str(Path(__file__).with_name("racer.py"))
 ROUNDS = 25
 RACERS = 8
-# Of five simulated cards the fourth is somebody else's.
+# Of the five simulated GPUs, another user has the fourth.
 SOURCE = "simulated:5"
 
 
 class Racer:
-    """A process that tries to start a job when it is told to."""
+    """A process that tries to start a job on command."""
 
     def __init__(self, data: DataDir) -> None:
         command = [sys.executable, RACER, str(data.root)]
@@ -62,7 +62,7 @@ def racers(box):
 
 
 def race(box, racers: list[Racer], job_ids: list[int]) -> list[list[str]]:
-    """Let the racers start their jobs at once; return the cards that each got, held by all at the same time."""
+    """Let the racers start their jobs at once; return the GPUs of each, all held at the same time."""
     for racer, job_id in zip(racers, job_ids, strict=True):
         racer.told(job_id)
     got = [word.split(",") if (word := racer.hears()) != "-" else [] for racer in racers]
@@ -80,7 +80,7 @@ def assert_booked_once(got: list[list[str]]) -> None:
     assert Counter(uuid for uuids in got for uuid in uuids).most_common(1)[0][1] == 1
 
 
-def test_eight_launchers_never_book_one_of_four_cards_twice(box, racers):
+def test_eight_launchers_never_book_one_of_four_gpus_twice(box, racers):
     for turn in range(ROUNDS):
         wanted = [tuple((number + turn + step) % 4 for step in range(1 + number % 3)) for number in range(RACERS)]
         job_ids = [
@@ -92,11 +92,11 @@ def test_eight_launchers_never_book_one_of_four_cards_twice(box, racers):
         ]  # fmt: skip
         got = race(box, racers, job_ids)
         assert_booked_once(got)
-        # Who was there first never waits for those that came later.
+        # The first job never waits for later ones.
         assert got[0] == [f"GPU-{index}" for index in wanted[0]]
 
 
-def test_launchers_of_any_cards_never_book_one_twice(box, racers):
+def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
     CardReader(box.data, SOURCE).samples()
     for _ in range(ROUNDS):
         job_ids = [
@@ -105,11 +105,11 @@ def test_launchers_of_any_cards_never_book_one_twice(box, racers):
         ]
         got = race(box, racers, job_ids)
         assert_booked_once(got)
-        # Who loses the race for a card would try again in a second; here nobody does.
+        # A launcher that loses a race would normally try again after a second; here none does.
         assert 1 <= sum(map(len, got)) <= 4
 
 
-# two users of one machine
+# Two users of one machine.
 
 
 GIB = 2**30
@@ -124,9 +124,9 @@ def cards_seen(*indices: int) -> tuple[GpuSample, ...]:
 
 @pytest.fixture
 def two_users(tmp_path, monkeypatch):
-    """Make two data folders on one machine, whose real cards lock in one folder."""
+    """Create two data folders on one machine, whose locks of real GPUs are in one folder."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
-    # The cards of a driver that is not there.
+    # GPU samples, because this machine may have no driver.
     monkeypatch.setattr(CardReader, "samples", lambda *_: cards_seen(0, 1))
     folders = []
     for name in ("ann", "bob"):
@@ -148,7 +148,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other_user_holds():
-    """Return a function that starts a process which holds the locks of cards, as another user's supervisor does."""
+    """Return a function that starts a process which holds GPU locks, as another user's supervisor would."""
     started = []
 
     def hold(folder: Path, *uuids: str) -> subprocess.Popen[str]:
@@ -171,7 +171,7 @@ def in_line(data: DataDir, box, **fields) -> tuple[Control, int]:
     return Control(data.control_db), box.record(gpus_wanted=1, **identity | {"gpu_source": "nvml"} | fields)
 
 
-def test_the_locks_of_real_cards_are_the_machine_s_and_those_of_simulated_ones_the_folder_s(two_users):
+def test_locks_of_real_gpus_are_per_machine_and_of_simulated_ones_per_data_folder(two_users):
     ann, bob = two_users
     assert lock_folder(ann, "nvml") == lock_folder(bob, "auto")
     assert lock_folder(ann, "nvml").stat().st_mode & 0o7777 == 0o1777
@@ -180,7 +180,7 @@ def test_the_locks_of_real_cards_are_the_machine_s_and_those_of_simulated_ones_t
     assert lock_folder(bob, "none") == bob.locks
 
 
-def test_a_card_of_another_user_s_job_is_shown_as_held_and_never_taken(two_users, other_user_holds, box):
+def test_a_gpu_of_another_users_job_is_shown_as_held_and_never_taken(two_users, other_user_holds, box):
     _, bob = two_users
     folder = lock_folder(bob, "nvml")
     holder = other_user_holds(folder, "GPU-0")
@@ -197,7 +197,7 @@ def test_a_card_of_another_user_s_job_is_shown_as_held_and_never_taken(two_users
     control.close()
 
 
-def test_a_job_that_names_the_card_of_another_user_waits_until_that_one_is_gone(two_users, other_user_holds, box):
+def test_a_job_that_names_another_users_gpu_waits_until_it_is_released(two_users, other_user_holds, box):
     _, bob = two_users
     holder = other_user_holds(lock_folder(bob, "nvml"), "GPU-0")
     control, job_id = in_line(bob, box, gpu_ids=(0,), gpu_uuids=("GPU-0",))
@@ -212,20 +212,20 @@ def test_a_job_that_names_the_card_of_another_user_waits_until_that_one_is_gone(
     control.close()
 
 
-def test_a_lock_that_is_taken_at_the_last_moment_is_found_by_who_comes_second(two_users, other_user_holds, box):
+def test_a_lock_taken_at_the_last_moment_is_noticed_by_the_second_job(two_users, other_user_holds, box):
     _, bob = two_users
     folder = lock_folder(bob, "nvml")
     control, job_id = in_line(bob, box, gpu_ids=(0,), gpu_uuids=("GPU-0",), shares_gpus=True)
     holder = other_user_holds(folder, "GPU-0")
     line = Line(bob, control, control.job(job_id))
-    # One that shares may sit beside strangers, but not beside a job that wants its card for itself.
+    # A sharing job may run next to processes of other users, but not next to a job with an exclusive lock.
     assert not line.try_start()
     assert str(holder.pid) in control.job(job_id).waits_for
     assert line.locks.descriptors == ()
     control.close()
 
 
-def test_jobs_that_share_a_card_hold_its_lock_together_and_keep_others_out(two_users):
+def test_jobs_that_share_a_gpu_hold_its_lock_together_and_exclude_others(two_users):
     folder = lock_folder(two_users[0], "nvml")
     shared = [GpuLocks(folder, ["GPU-0"], shared=True) for _ in range(2)]
     assert all(locks.take() for locks in shared)

@@ -1,4 +1,4 @@
-"""The life of jobs with real training processes; few tests, since each process imports torch."""
+"""The life cycle of jobs with real training processes; few tests, because each process imports torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def launch(box, n_steps: int = 1_000_000) -> int:
 
 
 @pytest.mark.timeout(200)
-def test_ranks_stop_on_request_and_have_saved(box, wait_for):
+def test_ranks_save_and_stop_on_request(box, wait_for):
     job_id = launch(box)
     box.wait(job_id, JobState.RUNNING, timeout_s=START_S)
     reader = JobReader(box.data, job_id)
@@ -73,7 +73,7 @@ def test_ranks_do_not_outlive_a_killed_supervisor(box):
 
 
 @pytest.mark.timeout(200)
-def test_a_stop_before_the_first_step_ends_the_job_and_two_jobs_of_one_second_do_not_meet(box):
+def test_a_job_stopped_before_its_first_step_does_not_disturb_a_simultaneous_one(box):
     first = launch(box)
     job = box.config().replace("train", n_steps=3)
     second = launching.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none")
@@ -83,7 +83,7 @@ def test_a_stop_before_the_first_step_ends_the_job_and_two_jobs_of_one_second_do
 
 
 @pytest.mark.timeout(200)
-def test_a_model_with_a_gpu_of_its_own_gives_the_very_weights_that_it_gives_beside_the_sae(box, tmp_path):
+def test_a_language_model_on_its_own_gpu_leads_to_bit_identical_weights(box, tmp_path):
     model, text = make_model(tmp_path / "model", "gpt2"), tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(300)))
 

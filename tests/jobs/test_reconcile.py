@@ -1,4 +1,4 @@
-"""Jobs whose supervisor is gone without a word."""
+"""Jobs whose supervisor disappeared without recording an end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def add_rank(box, job_id: int, ref: ProcessRef, number: int = 0) -> None:
     box.control.record_rank(row)
 
 
-def test_kill_9_of_the_supervisor_makes_the_job_lost_and_leaves_no_process_and_no_lease(box):
+def test_killing_the_supervisor_makes_the_job_lost_without_processes_or_leases(box):
     job_id = box.launch("steps=100000", gpus=(0, 1))
     box.wait_steps(job_id, rank_count=2)
     supervisor = box.job(job_id).supervisor
@@ -90,7 +90,7 @@ def test_kill_9_of_the_supervisor_makes_the_job_lost_and_leaves_no_process_and_n
     assert box.living(job_id) == []
 
 
-def test_a_queue_goes_on_after_a_crash_although_no_app_runs(box):
+def test_the_queue_continues_after_a_crash_although_no_app_runs(box):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=1", gpus=(0,))
@@ -99,7 +99,7 @@ def test_a_queue_goes_on_after_a_crash_although_no_app_runs(box):
     assert box.job(first).state == JobState.LOST
 
 
-def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_nobody(box, stranger):
+def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_no_process(box, stranger):
     before = ProcessRef(stranger.pid, stranger.start_ticks, "another-boot")
     job_id = started(box, before)
     add_rank(box, job_id, before)
@@ -108,7 +108,7 @@ def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_nobody(box, stran
     assert stranger.is_alive()
 
 
-def test_a_stranger_with_the_pid_of_a_rank_is_never_signalled(box, stranger):
+def test_another_process_with_the_pid_of_a_rank_is_never_signalled(box, stranger):
     reused = ProcessRef(stranger.pid, stranger.start_ticks - 1, boot_id())
     job_id = started(box, reused)
     add_rank(box, job_id, reused)
@@ -119,7 +119,7 @@ def test_a_stranger_with_the_pid_of_a_rank_is_never_signalled(box, stranger):
     assert stranger.is_alive()
 
 
-def test_orphaned_ranks_have_a_minute_to_save_and_are_then_ended(box, orphan):
+def test_orphaned_ranks_are_ended_after_a_minute_to_save(box, orphan):
     job_id = started(box, gone_process())
     add_rank(box, job_id, orphan)
     assert reconcile(box.data) == []
@@ -133,7 +133,7 @@ def test_orphaned_ranks_have_a_minute_to_save_and_are_then_ended(box, orphan):
     assert box.control.leases() == []
 
 
-def test_a_clock_that_jumps_ahead_does_not_shorten_the_minute_of_orphaned_ranks(box, orphan, monkeypatch):
+def test_a_clock_jump_ahead_does_not_shorten_the_minute_of_orphaned_ranks(box, orphan, monkeypatch):
     job_id = started(box, gone_process())
     add_rank(box, job_id, orphan)
     box.data.run(job_id).attempt(box.job(job_id).attempt).mkdir(parents=True)
@@ -152,8 +152,8 @@ def a_minute_later(box) -> None:
     box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (ORPHANS_S + 1,))
 
 
-def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, stranger, orphan):
-    # Anybody who may write to the list of jobs can name any process there.
+def test_a_process_that_only_a_row_names_is_never_signalled(box, stranger, orphan):
+    # A user who may write to the list of jobs can name any process there.
     job_id = started(box, gone_process())
     add_rank(box, job_id, stranger)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, strang
     assert box.messages(job_id, "not-ended") == [
         f"no process that its rows name can be seen to hold its run.lock; end what `fuser {lock}` shows"
     ]
-    # Had a signal gone out, it would be dead by now: they are delivered in order.
+    # Signals are delivered in order: an earlier one would have ended the process by now.
     assert stranger.send(signal.SIGSTOP)
     assert stranger.is_alive()
     orphan.send(signal.SIGKILL)
@@ -171,8 +171,8 @@ def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, strang
     assert stranger.is_alive()
 
 
-def test_where_locks_tell_nothing_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
-    # Somebody could put something else in the place of the lock, to have an editor ended that shows a file of the run.
+def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
+    # By replacing the lock file, another user could otherwise have an editor ended that shows a file of the run.
     job_id = started(box, gone_process())
     paths = box.data.run(job_id)
     paths.lock_file.mkdir()
@@ -180,7 +180,7 @@ def test_where_locks_tell_nothing_only_a_rank_of_that_attempt_is_ended(box, tmp_
     log.touch()
     package = tmp_path / "trainer"
     package.mkdir()
-    (package / "__init__.py").touch()  # or else the package of this project is run
+    (package / "__init__.py").touch()  # so that Python does not run this project's package
     (package / "__main__.py").write_text("import time; time.sleep(600)")
     command = rank_command(paths.rank_spec(1))
     with (
@@ -200,7 +200,7 @@ def test_where_locks_tell_nothing_only_a_rank_of_that_attempt_is_ended(box, tmp_
         reader.kill()
 
 
-def test_a_process_that_only_has_the_lock_s_file_open_does_not_hold_it(box, orphan):
+def test_a_process_that_only_has_the_lock_file_open_does_not_hold_the_lock(box, orphan):
     file = box.data.run(1).lock_file
     with file.open() as stream, subprocess.Popen(["sleep", "600"], pass_fds=[stream.fileno()]) as reader:
         holds = [is_holder(process, file) for process in (orphan, ProcessRef.of(reader.pid))]
@@ -208,15 +208,15 @@ def test_a_process_that_only_has_the_lock_s_file_open_does_not_hold_it(box, orph
     assert holds == [True, False]
 
 
-def test_a_living_process_that_a_row_names_keeps_no_job_from_being_lost(box, stranger):
+def test_a_process_that_only_a_row_names_does_not_keep_a_job_from_being_lost(box, stranger):
     job_id = started(box, gone_process())
     add_rank(box, job_id, stranger)
     assert reconcile(box.data) == [job_id]
     assert stranger.is_alive()
 
 
-def test_a_run_whose_lock_is_held_is_neither_resumed_nor_deleted(box, orphan):
-    # This happens after an app in another PID namespace, which does not see the processes, has called the run lost.
+def test_a_run_whose_lock_is_held_can_be_neither_resumed_nor_deleted(box, orphan):
+    # This happens after an app in another PID namespace, which cannot see the processes, has marked the job as lost.
     job_id = box.record(state=JobState.LOST, name="steps=1")
     for action in (lambda: box.resume(job_id), lambda: throw_away(box.data, job_id)):
         with pytest.raises(UserError, match=r"the run in .*/runs/1 is still going; stop it, wait until it has saved"):
@@ -224,7 +224,7 @@ def test_a_run_whose_lock_is_held_is_neither_resumed_nor_deleted(box, orphan):
     assert box.job(job_id).state == JobState.LOST
 
 
-def test_an_ending_that_did_not_reach_the_store_is_adopted(box):
+def test_an_end_that_did_not_reach_the_store_is_read_from_its_file(box):
     job_id = started(box, gone_process())
     ending = Ending(JobState.FINISHED, 1234.5, output_path="/saes/1")
     write_ending(box.data.run(job_id).exit_file, ending)
@@ -233,7 +233,7 @@ def test_an_ending_that_did_not_reach_the_store_is_adopted(box):
     assert (job.state, job.ended, job.output_path) == (JobState.FINISHED, 1234.5, "/saes/1")
 
 
-def test_a_deleted_run_folder_is_the_reason_where_nobody_is_left_to_say_so(box):
+def test_a_deleted_run_folder_is_the_reason_if_no_supervisor_is_left(box):
     job_id = started(box, gone_process())
     shutil.rmtree(box.data.run(job_id).root)
     assert reconcile(box.data) == [job_id]
@@ -247,12 +247,12 @@ def test_a_queued_job_without_a_supervisor_is_lost_after_half_a_minute(box):
     assert box.job(fresh).state == JobState.QUEUED
 
 
-def test_jobs_of_other_machines_and_jobs_that_live_are_left_alone(box, stranger):
+def test_jobs_of_other_machines_and_live_jobs_are_left_alone(box, stranger):
     started(box, stranger)
     box.record(host=f"not-{socket.gethostname()}", created=1.0)
     assert reconcile(box.data) == []
 
 
-def test_there_is_nothing_to_mend_without_a_store(box):
+def test_reconciling_without_a_store_changes_nothing(box):
     assert reconcile(box.data) == []
     assert not box.data.root.exists()

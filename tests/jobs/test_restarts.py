@@ -1,4 +1,4 @@
-"""Ranks that crash or hang: which are started again, how often, and what is reported."""
+"""Ranks that crash or hang: which are restarted, how often, and what is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ranks_by_attempt(box, job_id: int) -> list[tuple[int, int | None, int | None
     return [(rank.attempt, rank.exit_code, rank.exit_signal) for rank in box.control.ranks(job_id)]
 
 
-def test_a_job_that_crashed_goes_on_from_its_checkpoint_as_its_next_attempt(box):
+def test_a_crashed_job_continues_from_its_checkpoint_as_a_new_attempt(box):
     job_id = box.launch("steps=20 save=4 crash=0@10#1", gpus=(0,), max_restarts=3)
     job = box.wait_ended(job_id)
     assert (job.state, job.error, job.attempt, job.restarts, job.step) == (JobState.FINISHED, None, 2, 1, 20)
@@ -37,7 +37,7 @@ def test_a_job_that_crashed_goes_on_from_its_checkpoint_as_its_next_attempt(box)
     assert box.control.leases() == []
 
 
-def test_a_job_that_goes_on_crashing_is_restarted_as_often_as_it_may_be_and_not_more(box):
+def test_a_job_that_keeps_crashing_is_restarted_at_most_max_restarts_times(box):
     job_id = box.launch("crash=0@2", max_restarts=2)
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.restarts) == (JobState.FAILED, 3, 2)
@@ -46,7 +46,7 @@ def test_a_job_that_goes_on_crashing_is_restarted_as_often_as_it_may_be_and_not_
     assert len(box.messages(job_id, "restarting")) == 2
 
 
-def test_a_job_keeps_its_cards_from_one_attempt_to_the_next(box):
+def test_a_job_keeps_its_gpus_from_one_attempt_to_the_next(box):
     first = box.launch("steps=40 crash=0@10#1 crash=0@10#2", gpus=(0,), max_restarts=2)
     box.wait(first, JobState.STARTING, JobState.RUNNING)
     second = box.launch("steps=1", gpus=(0,))
@@ -56,9 +56,7 @@ def test_a_job_keeps_its_cards_from_one_attempt_to_the_next(box):
 
 
 @pytest.mark.parametrize(("model_gpus", "n_ranks"), [(2, 2), (3, 1), ("auto", 4)])
-def test_gpus_of_the_model_alone_are_leased_and_pinned_without_a_rank_in_every_attempt(
-    box, tmp_path, model_gpus, n_ranks
-):
+def test_gpus_of_the_model_are_leased_and_pinned_without_ranks_in_every_attempt(box, tmp_path, model_gpus, n_ranks):
     data = stream_of_model(tmp_path)
     table = {"name": "steps=20 save=4 crash=0@10#1", "data": data | {"model_gpus": model_gpus}}
     table |= {"train": {"n_steps": 20}, "launch": {"gpus": [0, 1, 2, 3], "max_restarts": 1}}
@@ -89,7 +87,7 @@ def test_gpus_of_the_model_alone_are_leased_and_pinned_without_a_rank_in_every_a
         ("oom=0@2", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "half the train.batch_"),
     ],
 )
-def test_what_would_only_happen_again_is_not_started_again(box, word, error, cause):
+def test_a_failure_that_would_recur_causes_no_restart(box, word, error, cause):
     job_id = box.launch(word, max_restarts=3)
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error) == (JobState.FAILED, 1, error)
@@ -99,7 +97,7 @@ def test_what_would_only_happen_again_is_not_started_again(box, word, error, cau
 
 
 @pytest.mark.parametrize("ended", [edits.stop, edits.kill])
-def test_a_job_that_a_person_ends_is_not_started_again(box, ended):
+def test_a_job_that_its_user_ends_is_not_restarted(box, ended):
     job_id = box.launch(ENDLESS, gpus=(0,), max_restarts=3)
     box.wait_steps(job_id)
     ended(box.data, job_id)
@@ -108,7 +106,7 @@ def test_a_job_that_a_person_ends_is_not_started_again(box, ended):
 
 
 @pytest.mark.parametrize(("ask", "state"), [(edits.stop, JobState.STOPPED), (edits.pause, JobState.QUEUED)])
-def test_a_job_that_waits_for_its_restart_ends_or_pauses_when_it_is_asked_to(box, ask, state):
+def test_a_job_that_waits_for_its_restart_can_be_stopped_or_paused(box, ask, state):
     job_id = box.launch("crash=0@2", gpus=(0,), max_restarts=9)
     box.wait_for(lambda: len(box.messages(job_id, "restarting")) == 2, "the second restart, 5 s away")
     ask(box.data, job_id)
@@ -120,7 +118,7 @@ def test_a_job_that_waits_for_its_restart_ends_or_pauses_when_it_is_asked_to(box
         assert job.held
 
 
-def test_a_crash_while_it_is_asked_to_stop_is_not_started_again(box):
+def test_a_crash_during_a_stop_causes_no_restart(box):
     job_id = box.launch("deaf crash=0@80", max_restarts=3)
     box.wait_steps(job_id)
     edits.stop(box.data, job_id)
@@ -138,17 +136,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_fails_with_that_reason(box):
     assert f"the checkpoint {damaged} cannot be used" in job.error
 
 
-# ranks that hang
+# Ranks that hang.
 
 
 @pytest.fixture
 def impatient(monkeypatch) -> dict[str, float]:
-    """Return settings of a job that is given up soon."""
+    """Return settings of a job that is ended soon after it stalls."""
     monkeypatch.setenv("FAKE_KILL_AFTER_S", "0.5")
     return {"stalled_after_s": 0.5, "end_stalled_after_s": 5.0}
 
 
-def test_a_halted_rank_is_found_named_and_the_job_started_again(box, impatient):
+def test_a_halted_rank_is_named_and_the_job_restarted(box, impatient):
     job_id = box.launch("steps=12 hang=1@6#1", gpus=(0, 1), max_restarts=1, **impatient)
     job = box.wait_ended(job_id, timeout_s=60)
     assert (job.state, job.attempt, job.error) == (JobState.FINISHED, 2, None)
@@ -162,7 +160,7 @@ def test_a_halted_rank_is_found_named_and_the_job_started_again(box, impatient):
     assert [signalled for attempt, _, signalled in ranks_by_attempt(box, job_id) if attempt == 1] == [None, 9]
 
 
-def test_a_rank_that_hangs_for_good_fails_the_job_with_its_name(box, impatient):
+def test_a_rank_that_never_continues_fails_the_job_with_its_name(box, impatient):
     job_id = box.launch("steps=12 hang=0@6", **impatient)
     job = box.wait_ended(job_id, timeout_s=60)
     assert job.state == JobState.FAILED
@@ -170,14 +168,14 @@ def test_a_rank_that_hangs_for_good_fails_the_job_with_its_name(box, impatient):
     assert box.living(job_id) == []
 
 
-def test_ranks_that_hang_but_save_when_they_are_ended_have_failed_all_the_same(box, impatient):
+def test_an_attempt_that_hangs_fails_even_if_its_ranks_save_when_ended(box, impatient):
     job_id = box.launch("steps=12 idle=0@6#1", world_size=2, max_restarts=1, **impatient)
     job = box.wait_ended(job_id, timeout_s=60)
     assert (job.state, job.attempt) == (JobState.FINISHED, 2)
     assert {code for attempt, code, _ in ranks_by_attempt(box, job_id) if attempt == 1} == {3}
 
 
-def test_a_stalled_job_that_goes_on_runs_again_and_is_left_alone(box):
+def test_a_stalled_job_that_continues_is_not_ended(box):
     job_id = box.launch("steps=40 hang=0@6", stalled_after_s=0.5, end_stalled_after_s=0)
     box.wait(job_id, JobState.STALLED)
     (rank,) = box.control.ranks(job_id)

@@ -1,4 +1,4 @@
-"""Queued jobs that have lost their supervisors, as after a restart of the machine."""
+"""Queued jobs that have lost their supervisors, for example by a restart of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDLESS = "steps=100000"
 
 
 def restart_of_the_machine(box) -> None:
-    """End all processes of all jobs, and set their rows to an earlier boot."""
+    """End all processes of all jobs, and set the boot ids of their rows to an earlier boot."""
     jobs = box.control.active_jobs()
     ranks = [rank.process for job in jobs for rank in box.control.ranks(job.id)]
     for process in (*(job.supervisor for job in jobs), *ranks):
@@ -98,7 +98,7 @@ def test_a_supervisor_that_cannot_start_is_shown_as_the_reason_to_wait(box, capf
     assert box.job(job_id).state == JobState.QUEUED
 
 
-def test_logs_that_cannot_be_written_cost_no_command_and_no_other_job(box, monkeypatch, capfd):
+def test_unwritable_logs_affect_no_command_and_no_other_job(box, monkeypatch, capfd):
     job_id = waits_alone(box, user=user_name())
     for log in (box.data.root / "revive.log", box.data.run(job_id).supervisor_log):
         log.mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_a_queued_job_whose_run_only_its_owner_may_read_stays_queued():
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_resumed_job_keeps_after_and_held_unless_it_has_begun(box, attempt):
+def test_a_resumed_job_stays_held_and_dependent_unless_it_has_begun(box, attempt):
     first = box.launch(ENDLESS)
     job_id = box.launch("steps=1", place={"after": (first,), "hold": True})
     box.job(job_id).supervisor.send(signal.SIGKILL)

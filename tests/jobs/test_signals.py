@@ -1,4 +1,4 @@
-"""Signals that the parent of sae-tui left blocked or ignored, as daemons, container inits and notebook servers do."""
+"""Signals that the parent of sae-tui blocked or ignored, as daemons, container inits and notebook servers do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sae_tui.jobs import edits
 from trainer.contract.store.states import JobState
 
 
-def test_a_job_that_fails_is_failed_also_where_sigchld_was_ignored(box):
+def test_a_failed_job_is_recorded_as_failed_even_if_sigchld_was_ignored(box):
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
@@ -24,14 +24,14 @@ def test_a_job_that_fails_is_failed_also_where_sigchld_was_ignored(box):
     assert box.wait_ended(other).state == JobState.STOPPED
 
 
-def test_a_job_of_which_no_metrics_could_be_stored_has_not_finished(box):
+def test_a_job_without_stored_metrics_counts_as_failed(box):
     job = box.wait_ended(box.launch("steps=10 mute"))
     assert job.state == JobState.FAILED
     assert job.error.startswith("its SAE was trained, but none of its metrics could be stored")
     assert job.output_path
 
 
-def test_a_job_that_always_crashes_is_restarted_also_for_the_two_thousandth_time(box):
+def test_a_job_that_always_crashes_is_restarted_even_after_two_thousand_restarts(box):
     job_id = box.launch("steps=10 crash=0@3", max_restarts=3000, place={"hold": True})
     box.control.update(job_id, restarts=2000)
     edits.release(box.data, box.control, job_id)

@@ -1,4 +1,4 @@
-"""A stream of activations is chosen, reviewed and checked like any other data, without a number of rows."""
+"""A stream of activations is selected, reviewed and checked like other data, but has no number of rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def review(data: DataDir, **changes: Any) -> job_form.Review:
     return job_form.review(job_form.Draft(values, {}, "cpu"), [], data, [], cuda=False)
 
 
-def test_the_form_offers_a_stream_with_its_own_settings_and_those_of_every_stream() -> None:
+def test_the_form_shows_the_settings_of_a_stream_and_the_common_stream_settings() -> None:
     fields = {path: choices for path, _, choices in job_form.form_fields({"data.source": "toy"})}
     assert "toy" in fields["data.source"]
     assert {"data.shuffle_tokens", "data.ends_after", "data.held_out_tokens"} <= fields.keys()
     assert "data.shuffle_tokens" not in {path for path, *_ in job_form.form_fields({"data.source": "shards"})}
 
 
-def test_a_stream_is_reviewed_and_forecast_by_the_tokens_to_train_on(tmp_path: Path) -> None:
+def test_the_forecast_for_a_stream_uses_the_number_of_training_tokens(tmp_path: Path) -> None:
     reviewed = review(DataDir(tmp_path))
     assert reviewed.job is not None
     assert not reviewed.problems
@@ -48,12 +48,12 @@ def test_a_stream_is_reviewed_and_forecast_by_the_tokens_to_train_on(tmp_path: P
     assert job_rows(reviewed.job, reviewed.job.data_shape(), [], Box(), cuda=False)
 
 
-def test_a_stream_without_a_length_is_told_at_the_field_that_gives_it(tmp_path: Path) -> None:
+def test_a_stream_without_a_length_is_reported_at_the_field_for_it(tmp_path: Path) -> None:
     assert review(DataDir(tmp_path), **{"train.n_tokens": None}).by_field.keys() == {"train.n_tokens"}
     assert review(DataDir(tmp_path), **{"data.shuffle_tokens": 0}).by_field.keys() == {"data.shuffle_tokens"}
 
 
-def test_commands_take_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, _ = parse_job({"data": {"source": "toy"}, "train": {"n_steps": 100}, "launch": {"gpus": "cpu"}})
     assert job is not None
     (tmp_path / "job.toml").write_text(dump_job(job))

@@ -1,4 +1,4 @@
-"""What a supervisor does about a store that fails: it notes that once, and tries again."""
+"""How a supervisor reacts to a store that fails: it logs the error once, and tries again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Failing:
-    """Something that fails a number of times and returns how often it was called."""
+    """A function that fails a number of times, then returns the number of calls."""
 
     def __init__(self, n_failures: int) -> None:
         self.n_failures, self.n_calls = n_failures, 0
@@ -28,18 +28,18 @@ class Failing:
         return self.n_calls
 
 
-def test_what_fails_is_tried_again_until_it_succeeds_and_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_call_is_retried_until_it_succeeds_and_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert retry("pausing", Failing(3)) == 4
     assert capsys.readouterr().err.count("pausing: control.db is locked\n") == 1
 
 
-def test_what_fails_too_often_is_raised() -> None:
+def test_an_error_is_raised_after_too_many_attempts() -> None:
     failing = Failing(1000)
     with pytest.raises(StoreError, match="is locked"):
         retry("pausing", failing)
     assert failing.n_calls == supervisor_log.STORE_TRIES
 
 
-def test_a_fault_of_the_program_is_not_tried_again() -> None:
+def test_a_programming_error_is_not_retried() -> None:
     with pytest.raises(ZeroDivisionError):
         retry("pausing", lambda: 1 // 0)

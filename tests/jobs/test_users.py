@@ -1,4 +1,4 @@
-"""Two real users of one box: with a data folder that their group shares, and with one for each."""
+"""Two real users of one machine: with a data folder that their group shares, and with separate folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ n_steps = {steps}
 
 
 class User:
-    """A user of the group who runs `sae-tui`."""
+    """A member of the group who runs `sae-tui`."""
 
     def __init__(self, uid: int, data: Path, home: Path) -> None:
         self.uid, self.data, self.home = uid, data, home
@@ -44,7 +44,7 @@ class User:
         os.chown(home, uid, GROUP)
 
     def start(self, argv: list[str]) -> subprocess.Popen[str]:
-        """Start a process of this user."""
+        """Start a process as this user."""
         environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
@@ -52,7 +52,7 @@ class User:
             "SAE_TUI_DATA_DIR": str(self.data),
             "SAE_TUI_LOCK_DIR": str(self.home.parent / "locks"),
         }
-        # They may read everything, as Python may lie in root's home, but write only what is theirs.
+        # Both may read everything, as Python may be in root's home, but write only to their own files.
         may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         become = ["setpriv", f"--reuid={self.uid}", f"--regid={GROUP}", "--clear-groups", *may]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -75,7 +75,7 @@ class User:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Make a folder that both users can reach; pytest closes its own to others whenever it starts."""
+    """Create a folder that both users can access; pytest makes its own folders private at every start."""
     with tempfile.TemporaryDirectory(prefix="users-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         write_shard(Path(folder) / "acts")
@@ -88,7 +88,7 @@ def job_file(place: Path, name: str, steps: int = 100_000_000) -> Path:
     return path
 
 
-def test_users_who_share_a_folder_see_each_others_jobs_and_wait_for_each_others_cards(place):
+def test_users_of_a_shared_folder_see_each_others_jobs_and_wait_for_their_gpus(place):
     shared = place / "shared"
     shared.mkdir()
     os.chown(shared, ANN, GROUP)
@@ -102,7 +102,7 @@ def test_users_who_share_a_folder_see_each_others_jobs_and_wait_for_each_others_
         wait_for(lambda: bob.json("job", second)["waits_for"], "a reason to wait")
         assert f"GPU 0 is held by job {first}" in bob.json("job", second)["waits_for"]
         assert bob.json("job", first)["user"] != bob.json("job", second)["user"]
-        # What one user's job has left is read, and its stop asked for, by the other.
+        # Bob can read the output of Ann's job and request its stop.
         assert bob.json("logs", first)["lines"]
         bob.run("stop", first)
         wait_for(lambda: bob.state(first) == "stopped", "the first job to stop", 60)
@@ -115,7 +115,7 @@ def test_users_who_share_a_folder_see_each_others_jobs_and_wait_for_each_others_
     assert ((shared / "runs" / str(second)).stat().st_uid, (shared / "control.db").stat().st_gid) == (BOB, GROUP)
 
 
-def test_a_waiting_job_that_another_member_has_changed_is_not_started_as_its_user(place):
+def test_a_queued_job_that_another_member_has_changed_is_not_started(place):
     shared = place / "shared"
     shared.mkdir()
     os.chown(shared, ANN, GROUP)
@@ -139,7 +139,7 @@ file.write_text(text)
     ann.run("release", job_id)
     wait_for(lambda: ann.state(job_id) == "failed", "the job to be refused")
     assert ann.json("job", job_id)["error"] == f"what job.toml says is not done, for {file} belongs to uid {BOB}"
-    # Who resumes it does so as himself.
+    # Bob resumes the job as his own.
     assert bob.run("resume", job_id).returncode == 0
     bob.run("stop", job_id, "--kill")
     wait_for(lambda: ann.state(job_id) in ("stopped", "finished"), "the job to end", 60)
@@ -147,14 +147,14 @@ file.write_text(text)
     assert stat.S_IMODE((file.parent / "run.lock").stat().st_mode) == 0o660
 
 
-def test_a_folder_that_nobody_shares_is_its_owners_alone(place):
+def test_a_folder_that_is_not_shared_is_private(place):
     ann = User(ANN, place / "ann" / "data", place / "ann")
     ann.run("launch", job_file(place, "anns", steps=1), "--gpus", "cpu", "--wait")
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (ann.data, *ann.data.rglob("*"))}
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
 
 
-def test_a_folder_that_a_stranger_has_laid_out_is_refused_and_its_command_not_run(place):
+def test_a_data_folder_prepared_by_another_user_is_rejected_and_runs_no_command(place):
     trap, proof = place / "trap", place / "proof"
     trap.mkdir()
     (trap / "settings.toml").write_text(f'on_job_end = ["touch", "{proof}"]\n')
@@ -171,7 +171,7 @@ def test_a_folder_that_a_stranger_has_laid_out_is_refused_and_its_command_not_ru
     assert sorted(path.name for path in trap.iterdir()) == ["settings.toml"]
 
 
-def test_a_card_of_somebody_with_another_folder_is_not_taken(place):
+def test_a_gpu_of_a_user_with_another_data_folder_is_not_taken(place):
     ann, bob = User(ANN, place / "ann" / "data", place / "ann"), User(BOB, place / "bob" / "data", place / "bob")
     locks = place / "locks"
     locks.mkdir()

@@ -1,4 +1,4 @@
-"""GPUs that a job holds without using them, found in the stored history."""
+"""GPUs that a job holds but does not use, according to the stored history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = socket.gethostname()
 
 
 def history(box, utilizations: list[int | None]) -> None:
-    """Store the maxima of utilisation of the last minutes, the newest last."""
+    """Store the maximum utilisation of each of the last minutes, the newest last."""
     box.data.create()
     newest = int(time.time() // 60)
     rows = [
@@ -44,13 +44,13 @@ def reason(box, held_s: float) -> str:
     return gpu.reason
 
 
-def test_a_card_held_for_hours_and_idle_is_pointed_out(box):
+def test_a_gpu_that_a_job_holds_for_hours_without_using_it_is_reported(box):
     history(box, [98] * 60 + [0] * 45)
-    # The last minute that was busy ended 44 to 45 minutes ago.
+    # The last busy minute ended 44 to 45 minutes ago.
     assert re.fullmatch(r"job 41 \(run\), held 3 h 00 min, idle for 4[45] min", reason(box, 3 * 3600))
 
 
-def test_a_card_never_used_since_it_was_taken_is_idle_for_as_long(box):
+def test_a_gpu_unused_since_its_lease_began_is_idle_for_that_long(box):
     history(box, [98] * 60 + [2] * 30)
     assert reason(box, 29 * 60) == "job 41 (run), held 29 min, idle for 29 min"
 
@@ -60,12 +60,12 @@ def test_a_card_never_used_since_it_was_taken_is_idle_for_as_long(box):
     [([None] * 60, 3000), ([98] * 100, 6000), ([98] * 100 + [0] * 5, 6000), ([0] * 100, 300), ([], 6000)],
     ids=["a slice", "busy", "just now idle", "just taken", "nothing known"],
 )
-def test_nothing_is_said_of_a_card_in_use_or_just_taken_or_unknown(box, utilizations, held_s):
+def test_a_busy_newly_leased_or_unknown_gpu_is_not_reported_as_idle(box, utilizations, held_s):
     history(box, utilizations)
     assert reason(box, held_s) == "job 41 (run)"
 
 
-def test_nothing_is_said_where_nobody_has_recorded_lately(box):
+def test_no_gpu_is_reported_as_idle_without_recent_history(box):
     history(box, [98, 0, 0, 0])
     with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
         db.execute("UPDATE gpu_minutes SET minute = minute - 30")

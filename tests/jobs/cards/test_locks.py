@@ -1,4 +1,4 @@
-"""Where GPUs are reserved, on a box where others may put anything into that folder."""
+"""GPU locks on a machine where other users can put files into the lock folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "locks"
 
 
-def test_a_card_whose_lock_is_no_file_is_refused_at_once_with_who_put_it_there(tmp_path: Path) -> None:
+def test_a_lock_that_is_not_a_file_is_rejected_at_once_with_its_owner(tmp_path: Path) -> None:
     (tmp_path / "sae-tui-GPU-0.lock").symlink_to("elsewhere")
     os.mkfifo(tmp_path / "sae-tui-GPU-1.lock")
     (tmp_path / "sae-tui-GPU-2.lock").mkdir()
@@ -42,7 +42,7 @@ def test_a_card_whose_lock_is_no_file_is_refused_at_once_with_who_put_it_there(t
     assert GpuLocks(tmp_path, ["GPU-3"]).take()
 
 
-def test_a_place_that_others_could_change_is_told_and_the_data_folder_taken(
+def test_an_insecure_lock_folder_is_reported_and_the_data_folder_is_used_instead(
     data: DataDir, chosen: Path, tmp_path: Path
 ) -> None:
     assert lock_folder(data, "nvml") == chosen
@@ -57,11 +57,11 @@ def test_a_place_that_others_could_change_is_told_and_the_data_folder_taken(
     chosen.unlink()
     chosen.symlink_to(tmp_path / "none" / "locks")
     assert f"{chosen} is not a folder" in lock_problem(data, "nvml")
-    # Jobs that need no real card have nothing to do with it.
+    # Jobs without real GPUs do not use this folder.
     assert (lock_folder(data, "none"), lock_problem(data, "none")) == (data.locks, "")
 
 
-def test_the_machine_s_folder_is_one_that_root_has_and_all_may_write_to(
+def test_the_lock_folder_of_the_machine_belongs_to_root_and_is_writable_for_all(
     data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_LOCK_DIR, raising=False)
@@ -75,7 +75,7 @@ def test_the_machine_s_folder_is_one_that_root_has_and_all_may_write_to(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder another user's")
-def test_a_machine_s_folder_of_another_user_is_not_trusted(
+def test_a_lock_folder_of_another_user_is_not_trusted(
     data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_LOCK_DIR, raising=False)
@@ -88,7 +88,7 @@ def test_a_machine_s_folder_of_another_user_is_not_trusted(
     assert lock_folder(data, "nvml") == data.locks
 
 
-def test_a_lock_file_that_is_removed_while_it_is_locked_holds_no_gpu(tmp_path: Path, monkeypatch) -> None:
+def test_a_lock_file_that_is_removed_while_it_is_being_locked_reserves_no_gpu(tmp_path: Path, monkeypatch) -> None:
     first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
 
     def remove_and_lock(descriptor: int, *, shared: bool) -> bool:
@@ -106,7 +106,7 @@ def test_a_lock_file_that_is_removed_while_it_is_locked_holds_no_gpu(tmp_path: P
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a second file system")
-def test_a_lock_of_the_same_number_on_another_file_system_holds_no_card(tmp_path: Path) -> None:
+def test_a_lock_with_the_same_inode_on_another_file_system_reserves_no_gpu(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The process that evaluates a job: one at a time, and whatever becomes of it is recorded."""
+"""The process that evaluates a job: one evaluation at a time, and every outcome is recorded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
 
-# The real process, with a shell in place of the trainer; what it is given follows as $0, $1 and so on.
+# The real process, with a shell in place of the trainer; its arguments become $0, $1 and so on.
 FAKE = """
 import sys
 from sae_tui.jobs.evaluation.follow import main
@@ -46,7 +46,7 @@ sys.exit(main(sys.argv[2:], ["sh", "-c", sys.argv[1]]))
 
 @pytest.fixture
 def job_id(box: Box) -> int:
-    """Record a job that has finished, with an SAE."""
+    """Record a stopped job that has an SAE."""
     job_id = box.record()
     box.data.run(job_id).create()
     (folder := box.data.sae(job_id)).mkdir()
@@ -67,7 +67,7 @@ def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True, **p
     (folder / CARD).write_bytes(msgspec.json.encode(card))
 
 
-def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
+def test_the_trainer_is_called_for_the_run_and_the_result_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id), spliced=SPLICED, probing=PROBING)
     (box.data.sae(job_id) / FEATURES).touch()
     message = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
@@ -84,7 +84,9 @@ def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 
 
-def test_the_best_sae_of_a_sweep_is_reported_and_that_no_row_is_held_out(box: Box, job_id: int, monkeypatch) -> None:
+def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
+    box: Box, job_id: int, monkeypatch
+) -> None:
     write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)
     write_card(box.data.sae(job_id) / "k=16", 0.25, is_held_out=False)
     evaluate(box, monkeypatch, job_id, "true")
@@ -111,14 +113,14 @@ def test_a_failure_is_recorded_in_a_sentence(box: Box, job_id: int, monkeypatch,
     assert box.messages(job_id, FAILED) == [message.removeprefix(f"job {job_id} ")]
 
 
-def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
+def test_a_job_has_one_evaluation_at_a_time_which_dies_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
     evaluate(box, monkeypatch, job_id, "echo $$ $PPID; exec sleep 600")
     log = box.data.run(job_id).evaluation_log
     wait_for(lambda: len(log.read_text().split()) == 2, "the evaluation")
     trainer, follower = (ProcessRef.of(int(pid)) for pid in log.read_text().split())
     with pytest.raises(UserError, match="is being evaluated already"):
         evaluate(box, monkeypatch, job_id, "true")
-    # The one that loses a race for the lock says the same.
+    # An evaluation that loses the race for the lock fails with the same message.
     monkeypatch.setattr(request, "refuse", lambda *_: None)
     with pytest.raises(UserError, match=f"job {job_id} is being evaluated already$"):
         evaluate(box, monkeypatch, job_id, "true")
@@ -127,7 +129,7 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
     ended = (False, f"job {job_id} was not evaluated: its process was killed; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
-    # A temporary file, as `kill -9` in the middle of a write leaves it.
+    # A temporary file, as `kill -9` during a write leaves behind.
     file = box.data.evaluations / f"{job_id}.json"
     shutil.copy(file, half := file.with_name(f".{file.name}.0123456789abcdef"))
     for _ in range(2):
@@ -137,7 +139,7 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
     assert request.wait_for_end(box.data, job_id) == ended
 
 
-def test_the_end_of_one_that_was_killed_is_not_recorded_for_the_next_and_no_link_is_followed(
+def test_a_killed_evaluation_is_not_recorded_for_the_next_one_or_through_a_link(
     box: Box, job_id: int, tmp_path: Path
 ) -> None:
     (dead := subprocess.Popen(["sleep", "600"])).kill()
@@ -160,7 +162,7 @@ def test_the_end_of_one_that_was_killed_is_not_recorded_for_the_next_and_no_link
     assert len(box.messages(job_id, FAILED)) == 1
 
 
-def test_an_earlier_success_does_not_count_for_an_evaluation_that_left_no_event(
+def test_an_earlier_success_does_not_count_for_an_evaluation_without_an_event(
     box: Box, job_id: int, monkeypatch
 ) -> None:
     write_card(box.data.sae(job_id))
@@ -184,7 +186,7 @@ def test_an_evaluation_ends_with_its_trainer_even_if_a_child_still_runs(box: Box
 
 @pytest.fixture
 def process_settings() -> Iterator[None]:
-    """Restore what an evaluation changes in its process."""
+    """Restore the process settings that an evaluation changes."""
     mask, handler = os.umask(0o077), signal.getsignal(signal.SIGHUP)
     os.umask(mask)
     yield
@@ -193,7 +195,7 @@ def process_settings() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_settings")
-def test_a_stop_that_comes_before_the_trainer_starts_is_not_lost(box: Box, job_id: int) -> None:
+def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: int) -> None:
     evaluation = Evaluation(box.data, Request(job_id))
     box.control.request(job_id, "stop-evaluation")
     evaluation.run(["sh", "-c", "exec sleep 5"])
@@ -202,7 +204,7 @@ def test_a_stop_that_comes_before_the_trainer_starts_is_not_lost(box: Box, job_i
 
 
 @pytest.mark.usefixtures("process_settings")
-def test_an_evaluation_that_has_got_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
     card = request.Card(2, "GPU-2", "nvml", str(box.data.locks))
     looks = iter([(None, "no GPU is free"), (card, "")])
     monkeypatch.setattr(follow, "free_card", lambda *_: next(looks))
@@ -236,7 +238,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
     assert seen(box, job_id) is None
     with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
         request.stop(box.data, job_id)
-    # The request to stop the last evaluation does not stop the next one.
+    # The request to stop the previous evaluation does not stop the next one.
     write_card(box.data.sae(job_id))
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[0]
@@ -245,7 +247,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
     assert message == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
-    # A job of the CPU gets none of the GPUs.
+    # The job ran on the CPU, so that it gets none of the GPUs.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
     assert now
@@ -265,7 +267,7 @@ def test_the_evaluation_of_a_deleted_job_ends_and_nothing_is_recorded(box: Box, 
     assert box.messages(job_id, FAILED) == []
 
 
-def test_an_evaluation_ends_with_its_data_folder_and_does_not_make_it_again(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_ends_with_its_data_folder_and_does_not_recreate_it(box: Box, job_id: int, monkeypatch) -> None:
     evaluate(box, monkeypatch, job_id, "exec sleep 600")
     follower = (now := seen(box, job_id)) and now.process
     box.control.close()
@@ -275,7 +277,7 @@ def test_an_evaluation_ends_with_its_data_folder_and_does_not_make_it_again(box:
     assert moved.exists()
 
 
-def test_an_idle_gpu_is_taken_where_the_job_had_one_and_kept_from_others(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_idle_gpu_is_locked_for_the_evaluation_of_a_job_that_used_one(box: Box, job_id: int, monkeypatch) -> None:
     choices = [gpu(0, 10, "busy"), gpu(1, 20), gpu(2, 30), gpu(3, None)]
     card = request.idle_card(box.data, box.job(box.record(device="cuda")), choices, "nvml")
     assert card
@@ -300,7 +302,7 @@ def gpu(index: int, free: int | None, state: Literal["available", "busy"] = "ava
     return GpuChoice(index, f"GPU-{index}", "H200", 100, free, state)
 
 
-def test_what_has_no_sae_to_evaluate_is_refused(box: Box, job_id: int) -> None:
+def test_a_job_without_an_sae_cannot_be_evaluated(box: Box, job_id: int) -> None:
     config = 'kind = "extract"\n[model]\npath = "x"\nhooks = ["resid_post.0"]\n[text]\npath = "x"\n'
     refusals = {
         box.record(): "is queued; it can be evaluated once it has ended",
@@ -323,7 +325,7 @@ def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: P
     (folder / "cfg.json").touch()
     box.control.transition(job_id, JobState.STOPPED)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
-    # Every finished run has a card; that alone does not tell what its data tells.
+    # Every finished run has a report card; the card does not state whether the data has tokens.
     write_card(folder)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
     rows.mkdir()

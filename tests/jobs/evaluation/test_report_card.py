@@ -1,4 +1,4 @@
-"""What is read of a report card, for which an evaluation is not asked again."""
+"""Reads report cards of evaluations that were stored before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_figures_are_compared_with_their_standard_errors(tmp_path: Path) -> None
     }  # fmt: skip
 
 
-def test_what_was_not_measured_has_no_value(tmp_path: Path) -> None:
+def test_unmeasured_figures_have_no_value(tmp_path: Path) -> None:
     write(tmp_path)
     card = read_card(tmp_path)
     assert card
@@ -45,7 +45,7 @@ def test_what_was_not_measured_has_no_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"figures": {"n_tokens": "many", "fvu": 1}}'])
-def test_a_damaged_card_is_as_none(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_report_card_is_ignored(tmp_path: Path, content: bytes) -> None:
     (tmp_path / CARD).write_bytes(content)
     assert read_card(tmp_path) is None
     write(tmp_path / "k=8", label="k=8")

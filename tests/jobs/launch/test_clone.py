@@ -1,4 +1,4 @@
-"""A new job from an old one."""
+"""Creates a new job from the settings of an old one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job_file import dump_job
 
 
-def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(box):
+def test_a_clone_has_the_settings_of_the_old_job_with_the_given_changes(box):
     job_id = box.launch("steps=3", place={"hold": True})
     assert clone_settings(box.data, job_id) == box.config("steps=3")
     assert clone_settings(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
@@ -22,7 +22,7 @@ def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(
         clone_settings(box.data, 9)
 
 
-def test_the_form_offers_a_clone_under_a_name_that_no_other_job_has():
+def test_the_form_suggests_an_unused_name_for_a_clone():
     assert free_name("quick", []) == "quick"
     assert free_name("quick", ["quick"]) == "quick-2"
     assert free_name("quick-2", ["quick", "quick-2", "quick-4"]) == "quick-3"
@@ -31,7 +31,7 @@ def test_the_form_offers_a_clone_under_a_name_that_no_other_job_has():
     assert free_name(longest, [longest]) == f"{longest[:-2]}-2"
 
 
-def test_a_clone_has_the_name_that_its_job_was_given_since(box):
+def test_a_clone_gets_the_current_name_of_a_renamed_job(box):
     job_id = box.launch("steps=3", place={"hold": True})
     edits.rename(box.data, box.control, job_id, "better")
     assert clone_settings(box.data, job_id).name == "better"
@@ -40,7 +40,7 @@ def test_a_clone_has_the_name_that_its_job_was_given_since(box):
     assert clone_settings(box.data, job_id).name == "better"
 
 
-def test_a_grid_is_every_combination_and_its_jobs_are_told_apart_by_name(box):
+def test_a_grid_is_every_combination_and_each_job_has_its_own_name(box):
     axes = ["sae.k=[2,4]", " train.lr = 1e-3, 3e-4 "]
     sets = grid(axes)
     assert sets == [
@@ -56,12 +56,12 @@ def test_a_grid_is_every_combination_and_its_jobs_are_told_apart_by_name(box):
 
 
 @pytest.mark.parametrize("axis", ["sae.k", "sae.k=", "=1,2", "sae.k=,"])
-def test_a_wrong_grid_is_refused_by_its_flag(axis):
+def test_an_invalid_grid_is_rejected_with_the_name_of_its_flag(axis):
     with pytest.raises(JobFileError, match="--grid: takes a setting and values like"):
         grid([axis])
 
 
-def test_a_grid_is_of_a_hundred_jobs_at_most():
+def test_a_grid_has_at_most_a_hundred_jobs():
     assert len(grid([f"train.seed={','.join(map(str, range(100)))}"])) == 100
     with pytest.raises(JobFileError, match="--grid: stands for 200 jobs; at most 100 at once"):
         grid([f"train.seed={','.join(map(str, range(100)))}", "sae.k=2,4"])
@@ -79,7 +79,7 @@ def test_a_grid_is_of_a_hundred_jobs_at_most():
         ({"batch_size": "auto", "global_batch_size": 1}, []),
     ],
 )
-def test_half_the_batch_in_memory_leaves_a_step_what_it_is(box, train, overrides):
+def test_halving_the_micro_batch_keeps_the_tokens_per_step(box, train, overrides):
     job = box.config().replace("train", **train)
     assert half_batch(job, 2) == overrides
     if overrides:

@@ -1,4 +1,4 @@
-"""What is said of an extraction before it is launched."""
+"""The forecast for an extraction before its launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.settings.job_file import parse_extraction
 
 @pytest.fixture
 def job(tmp_path: Path) -> ExtractJob:
-    """Return an extraction from a model of ten million parameters, as far as its files tell."""
+    """Return an extraction from a model that has ten million parameters, according to its files."""
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").touch()
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> ExtractJob:
     return parsed
 
 
-def test_the_parts_of_its_memory_add_up_to_what_it_needs(job: ExtractJob) -> None:
+def test_the_parts_of_the_memory_add_up_to_the_estimate(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
     takes = extraction.need(job, look, Room(), cuda=False)
     assert takes
@@ -40,7 +40,7 @@ def test_the_parts_of_its_memory_add_up_to_what_it_needs(job: ExtractJob) -> Non
     assert extraction.summary(job, look).startswith("1 CPU process · 1,000,000 rows of 1 hook, 512 wide · needs ")
 
 
-def test_where_memory_is_short_the_largest_batch_that_fits_is_named(job: ExtractJob) -> None:
+def test_if_memory_is_short_the_largest_batch_that_fits_is_suggested(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
     assert look.needs_bytes
     short = Room(look.needs_bytes - 1, "this machine")
@@ -54,13 +54,13 @@ def test_where_memory_is_short_the_largest_batch_that_fits_is_named(job: Extract
     assert (none.remedies, none.otherwise) == ((), "a smaller model")
 
 
-def test_a_clone_of_one_that_ran_out_of_memory_reads_half_the_tokens_at_once(job: ExtractJob) -> None:
+def test_a_clone_after_running_out_of_memory_reads_half_as_many_tokens_at_once(job: ExtractJob) -> None:
     assert half_batch(job, 1) == ["extract.batch_tokens=4096"]
     least = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=256))
     assert half_batch(least, 1) == []
 
 
-def test_of_a_model_elsewhere_nothing_is_known(job: ExtractJob) -> None:
+def test_the_memory_for_a_model_on_another_machine_is_unknown(job: ExtractJob) -> None:
     elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
     look = outlook_of_extraction(elsewhere, ())
     assert extraction.need(elsewhere, look, Room(), cuda=False) is None

@@ -1,4 +1,4 @@
-"""Stored activations are inspected by a process, once for each state of their files."""
+"""Stored activations are inspected in a separate process, once for each state of their files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER = {"n_tokens": 2, "d_in": 4, "dtype": "F32", "n_looked_at": 2, "gamma": 0
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Write rows of which one holds a NaN."""
+    """Write rows that contain one NaN."""
     rows = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
     rows[7, 3] = math.nan
     (folder := tmp_path / "acts").mkdir()
@@ -32,7 +32,7 @@ def in_place_of_the_trainer(folder: Path, script: str) -> list[str]:
     return ["sh", "-c", f"echo . >> {folder}/asked; {script}"]
 
 
-def test_findings_are_those_of_the_trainer_with_their_remedies(shards: Path) -> None:
+def test_findings_and_remedies_come_from_the_trainer(shards: Path) -> None:
     told = Inspections().inspect(str(shards))
     assert told
     assert (told.n_tokens, told.d_in, told.dtype) == (2000, 8, "F32")
@@ -41,7 +41,7 @@ def test_findings_are_those_of_the_trainer_with_their_remedies(shards: Path) -> 
     assert finding.remedy
 
 
-def test_data_is_looked_at_once_until_its_files_change(shards: Path, tmp_path: Path) -> None:
+def test_data_is_inspected_once_until_its_files_change(shards: Path, tmp_path: Path) -> None:
     inspections = Inspections(in_place_of_the_trainer(tmp_path, f"echo '{json.dumps(ANSWER)}'"))
     for _ in range(2):
         assert inspections.inspect(str(shards))
@@ -59,7 +59,9 @@ def test_data_is_looked_at_once_until_its_files_change(shards: Path, tmp_path: P
         ("echo '{}'", "`trainer inspect` answered what is not understood: "),
     ],
 )
-def test_what_fails_is_told_in_a_sentence_and_tried_again(shards: Path, tmp_path: Path, script: str, reason) -> None:
+def test_a_failed_inspection_is_reported_in_one_sentence_and_tried_again(
+    shards: Path, tmp_path: Path, script: str, reason
+) -> None:
     inspections = Inspections(in_place_of_the_trainer(tmp_path, script))
     for _ in range(2):
         with pytest.raises(UserError, match=reason):
@@ -67,12 +69,12 @@ def test_what_fails_is_told_in_a_sentence_and_tried_again(shards: Path, tmp_path
     assert (tmp_path / "asked").read_text() == ".\n.\n"
 
 
-def test_where_there_is_no_data_nothing_is_started(tmp_path: Path) -> None:
+def test_missing_data_is_reported_without_starting_a_process(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match="there is nothing at"):
         Inspections(in_place_of_the_trainer(tmp_path, "true")).inspect(str(tmp_path / "gone"))
     assert not (tmp_path / "asked").exists()
 
 
-def test_nobody_waits_for_an_answer_that_is_not_wanted_any_more(shards: Path) -> None:
+def test_an_inspection_that_is_no_longer_needed_is_not_waited_for(shards: Path) -> None:
     process = [sys.executable, "-c", "import time; time.sleep(600)"]
     assert Inspections(process).inspect(str(shards), is_over=lambda: True) is None

@@ -11,7 +11,7 @@ from trainer.contract.paths import DataDir
 VALUES = {"data.path": "data/sample", "sae.k": 7}
 
 
-def test_each_kind_of_job_has_a_draft_of_what_is_right_in_it(tmp_path: Path) -> None:
+def test_each_kind_of_job_has_a_draft_of_its_valid_settings(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "not made yet")
     kept_draft.keep(data, Draft(VALUES, {"train.lr": "must be a number"}, [0, 2]))
     assert kept_draft.kept(data, "extract") is None
@@ -25,13 +25,13 @@ def test_each_kind_of_job_has_a_draft_of_what_is_right_in_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["sae = 3", "not TOML", "[sae]\nk = -1\n"])
-def test_a_draft_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_draft_is_none(text: str, tmp_path: Path) -> None:
     data = DataDir(tmp_path)
     kept_draft.file_of(data, "train").write_text(text)
     assert kept_draft.kept(data, "train") is None
 
 
-def test_a_link_in_its_place_is_none(tmp_path: Path) -> None:
+def test_a_draft_file_that_is_a_link_is_none(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "data")
     kept_draft.keep(data, Draft(VALUES, {}, "auto"))
     file = kept_draft.file_of(data, "train")
@@ -39,7 +39,7 @@ def test_a_link_in_its_place_is_none(tmp_path: Path) -> None:
     assert kept_draft.kept(data, "train") is None
 
 
-def test_a_form_leaves_one_draft_of_the_kind_that_it_is_filled_in_for(tmp_path: Path) -> None:
+def test_a_form_keeps_one_draft_for_its_kind_of_job(tmp_path: Path) -> None:
     data, training, extraction = DataDir(tmp_path), Draft(VALUES, {}, "auto"), Draft({"kind": "extract"}, {}, "auto")
     kept_draft.keep(data, extraction)
     form = kept_draft.KeptDraft(data)
@@ -53,7 +53,7 @@ def test_a_form_leaves_one_draft_of_the_kind_that_it_is_filled_in_for(tmp_path: 
     assert left() == ["train", "extract"]
     form.note_filled(tmp_path / "preset.toml", "extract")
     form.follow(extraction, is_changed=False)
-    # That of the training was replaced; that of an extraction is another form's.
+    # The draft of the training was replaced; the draft of the extraction belongs to another form.
     assert left() == ["extract"]
     form.note_filled(kept_draft.file_of(data, "extract"), "extract")
     form.follow(extraction, is_changed=False)
@@ -63,7 +63,7 @@ def test_a_form_leaves_one_draft_of_the_kind_that_it_is_filled_in_for(tmp_path: 
     assert left() == []
 
 
-def test_a_draft_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+def test_an_unwritable_draft_causes_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept_draft.keep(DataDir(tmp_path / "file"), Draft(VALUES, {}, "auto"))
     kept_draft.drop(DataDir(tmp_path / "file"), "train")

@@ -23,13 +23,13 @@ KEEPS = "It keeps running if you quit."
         (JobState.FAILED, {"error": "no data"}, 'Job 1 "quick" failed: no data.'),
     ],
 )
-def test_a_launched_job_is_told_as_it_stands(box, state, fields, said):
+def test_the_message_about_a_launched_job_matches_its_state(box, state, fields, said):
     box.record("quick", state=state, **fields)
     expected = said.removesuffix(f" {KEEPS}") if state == JobState.QUEUED else said
     assert launched.describe_launch(box.data, [1]) == expected
 
 
-def test_where_a_logout_ends_jobs_that_is_said_instead_of_a_promise(box):
+def test_a_warning_replaces_the_promise_to_continue_if_jobs_end_at_logout(box):
     box.record("quick", state=JobState.RUNNING)
     message = launched.describe_launch(box.data, [1], but="jobs end with your logout")
     assert message == 'Job 1 "quick" started on the CPU. But jobs end with your logout.'
@@ -43,7 +43,7 @@ def test_several_jobs_are_counted(box):
     )
 
 
-def test_what_is_not_known_yet_is_waited_for_a_moment_and_not_claimed(box, monkeypatch):
+def test_the_message_waits_briefly_for_a_state_that_is_not_known_yet(box, monkeypatch):
     job_id = box.record("quick")
     assert launched.describe_launch(box.data, [job_id], is_over=lambda: True) == "Job 1 is in line."
     monkeypatch.setattr(time, "sleep", lambda _: box.control.update(job_id, waits_for="GPU 0 is lost"))

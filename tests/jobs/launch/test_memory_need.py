@@ -1,4 +1,4 @@
-"""How much memory a job takes, how much jobs of its shape took, and whether that is free."""
+"""The memory that a job needs, the memory that jobs of its shape used, and whether it is free."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config(box) -> JobConfig:
 
 
 def done(job: JobConfig, **fields) -> Job:
-    """Make a job of two GPUs that has finished."""
+    """Return a finished job that ran on two GPUs."""
     defaults = {
         "config": dump_job(job),
         "state": JobState.FINISHED,
@@ -72,7 +72,7 @@ def found(config: JobConfig, *past: Job, device: str = "cuda") -> Measured | Non
 
 
 def on_cards(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
-    """Return the forecast of a job on cards of 24 GiB, of which `free` is free."""
+    """Return the forecast of a job on GPUs of 24 GiB with the given free memory."""
     cards = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(cards, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
     return expected_outlook(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
@@ -82,7 +82,7 @@ def on_cpu(config: JobConfig, host: HostRoom = NO_ROOM) -> Outlook:
     return outlook(config.replace("launch", gpus="cpu:2"), DATA, 2, (), host=host)
 
 
-def test_the_newest_finished_job_of_the_same_shape_tells_what_it_took(config):
+def test_the_newest_finished_job_of_the_same_shape_provides_the_measured_memory(config):
     renamed = msgspec.structs.replace(config.replace("train", seed=7, n_steps=99), name="again")
     past = [done(renamed, id=42, peak_memory_bytes=2 * GIB), done(config)]
     assert found(config, *past) == Measured(42, 2 * GIB, "cuda")
@@ -105,7 +105,7 @@ def test_the_newest_finished_job_of_the_same_shape_tells_what_it_took(config):
         {"config": "[sae"},
     ],
 )
-def test_a_job_that_did_not_end_well_or_ran_elsewhere_tells_nothing(config, other):
+def test_a_job_with_another_outcome_or_environment_provides_no_measurement(config, other):
     assert found(config, done(config, **other)) is None
 
 
@@ -121,17 +121,17 @@ def test_a_job_that_did_not_end_well_or_ran_elsewhere_tells_nothing(config, othe
         ("parallel", {"mode": "tensor"}),
     ],
 )
-def test_a_job_of_another_shape_tells_nothing(box, config, section, changes):
+def test_a_job_of_another_shape_provides_no_measurement(box, config, section, changes):
     assert found(config.replace(section, **changes), done(config)) is None
 
 
-def test_a_sweep_is_of_another_shape_than_its_first_sae(config):
+def test_a_sweep_has_another_shape_than_its_first_sae(config):
     sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
     assert found(sweep, done(config)) is None
     assert found(sweep, done(sweep)) is not None
 
 
-def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimated(config):
+def test_a_gpu_job_needs_the_measured_memory_if_it_exceeds_the_estimate(config):
     look = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config)])
     takes = need(look, config, DATA, Room(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
     assert takes.parts == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens))
@@ -141,7 +141,7 @@ def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimate
     assert less.needs_bytes == takes.parts.total
 
 
-def test_what_was_measured_is_not_waited_for_where_it_may_never_be_free(config):
+def test_a_job_does_not_wait_for_measured_memory_that_may_never_be_free(config):
     look = on_cards(config, 3 * GIB, 23 * GIB, past=[done(config)])
     assert look.needs_bytes == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens)).total
     (problem,) = look.problems(config)
@@ -149,7 +149,7 @@ def test_what_was_measured_is_not_waited_for_where_it_may_never_be_free(config):
     assert problem.message == "it has 3.0 GiB free, and job 41 of this shape took 3.8 GiB of a GPU"
 
 
-def test_the_size_of_a_process_is_told_and_counts_with_its_libraries(config):
+def test_the_measured_memory_of_a_process_includes_its_libraries(config):
     past = [done(config, device="cpu")]
     look = on_cpu(config)
     takes = need(look, config, DATA, Room(2 * GIB, "this machine"), device="cpu", past=past)
@@ -163,7 +163,7 @@ def test_the_size_of_a_process_is_told_and_counts_with_its_libraries(config):
     assert not takes.judged_lacking
 
 
-def test_all_processes_share_the_memory_of_the_machine_and_gpus_do_not(config):
+def test_all_processes_share_the_memory_of_the_machine_but_gpus_do_not(config):
     def of(look: Outlook) -> Need:
         return need(look, config, DATA, Room(), device="cpu")
 
@@ -175,7 +175,7 @@ def test_all_processes_share_the_memory_of_the_machine_and_gpus_do_not(config):
     assert not on_one.lacks(Room(None))
 
 
-def test_processes_that_do_not_fit_are_a_warning_and_more_than_the_machine_has_an_error(config):
+def test_too_little_free_memory_is_a_warning_and_too_little_total_memory_an_error(config):
     config = config.replace("parallel", mode="ddp")
     one = on_cpu(config).needs_bytes
     (problem,) = on_cpu(config, HostRoom(2 * one - 1, 2 * one)).problems(config)
@@ -186,7 +186,7 @@ def test_processes_that_do_not_fit_are_a_warning_and_more_than_the_machine_has_a
     assert " for 2 processes, and this machine has " in problem.message
 
 
-def test_a_job_that_does_not_fit_is_told_which_settings_make_it_fit(config):
+def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
     free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2, n_tokens=DATA.n_tokens)).total
     look = on_cards(wide, free, 23 * GIB)
@@ -198,12 +198,12 @@ def test_a_job_that_does_not_fit_is_told_which_settings_make_it_fit(config):
     assert "train.batch_size = 16384" in problem.message
 
 
-def test_the_room_is_that_of_the_fullest_chosen_gpu():
+def test_the_available_memory_is_that_of_the_fullest_chosen_gpu():
     cards = [choice(0, 9 * GIB), choice(1, 5 * GIB), choice(2, GIB), choice(3, None)]
     assert room_on_gpus(cards, [0, 1]) == Room(5 * GIB, "GPU 1")
     assert room_on_gpus(cards, [0, 3]) == Room(9 * GIB, "GPU 0")
     assert room_on_gpus(cards, [3]) == room_on_gpus(cards, []) == Room()
 
 
-def test_this_machine_has_room():
+def test_the_memory_of_this_machine_is_known():
     assert room_on_cpu().free_bytes > 2**20

@@ -1,4 +1,4 @@
-"""Which GPUs are available, which are recommended, and what `launch.gpus` stands for."""
+"""Which GPUs are available and recommended, and how `launch.gpus` is resolved."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rank(job_id: int, number: int, pid: int) -> Rank:
     return Rank(job_id=job_id, attempt=1, rank=number, pid=pid, start_ticks=1, boot_id="b")
 
 
-# availability
+# Availability.
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def rank(job_id: int, number: int, pid: int) -> Rank:
         (GpuProcess(9, "mallory", "Xorg", FOREIGN_MEMORY_BYTES), ""),
     ],
 )
-def test_a_card_is_busy_with_a_foreign_process_that_holds_much_memory(process, reason):
+def test_a_gpu_is_busy_if_another_users_process_holds_much_memory(process, reason):
     (gpu,) = choices([sample(processes=(process,))], holders([], [], []))
     assert (gpu.state, gpu.reason) == ("busy" if reason else "available", reason)
 
 
-def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_reading():
+def test_our_own_ended_process_does_not_hold_a_gpu_until_the_next_reading():
     ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GIB)
     (gpu,) = choices([sample(processes=(ended,))], holders([], [], []))
     assert gpu.state == "available"
@@ -96,7 +96,7 @@ def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_re
         ),
     ],
 )
-def test_a_card_in_use_of_which_no_process_is_seen_is_busy(fields, reason):
+def test_a_used_gpu_without_visible_processes_is_busy(fields, reason):
     (gpu,) = choices([sample(**fields)], holders([], [], []))
     assert gpu.state == "busy"
     assert gpu.reason.startswith(reason)
@@ -104,7 +104,7 @@ def test_a_card_in_use_of_which_no_process_is_seen_is_busy(fields, reason):
     assert recommend([gpu], 0, 1).gpus == ()
 
 
-def test_a_card_that_lists_no_processes_is_never_said_to_be_idle():
+def test_a_gpu_whose_processes_cannot_be_listed_is_never_reported_as_idle():
     quiet, blind = sample(0, processes=None, memory_used_bytes=0), sample(1, processes=None, memory_used_bytes=None)
     quiet, blind = choices([quiet, blind], holders([], [], []))
     assert (quiet.state, quiet.may_be_offered) == ("available", True)
@@ -113,7 +113,7 @@ def test_a_card_that_lists_no_processes_is_never_said_to_be_idle():
     assert blind.reason == "whether it is in use cannot be seen"
 
 
-def test_use_that_nobody_is_named_for_is_of_the_job_that_has_leased_the_card():
+def test_unattributed_use_is_counted_for_the_job_that_leased_the_gpu():
     running = job(7, gpu_uuids=("GPU-0",))
     held = holders([running], [lease(0, 7)], [])
     used = sample(memory_used_bytes=20 * GIB, utilization=90)
@@ -124,13 +124,13 @@ def test_use_that_nobody_is_named_for_is_of_the_job_that_has_leased_the_card():
         assert len(card.leases) == 1
 
 
-def test_a_card_that_several_jobs_share_names_all_of_them() -> None:
+def test_a_gpu_that_several_jobs_share_names_all_of_them() -> None:
     both = [job(7, gpu_ids=(0,), gpu_uuids=("GPU-0",)), job(8, gpu_ids=(0,), gpu_uuids=("GPU-0",))]
     (gpu,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
     assert (gpu.state, gpu.reason) == ("busy", "jobs 7 and 8")
 
 
-def test_a_reading_from_before_our_job_ended_names_no_stranger():
+def test_a_reading_from_before_our_job_ended_shows_no_other_user():
     ended = job(7, gpu_uuids=("GPU-0",), state=JobState.FINISHED, ended=100.0)
     old = dataclasses.replace(sample(memory_used_bytes=20 * GIB), timestamp=99.0)
     new = dataclasses.replace(old, timestamp=101.0)
@@ -138,7 +138,7 @@ def test_a_reading_from_before_our_job_ended_names_no_stranger():
     assert [one.state for one in choices([old, new], held)] == ["available", "busy"]
 
 
-def test_beside_a_job_of_ours_a_stranger_counts_though_it_has_no_name():
+def test_on_a_leased_gpu_an_unnamed_process_of_another_user_counts():
     mine = lease(0, 7)
     mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GIB)
     held = holders([job(7, gpu_uuids=("GPU-0",))], [mine], [])
@@ -149,17 +149,17 @@ def test_beside_a_job_of_ours_a_stranger_counts_though_it_has_no_name():
     assert free == [24 * GIB, 14 * GIB, 12 * GIB]
 
 
-def test_a_split_card_is_offered_to_nobody():
+def test_a_split_gpu_is_not_offered():
     (gpu,) = choices([sample(unusable="it is split into MIG instances")], holders([], [], []))
     assert (gpu.state, gpu.reason) == ("unhealthy", "it is split into MIG instances")
 
 
-def test_what_the_driver_keeps_for_itself_is_not_free_and_never_will_be():
+def test_memory_reserved_by_the_driver_is_neither_free_nor_usable():
     (gpu,) = choices([sample(memory_used_bytes=3 * GIB, memory_free_bytes=20 * GIB)], holders([], [], []))
     assert (gpu.memory_free_bytes, gpu.memory_usable_bytes) == (20 * GIB, 23 * GIB)
 
 
-def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
+def test_any_gpus_excludes_gpus_with_unknown_free_memory(box):
     blind = [choice(0, None), choice(1)]
     where = place(box.config(gpus="auto:1"), blind, source_cuda=True)
     assert where.any_gpus
@@ -170,13 +170,13 @@ def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
     assert place(box.config(gpus=[0]), blind, source_cuda=True).gpus == ((0, "GPU-0"),)
 
 
-def test_the_largest_foreign_process_is_named():
+def test_the_largest_process_of_another_user_is_named():
     processes = (GpuProcess(1, "ann", "a", GIB), GpuProcess(2, "bob", "b", 3 * GIB), GpuProcess(3, "eve", "c", 2 * GIB))
     (gpu,) = choices([sample(processes=processes)], holders([], [], []))
     assert gpu.reason == "used by bob (pid 2, b)"
 
 
-def test_a_leased_card_names_its_job_and_its_own_ranks_are_not_foreign():
+def test_a_leased_gpu_names_its_job_and_that_jobs_ranks_are_not_foreign():
     running = job(41, attempt=1, gpu_uuids=("GPU-0", "GPU-1"))
     held = holders([running], [lease(0, 41), lease(1, 41)], [rank(41, 0, 500), rank(41, 1, 501)])
     assert held.pids == {"GPU-0": 500, "GPU-1": 501}
@@ -186,21 +186,21 @@ def test_a_leased_card_names_its_job_and_its_own_ranks_are_not_foreign():
     assert (gpus[0].job_id, gpus[0].reason) == (41, "job 41 (run)")
 
 
-def test_leases_of_ended_jobs_and_of_other_machines_hold_nothing():
+def test_leases_of_ended_jobs_and_of_other_machines_are_ignored():
     ended = job(1, state=JobState.LOST)
     elsewhere = job(2, host="other")
     held = holders([ended, elsewhere], [lease(0, 1), lease(1, 2, host="other"), lease(2, 3)], [])
     assert held.jobs == {}
 
 
-def test_a_card_whose_uuid_cannot_be_read_is_never_given_to_a_job():
+def test_a_gpu_with_an_unreadable_uuid_is_never_assigned():
     (gpu,) = choices([sample(failed={"uuid": "error"})], holders([], [], []))
     assert gpu.state == "unhealthy"
     assert "UUID" in gpu.reason
     assert recommend([gpu], GIB, 1).gpus == ()
 
 
-def test_a_card_that_cannot_be_read_says_why():
+def test_an_unreadable_gpu_has_a_reason():
     (gpu,) = choices([sample(healthy=False, reason="fell off the bus", memory_used_bytes=None)], holders([], [], []))
     assert (gpu.state, gpu.reason, gpu.memory_free_bytes) == ("unhealthy", "fell off the bus", None)
 
@@ -214,11 +214,11 @@ def test_a_card_that_cannot_be_read_says_why():
         (None, "needs 11.2 GiB, free memory unknown"),
     ],
 )
-def test_what_does_not_fit_says_by_how_much(free, words):
+def test_a_gpu_that_is_too_small_shows_needed_and_free_memory(free, words):
     assert fit(choice(0, free), int(11.2 * GIB)) == words
 
 
-# recommendation
+# Recommendation.
 
 CHOICES = st.lists(
     st.tuples(st.one_of(st.none(), st.integers(0, 24 * GIB)), st.sampled_from(["available", "busy", "unhealthy"])),
@@ -227,7 +227,7 @@ CHOICES = st.lists(
 
 
 @given(CHOICES, st.integers(0, 24 * GIB), st.integers(1, 16))
-def test_a_recommendation_is_free_readable_large_enough_and_has_the_most_free_memory(found, needed, count):
+def test_recommended_gpus_are_usable_and_have_the_most_free_memory(found, needed, count):
     recommended = recommend(found, needed, count)
     by_index = {one.index: one for one in found}
     usable = {
@@ -246,7 +246,7 @@ def test_a_recommendation_is_free_readable_large_enough_and_has_the_most_free_me
     assert all(recommended.reasons.values())
 
 
-def test_a_shortfall_gives_the_reason_of_every_card_left_out():
+def test_a_shortfall_gives_the_reason_for_every_rejected_gpu():
     gpus = [choice(0), choice(1, GIB), choice(2, state="busy", reason="job 4 (run)")]
     recommended = recommend(gpus, 2 * GIB, 3)
     assert recommended.gpus == (0,)
@@ -256,7 +256,7 @@ def test_a_shortfall_gives_the_reason_of_every_card_left_out():
     assert recommend(gpus[:1], 0, 2).shortfall == "only 1 of 2 GPUs can be had (this machine has 1)"
 
 
-# placement
+# Placement.
 
 
 def without_look(placed: Placement) -> Placement:
@@ -267,7 +267,7 @@ def without_look(placed: Placement) -> Placement:
     ("gpus", "indices", "world_size"),
     [("auto", [], 1), ("auto:2", [], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
 )
-def test_launch_gpus_becomes_cards_or_processes(box, gpus, indices, world_size):
+def test_launch_gpus_becomes_gpus_or_processes(box, gpus, indices, world_size):
     cards = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GIB)]
     placed = place(box.config(gpus=gpus), cards, source_cuda=True)
     assert [index for index, _ in placed.gpus] == indices
@@ -277,18 +277,18 @@ def test_launch_gpus_becomes_cards_or_processes(box, gpus, indices, world_size):
     assert placed.device == ("cpu" if str(gpus).startswith("cpu") else "cuda")
 
 
-def test_simulated_cards_are_leased_but_the_job_runs_on_the_cpu(box):
+def test_simulated_gpus_are_leased_but_the_job_runs_on_the_cpu(box):
     placed = place(box.config(gpus=[0, 1]), [choice(0), choice(1)], source_cuda=False)
     assert without_look(placed) == Placement("cpu", ((0, "GPU-0"), (1, "GPU-1")), 2)
 
 
 @pytest.mark.parametrize(("gpus", "device", "world_size"), [("auto:4", "cuda", 8), ("cpu", "cpu", 2), ([0], "cuda", 2)])
-def test_slurm_takes_no_card_of_this_machine(box, gpus, device, world_size):
+def test_slurm_uses_no_gpu_of_this_machine(box, gpus, device, world_size):
     job = box.config(gpus=gpus, backend="slurm", nodes=2)
     assert without_look(place(job, [choice(0)], source_cuda=True)) == Placement(device, (), world_size)
 
 
-def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
+def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
     assert without_look(place(box.config(gpus="auto"), [], source_cuda=False)) == Placement("cpu", (), 1)
 
 
@@ -304,7 +304,7 @@ def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
         ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; slices of cards run a job"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_the_name_of_the_setting(box, gpus, cards, said):
+def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, cards, said):
     with pytest.raises(JobFileError) as refused:
         place(box.config(gpus=gpus), cards, source_cuda=True)
     (problem,) = refused.value.problems
@@ -312,7 +312,7 @@ def test_what_cannot_be_had_is_refused_by_the_name_of_the_setting(box, gpus, car
     assert problem.message.startswith(said)
 
 
-def test_an_extraction_takes_any_slices_of_cards(tmp_path):
+def test_an_extraction_accepts_any_mig_slices(tmp_path):
     job = extraction_job(tmp_path / "model", tmp_path / "corpus.txt", tmp_path / "rows")
     job = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto:2"))
     cards = [msgspec.structs.replace(SLICE, index=index, uuid=f"MIG-{index}") for index in (0, 1)]
@@ -320,28 +320,28 @@ def test_an_extraction_takes_any_slices_of_cards(tmp_path):
     assert (placed.world_size, placed.any_gpus) == (2, True)
 
 
-def test_one_card_per_job_where_the_settings_say_so(box):
+def test_a_setting_limits_a_job_to_one_gpu(box):
     cards = [choice(0), choice(1)]
     with pytest.raises(JobFileError, match="multi_gpu_enabled is false"):
         place(box.config(gpus=[0, 1]), cards, source_cuda=True, multi_gpu_enabled=False)
     assert place(box.config(gpus=[1]), cards, source_cuda=True, multi_gpu_enabled=False).world_size == 1
 
 
-def test_the_checks_see_who_is_busy_and_who_is_lost(box):
+def test_the_checks_know_which_gpus_are_busy_or_lost(box):
     cards = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
     box_seen = machine(cards, box.data, cuda=False)
     assert [(gpu.busy, gpu.unhealthy) for gpu in box_seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
     assert box_seen.output_root == box.data.root
 
 
-# summary
+# Summary.
 
 
 DATA = DataShape(8, None, 100_000)
 
 
 def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) -> str:
-    """Return the summary of a job on so many GPUs, or with 0 on the CPU ranks it asks for."""
+    """Return the summary of a job on this number of GPUs; 0 keeps the CPU ranks of the job."""
     cards = cards or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
@@ -372,7 +372,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     assert said(sweep, past=[past]).endswith(", estimated")
 
 
-def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to(box):
+def test_the_summary_gives_the_mode_and_the_time_for_the_measured_gpus(box):
     config = box.config().replace("sae", d_sae=65536).replace("train", batch_size=4096, n_steps=100_000)
     wide, cards = DataShape(1024, None, 10**9), [choice(0, 23 * GIB), choice(1, 23 * GIB)]
 
@@ -390,7 +390,7 @@ def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to
     assert slow != fast
 
 
-def test_the_summary_on_the_cpu_knows_what_was_measured_of_processes(box):
+def test_the_summary_on_the_cpu_uses_measured_process_speeds(box):
     config = box.config(gpus="cpu").replace("train", n_steps=10**6)
     slow, fast = (
         Box().with_measured(CPU, "fp32", 1, Speeds(flops, 1e12, 1e9, 1e-5, is_measured=True)) for flops in (1e5, 1e10)
@@ -400,17 +400,17 @@ def test_the_summary_on_the_cpu_knows_what_was_measured_of_processes(box):
         assert said(config, gpus=0, speeds=speeds).endswith(f" · about {duration(expected.seconds)}, estimated")
 
 
-def test_cards_of_different_kinds_wait_for_the_slowest():
+def test_the_slowest_gpu_determines_the_speed_of_a_mix():
     assert slowest(["NVIDIA H100", "NVIDIA T4", "NVIDIA A100-SXM4-80GB"]) == "NVIDIA T4"
 
 
-def test_the_summary_of_a_job_without_gpus_speaks_of_processes(box):
+def test_the_summary_of_a_job_without_gpus_counts_processes(box):
     config = box.config(gpus="cpu:2").replace("train", batch_size=64, accumulate=3)
     assert said(config, gpus=0).startswith("2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · ")
     assert said(box.config(gpus="cpu"), gpus=0).startswith("1 CPU process, single · effective batch 64 ·")
 
 
-def test_the_summary_of_a_sweep_names_its_saes_as_far_as_a_line_goes(box):
+def test_the_summary_of_a_sweep_lists_the_saes_that_fit_on_a_line(box):
     config = box.config()
 
     def swept(*axes):
@@ -423,7 +423,7 @@ def test_the_summary_of_a_sweep_names_its_saes_as_far_as_a_line_goes(box):
     assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")
 
 
-def test_the_summary_and_the_row_of_a_job_count_the_gpus_of_its_model(tmp_path):
+def test_summary_and_row_of_a_job_count_the_gpus_of_its_language_model(tmp_path):
     data = stream_of_model(tmp_path)
 
     def said_of(model_gpus) -> str:

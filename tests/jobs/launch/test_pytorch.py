@@ -1,4 +1,4 @@
-"""What is known of the installed PyTorch without importing it."""
+"""The facts about the installed PyTorch that can be read without importing it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILT = "__version__ = '2.9.0+{}'\ncuda: Optional[str] = {}\nhip: Optional[str] 
         (None, False),
     ],
 )
-def test_only_a_build_that_says_so_is_without_cuda(tmp_path, version_file, tells) -> None:
+def test_only_a_build_without_cuda_is_reported_as_such(tmp_path, version_file, tells) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     if version_file is not None:
@@ -35,7 +35,7 @@ def test_only_a_build_that_says_so_is_without_cuda(tmp_path, version_file, tells
     assert not tells or output.startswith("PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs; ")
 
 
-def test_a_build_for_another_vendors_cards_is_told_with_what_to_install(tmp_path, monkeypatch) -> None:
+def test_a_build_for_another_vendors_gpus_is_reported_with_a_remedy(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.launch.pytorch.installed_build", lambda: Build("2.9.0+cu128", "cuda"))
     assert cuda_problem({"nvml"}) == cuda_problem({"nvml", "amdsmi"}) == ""
     assert cuda_problem({"amdsmi"}) == (

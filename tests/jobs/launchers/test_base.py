@@ -1,4 +1,4 @@
-"""The registry of launch backends: one file and one entry make a backend."""
+"""The registry of launch backends: one file and one entry define a backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("backend", LAUNCH_BACKENDS)
-def test_every_backend_has_all_that_a_supervisor_asks_of_an_attempt(backend):
+def test_every_backend_implements_the_attempt_interface(backend):
     loaded = LAUNCH_BACKENDS[backend].load()
     wanted = {member for member in vars(Attempt) if not member.startswith("_")}
     assert wanted
@@ -36,7 +36,7 @@ def test_every_backend_has_all_that_a_supervisor_asks_of_an_attempt(backend):
 
 
 @pytest.mark.timeout(200)
-def test_a_registered_backend_takes_a_real_training_to_its_end(box, nice):
+def test_a_registered_backend_runs_a_real_training(box, nice):
     start = functools.partial(detach.start, command=[sys.executable, "-P", toy_backend.__file__])
     where = Placement("cpu", (), 1)
     config = box.config(backend="nice", niceness=7)
@@ -49,7 +49,7 @@ def test_a_registered_backend_takes_a_real_training_to_its_end(box, nice):
     assert {("backend", "nice"), ("niceness", "7")} <= set(settings)
 
 
-def test_a_registered_backend_is_a_choice_of_the_form_and_brings_its_settings(nice):
+def test_a_registered_backend_is_a_choice_of_the_form_and_adds_its_settings(nice):
     choices = {path: choices for path, _, choices in form_fields({})}
     assert choices["launch.backend"] == ("local", "slurm", "nice")
     more = {path for path, _, _ in form_fields({"launch.backend": "nice"})}
@@ -57,7 +57,7 @@ def test_a_registered_backend_is_a_choice_of_the_form_and_brings_its_settings(ni
 
 
 @pytest.mark.parametrize(("gpus", "n_warnings"), [("cpu", 0), ("auto", 1)])
-def test_validate_asks_a_registered_backend(box, nice, tmp_path, capsys, gpus, n_warnings):
+def test_validate_runs_the_checks_of_a_registered_backend(box, nice, tmp_path, capsys, gpus, n_warnings):
     file = tmp_path / "job.toml"
     file.write_text(dump_job(box.config(backend="nice", gpus=gpus)))
     code = main(["--data-dir", str(box.data.root), "--gpu-source", "none", "validate", str(file), "--json"])

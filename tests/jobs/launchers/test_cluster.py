@@ -1,4 +1,4 @@
-"""A job of SLURM whose controller is a script: how a busy, unreachable or forgetful one is taken."""
+"""A SLURM job with a scripted controller that is busy, unreachable or has forgotten the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sae_tui.jobs.launchers.slurm import cancel_left_behind
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that puts a shell script in the place of a command."""
+    """Return a function that replaces a command with a shell script."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.01)
 
@@ -27,7 +27,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 def looked(job: SlurmJob, times: int = 1) -> Seen | None:
-    """Ask the controller so many times, and return what is then known of the job."""
+    """Poll the controller this number of times, and return the last known state of the job."""
     for _ in range(times):
         job._begun = 0.0
         job.look()
@@ -37,7 +37,7 @@ def looked(job: SlurmJob, times: int = 1) -> Seen | None:
     return job.seen
 
 
-def test_state_reason_and_nodes_are_squeues(program) -> None:
+def test_state_reason_and_nodes_come_from_squeue(program) -> None:
     program("squeue", "echo 'PENDING|(Resources, or so)|'")
     assert looked(SlurmJob("7")) == Seen("PENDING", "(Resources, or so)", "")
 
@@ -50,7 +50,7 @@ def test_a_controller_that_does_not_answer_changes_nothing(program) -> None:
     assert looked(job, times=5) == Seen("RUNNING", "None", "n1")
 
 
-def test_nobody_waits_for_a_controller_that_hangs(program, monkeypatch) -> None:
+def test_a_controller_that_hangs_blocks_no_caller(program, monkeypatch) -> None:
     monkeypatch.setattr(cluster, "TIMEOUT_S", 0.2)
     program("squeue", "exec sleep 60")
     job, begun = SlurmJob("7"), time.monotonic()
@@ -59,7 +59,7 @@ def test_nobody_waits_for_a_controller_that_hangs(program, monkeypatch) -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_a_job_that_slurm_has_forgotten_is_over(program) -> None:
+def test_a_job_that_slurm_no_longer_knows_is_over(program) -> None:
     program("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     job = SlurmJob("7")
     assert looked(job) is None
@@ -69,7 +69,7 @@ def test_a_job_that_slurm_has_forgotten_is_over(program) -> None:
 
 
 @pytest.mark.parametrize("left", ["--user=ann", "7 8", "٧", "", "7_1"])
-def test_what_is_no_number_is_not_cancelled_as_a_job(program, tmp_path, left) -> None:
+def test_an_invalid_job_number_is_never_passed_to_scancel(program, tmp_path, left) -> None:
     program("scancel", f"touch {tmp_path}/asked")
     (tmp_path / "slurm_job").write_text(left)
     cancel_left_behind(tmp_path)
@@ -81,7 +81,7 @@ def test_what_is_no_number_is_not_cancelled_as_a_job(program, tmp_path, left) ->
     assert (tmp_path / "asked").exists()
 
 
-def test_of_several_clusters_only_the_id_counts_and_a_refusal_is_told(program) -> None:
+def test_sbatch_output_gives_the_job_id_and_a_refusal_is_reported(program) -> None:
     program("sbatch", "echo '12;cluster'")
     assert SlurmJob.submit(["sbatch"]).id == "12"
     program("sbatch", "echo 'Welcome to the cluster'")

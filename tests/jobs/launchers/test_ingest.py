@@ -1,4 +1,4 @@
-"""Lines of a rank on another host, taken into the run's store."""
+"""Progress lines of a rank on another host are stored in the run's store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_a_line_that_is_cut_waits_for_its_rest(run: Run) -> None:
+def test_an_incomplete_line_is_read_once_it_is_complete(run: Run) -> None:
     ingest = Ingest(run.file, run.db)
     ingest.poll()
     whole = line(2)
@@ -59,7 +59,7 @@ def test_a_line_that_is_cut_waits_for_its_rest(run: Run) -> None:
     ingest.close()
 
 
-def test_a_line_that_was_never_completed_is_passed_over(run: Run) -> None:
+def test_a_line_that_was_never_completed_is_skipped(run: Run) -> None:
     run.append(line(1) + line(2)[:20] + b"\n" + line(3))
     ingest = Ingest(run.file, run.db)
     ingest.poll()
@@ -67,7 +67,7 @@ def test_a_line_that_was_never_completed_is_passed_over(run: Run) -> None:
     assert run.losses == {1: 0.5, 3: 0.5}
 
 
-def test_begun_anew_it_counts_nothing_twice_even_where_it_died_before_it_noted_how_far_it_was(run: Run) -> None:
+def test_a_restarted_reader_stores_nothing_twice_even_without_its_saved_offset(run: Run) -> None:
     run.append(line(1, told="first"))
     first = Ingest(run.file, run.db)
     first.poll()
@@ -85,7 +85,7 @@ def test_begun_anew_it_counts_nothing_twice_even_where_it_died_before_it_noted_h
     assert run.told == ["first", "second", "third"]
 
 
-def test_a_resumed_run_takes_its_history_back(run: Run) -> None:
+def test_a_resumed_run_replaces_its_later_history(run: Run) -> None:
     run.append(line(1) + line(2) + line(3, 9.0) + line(3, 0.25, rewind=2))
     ingest = Ingest(run.file, run.db)
     ingest.poll()
@@ -93,7 +93,7 @@ def test_a_resumed_run_takes_its_history_back(run: Run) -> None:
     assert run.losses == {1: 0.5, 2: 0.5, 3: 0.25}
 
 
-def test_a_store_that_is_deleted_is_made_anew_from_the_first_line_on(run: Run) -> None:
+def test_a_deleted_store_is_created_again_from_all_lines(run: Run) -> None:
     run.append(line(1, told="first"))
     ingest = Ingest(run.file, run.db)
     ingest.poll()
@@ -105,7 +105,7 @@ def test_a_store_that_is_deleted_is_made_anew_from_the_first_line_on(run: Run) -
     assert (run.losses, run.told) == ({1: 0.5, 2: 0.5}, ["first", "second"])
 
 
-def test_what_a_locked_store_does_not_take_is_tried_again(run: Run, locked_store) -> None:
+def test_lines_that_a_locked_store_rejects_are_stored_later(run: Run, locked_store) -> None:
     SeriesWriter(run.db).close()
     run.append(line(1, told="once"))
     ingest = Ingest(run.file, run.db)

@@ -1,4 +1,4 @@
-"""A rank on another host, as its files describe it."""
+"""A rank on another host, reconstructed from its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def rank(paths: RunPaths, number: int, *, at: float, **ending: int) -> RemoteRank:
-    """Make a rank whose last mark was written at this time, and read it."""
+    """Return a rank whose last mark was written at time `at`."""
     file = paths.rank_mark(1, number)
     write_mark(file, RankMark("n1", ProcessRef(1, 1, "boot"), **ending))
     os.utime(file, (at, at))
@@ -36,14 +36,14 @@ def rank(paths: RunPaths, number: int, *, at: float, **ending: int) -> RemoteRan
     return remote
 
 
-def test_a_rank_that_left_no_word_did_not_fail_when_it_started(paths: RunPaths) -> None:
+def test_a_rank_without_an_exit_report_did_not_fail_at_its_start(paths: RunPaths) -> None:
     silent = rank(paths, 0, at=STARTED)
     killed = rank(paths, 1, at=STARTED + 50, exit_signal=signal.SIGKILL)
     silent.give_up(never_ran=False)
     assert min((silent, killed), key=RemoteRank.failed_at) is killed
 
 
-def test_a_rank_with_a_word_but_no_end_failed_when_it_said_so(paths: RunPaths) -> None:
+def test_a_rank_with_an_error_report_but_no_end_failed_when_it_reported(paths: RunPaths) -> None:
     silent = rank(paths, 0, at=STARTED)
     file = paths.rank_exit(1, 0)
     file.write_bytes(msgspec.json.encode({"error": "no memory"}))

@@ -27,7 +27,7 @@ def submitted(spec: RankSpec, job: JobConfig, name: str = "job") -> list[str]:
     return submission(spec, job.launch, name, Path("/runs/100%/slurm.log"), Path("/runs/4/job.sbatch"))
 
 
-def test_gpus_and_cores_are_asked_for_by_node() -> None:
+def test_gpus_and_cores_are_requested_per_node() -> None:
     argv = submitted(spec(8), job(nodes=2, gpus="auto:4", partition="gpu", account="ada", time_limit="4:00:00"))
     wanted = {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=1", "--time=4:00:00"}
     assert wanted | {"--partition=gpu", "--account=ada", "--output=/runs/100%%/slurm.log"} <= set(argv)
@@ -35,7 +35,7 @@ def test_gpus_and_cores_are_asked_for_by_node() -> None:
     assert argv[-1] == "/runs/4/job.sbatch"
 
 
-def test_cpu_ranks_ask_for_no_gpu_and_threads_of_one_process_for_all_of_theirs() -> None:
+def test_cpu_ranks_request_no_gpu_and_threads_share_one_task() -> None:
     assert not any("gpus" in part for part in submitted(spec(2, "cpu"), job(gpus="cpu:2")))
     threads = spec(4, as_one_process=True)
     wanted = {"--gpus-per-node=4", "--ntasks-per-node=1", "--cpus-per-task=4"}
@@ -43,13 +43,13 @@ def test_cpu_ranks_ask_for_no_gpu_and_threads_of_one_process_for_all_of_theirs()
     assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 " in script(threads, job(gpus="auto:4").launch, ["rank"])
 
 
-def test_srun_starts_every_rank_itself() -> None:
+def test_srun_starts_every_rank() -> None:
     text = script(spec(8), job(nodes=2, gpus="auto:4").launch, ["rank", "a b"])
     assert "--nodes=2 --ntasks=8 --ntasks-per-node=4 " in text
     assert "\n  rank 'a b' &\n" in text
 
 
-def test_own_options_come_last_and_their_cores_count() -> None:
+def test_user_options_come_last_and_replace_the_core_count() -> None:
     argv = submitted(spec(2), job(gpus="auto:2", sbatch_options=["--qos=high", "--cpus-per-gpu=8"]))
     assert argv[-3:-1] == ["--qos=high", "--cpus-per-gpu=8"]
     assert not any(part.startswith("--cpus-per-task") for part in argv)
@@ -59,17 +59,17 @@ def test_own_options_come_last_and_their_cores_count() -> None:
     ("limit", "seconds"),
     [(None, 120), ("2", 30), ("1:20", 20), ("0:04:00", 60), ("1-0", 120), ("90", 120), ("0-0:2", 30)],
 )
-def test_it_hears_of_its_time_limit_while_there_is_time_to_save(limit: str | None, seconds: int) -> None:
+def test_the_job_is_signalled_before_its_time_limit_early_enough_to_save(limit: str | None, seconds: int) -> None:
     assert f"--signal=B:USR1@{seconds}" in submitted(spec(1), job(time_limit=limit))
 
 
 @pytest.mark.parametrize("name", ["a b\n#SBATCH --nodes=7", "$(touch x)", "--wrap=x", "日本"])
-def test_a_name_is_a_word_for_slurm(name: str) -> None:
+def test_a_job_name_is_a_safe_word_for_slurm(name: str) -> None:
     (option,) = [part for part in submitted(spec(1), job(), name) if part.startswith("--job-name=")]
     assert not set(option.partition("=")[2]) & set(" \n$();'\"")
 
 
-def test_the_script_is_bash_and_quotes_what_it_is_given(tmp_path: Path) -> None:
+def test_the_script_is_valid_bash_and_quotes_its_arguments(tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s $(touch x); "y"'
     text = script(spec(2, "cpu", str(folder)), job(gpus="cpu:2").launch, ["run", str(folder), "a\nb"])
     file = tmp_path / "job.sbatch"

@@ -1,4 +1,4 @@
-"""Where in the code a process is that makes no step."""
+"""The stacks of a process that makes no steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def process():
     started.communicate()
 
 
-def test_a_halted_process_is_told_from_one_that_waits(process, box):
+def test_a_halted_process_is_distinguished_from_a_waiting_one(process, box):
     assert odd_state(process.pid) == ""
     process.send_signal(signal.SIGSTOP)
     box.wait_for(lambda: odd_state(process.pid) == "is halted (SIGSTOP)", "the halt")
@@ -53,14 +53,14 @@ def test_the_stack_of_a_halted_process_is_written(process, tmp_path, box):
     assert odd_state(process.pid) == "is halted (SIGSTOP)", "nobody was woken up for it"
 
 
-def test_without_the_program_that_reads_stacks_it_says_so(process, tmp_path, monkeypatch):
+def test_a_missing_py_spy_is_reported(process, tmp_path, monkeypatch):
     monkeypatch.setattr(stacks.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     dump_stacks({"rank 0": ProcessRef.of(process.pid)}, tmp_path / "stacks.txt")
     assert "(py-spy is not installed)" in (tmp_path / "stacks.txt").read_text()
 
 
-def test_a_process_that_has_ended_and_a_program_that_fails_are_said_too(process, tmp_path, monkeypatch):
+def test_an_ended_process_and_a_failing_py_spy_are_reported(process, tmp_path, monkeypatch):
     program = tmp_path / "py-spy"
     program.write_text("#!/bin/sh\necho cannot read it >&2\nexit 1\n")
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The cards as queued jobs read them, by the real reader on a library in place of NVIDIA's."""
+"""How queued jobs read the GPUs: the real reader process on a fake of NVIDIA's library."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
 ANSWER = """import sys; print('[{"index":0,"uuid":"GPU-1","name":"X","timestamp":1.0}]')"""
-# As the library names its first cards.
+# The UUIDs that the fake library gives to its first GPUs.
 UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:012x}" for index in range(4))
 
 
 @pytest.fixture
 def on_driver(monkeypatch, drivers, tmp_path):
-    """Return a function that makes this process, and the readers it starts, find this driver."""
+    """Return a function that makes this process and its readers use the fake driver with these variables."""
 
     def put(**variables):
         for name, value in environment(drivers, **variables).items():
@@ -40,7 +40,7 @@ def on_driver(monkeypatch, drivers, tmp_path):
 
 
 def in_line(box, **fields) -> Line:
-    """Record a queued job that this process supervises, and return its place in the queue."""
+    """Record a queued job that this process supervises, and return its queue entry."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     usual = {"gpu_source": "nvml", "gpus_wanted": 1, "any_gpus": True}
@@ -50,7 +50,7 @@ def in_line(box, **fields) -> Line:
 
 
 def tried(line: Line) -> str | tuple[int, ...]:
-    """Try to start the job; return the cards it has got, or what it waits for."""
+    """Try to start the job; return the indices of its GPUs, or its reason to wait."""
     started = line.try_start()
     line.locks.release()
     return line.job.gpu_ids if started else line._control.job(line.job.id).waits_for
@@ -63,9 +63,9 @@ def test_a_job_starts_on_a_driver_that_takes_seconds_to_open(box, on_driver):
     assert line.job.state == JobState.STARTING
 
 
-def test_a_job_takes_no_card_of_which_its_user_or_its_memory_cannot_be_seen(box, on_driver):
+def test_a_job_takes_no_gpu_with_unknown_processes_or_memory(box, on_driver):
     on_driver(GPUS=4, PIDS="", FAULTS="1:idle,1:no_memory_info,2:idle,2:mig,3:idle")
-    # The slices of GPU 2 are GPUs 4 and 5.
+    # GPUs 4 and 5 are the slices of GPU 2.
     assert [tried(in_line(box)) for _ in range(3)] == [(3,), (4,), (5,)]
     waiting = tried(in_line(box))
     assert "by whom cannot be seen" in waiting
@@ -75,14 +75,14 @@ def test_a_job_takes_no_card_of_which_its_user_or_its_memory_cannot_be_seen(box,
     assert tried(in_line(box, **named)) == (1,)
 
 
-def test_jobs_of_different_environments_share_a_reading_and_keep_to_their_cards(box, on_driver):
+def test_jobs_with_different_visible_gpus_share_one_reading(box, on_driver):
     on_driver(GPUS=4, PIDS="", FAULTS="*:idle", LOG=box.data.root / "calls")
     lines = [in_line(box, visible_devices=visible) for visible in ("2", "3,0", None)]
     assert [tried(line) for line in lines] == [(2,), (0,), (1,)]
     assert len(list(box.data.root.glob("cards-*.json"))) == 1
 
 
-def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypatch):
+def test_a_failed_reading_is_logged_with_its_reason(box, on_driver, monkeypatch):
     on_driver(INIT_ERROR=9)
     messages = []
     monkeypatch.setattr(card_reader, "note", messages.append)
@@ -93,7 +93,7 @@ def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypat
     ]
 
 
-def test_an_old_reading_does_not_count_as_fresh_while_another_process_has_the_lock(box, on_driver):
+def test_an_old_reading_is_not_fresh_while_another_process_holds_the_lock(box, on_driver):
     on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
     waiting = in_line(box)
     assert len(CardReader(box.data, "nvml").samples()) == 1
@@ -123,16 +123,16 @@ answer_of = card_reader._answer_of
 
 @contextlib.contextmanager
 def flock(box):
-    """Hold the lock of the reader in another process."""
+    """Hold the reader's lock in another process."""
     command = ["flock", CardReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         yield holder
-        holder.kill()  # its program ends with the pipe
+        holder.kill()  # its child ends when the pipe closes
 
 
 def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_gpus(box, monkeypatch, tmp_path):
-    """A thread in the driver keeps the reader alive; further readers start ever less often."""
+    """A thread in the driver keeps the reader alive; new readers are started at longer and longer intervals."""
     box.data.create()
     started = []
 
@@ -151,7 +151,7 @@ def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
     reader = CardReader(box.data, "nvml")
     assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
-    assert reader.samples(0.0)  # slightly older, since it is not read again
+    assert reader.samples(0.0)  # slightly older, because it is not read again
     assert len(started) == 1
     assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be ended"]
     reader._file.unlink()
@@ -165,17 +165,17 @@ def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_
         one.send_signal(signal.SIGKILL)
         one.wait()
     reader._file.unlink()
-    reader.samples()  # no reader hangs any more
+    reader.samples()  # no reader hangs any longer
     assert len(started) == 3
     started[-1].send_signal(signal.SIGKILL)
     started[-1].wait()
 
 
-def test_the_reader_is_given_more_time_than_the_driver():
+def test_the_reader_has_a_longer_time_limit_than_the_driver():
     assert card_reader.READ_TIMEOUT_S > once.OPEN_LIMIT_S + once.CARD_LIMIT_S
 
 
-def test_the_cards_of_a_job_tell_their_name_though_nobody_has_read_them(box, on_driver):
+def test_the_gpu_name_of_a_job_is_known_without_the_stored_reading(box, on_driver):
     on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
     job = box.job(box.record(gpu_source="nvml", gpu_ids=(1,), gpu_uuids=(UUIDS[1],)))
     (name,) = {sample.name for sample in CardReader(box.data, "nvml").samples()}
@@ -184,7 +184,7 @@ def test_the_cards_of_a_job_tell_their_name_though_nobody_has_read_them(box, on_
     assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""
 
 
-def test_gpus_are_read_if_a_reading_of_any_age_would_do_but_none_is_left(box, on_driver):
+def test_gpus_are_read_if_no_stored_reading_of_any_age_exists(box, on_driver):
     on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
     box.record(gpu_source="nvml")
     reader = CardReader(box.data, "nvml")

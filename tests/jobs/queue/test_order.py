@@ -1,4 +1,4 @@
-"""Whose turn it is, over boards and queues of every kind, and over weeks of virtual time."""
+"""The order of starts, for random GPUs and queues, and over weeks of virtual time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, Card]
 
 
 def could_have(one: Job, where: Card) -> bool:
-    """Tell whether a job could have a card now, by the rules alone and without the plan."""
+    """Return whether a job could use a GPU now, by the rules alone and without the plan."""
     if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
         return False
     if where.stranger and not one.shares_gpus:
@@ -117,7 +117,7 @@ def could_have(one: Job, where: Card) -> bool:
 
 
 @given(boards_and_lines())
-def test_a_card_has_one_exclusive_job_or_jobs_that_share_it(case):
+def test_a_gpu_has_one_exclusive_job_or_jobs_that_share_it(case):
     board, line = case
     for where in board:
         holders = [(held.job_id, held.shared) for held in where.leases]
@@ -130,7 +130,7 @@ def test_a_card_has_one_exclusive_job_or_jobs_that_share_it(case):
 
 
 @given(boards_and_lines())
-def test_jobs_that_share_a_card_never_need_more_memory_than_it_has(case):
+def test_jobs_that_share_a_gpu_never_need_more_memory_than_it_has(case):
     board, line = case
     given_out = takers(line, turns(line, board, NOW))
     for where in board:
@@ -143,7 +143,7 @@ def test_jobs_that_share_a_card_never_need_more_memory_than_it_has(case):
 
 
 @given(boards_and_lines())
-def test_a_job_gets_as_many_cards_as_it_wants_of_those_it_may_have_or_says_why_not(case):
+def test_a_job_gets_all_its_gpus_from_the_allowed_ones_or_a_reason_to_wait(case):
     board, line = case
     decisions = turns(line, board, NOW)
     assert decisions.keys() == {one.id for one in line}
@@ -156,7 +156,7 @@ def test_a_job_gets_as_many_cards_as_it_wants_of_those_it_may_have_or_says_why_n
 
 
 @given(boards_and_lines())
-def test_who_is_first_starts_when_the_cards_are_there(case):
+def test_the_first_job_starts_if_enough_gpus_are_available(case):
     board, line = case
     first = in_order(line)[0]
     fitting = [where for where in board if could_have(first, where)]
@@ -164,7 +164,7 @@ def test_who_is_first_starts_when_the_cards_are_there(case):
 
 
 @given(boards_and_lines(), st.randoms())
-def test_every_supervisor_draws_the_same_conclusion_however_it_reads_line_and_board(case, source):
+def test_every_supervisor_makes_the_same_plan_whatever_the_order_of_its_input(case, source):
     board, line = case
     decisions = turns(line, board, NOW)
     source.shuffle(board)
@@ -173,7 +173,7 @@ def test_every_supervisor_draws_the_same_conclusion_however_it_reads_line_and_bo
 
 
 @given(boards_and_lines())
-def test_with_equal_jobs_nobody_overtakes_who_is_first_by_priority_and_then_by_age(case):
+def test_equal_jobs_start_in_order_of_priority_and_age(case):
     board, line = case
     alike = [
         msgspec.structs.replace(one, any_gpus=True, gpus_wanted=1, shares_gpus=False, card_memory_bytes=None)
@@ -187,7 +187,7 @@ def test_with_equal_jobs_nobody_overtakes_who_is_first_by_priority_and_then_by_a
 
 
 def soonest_start_s(large: Job, board: Sequence[Card], started: Iterable[tuple[Job, Card]]) -> float:
-    """Return when the large job can start if all jobs end as expected, by trying every choice of cards."""
+    """Return when the large job can start if all jobs end as expected, by trying every choice of GPUs."""
     free_in = {where.uuid: where.frees_in_s if where.leases else 0.0 for where in board}
     for one, taken in started:
         free_in[taken.uuid] = max(free_in[taken.uuid], math.inf if one.expected_s is None else one.expected_s)
@@ -197,9 +197,9 @@ def soonest_start_s(large: Job, board: Sequence[Card], started: Iterable[tuple[J
 
 
 @given(boards_and_lines())
-def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
+def test_backfilled_jobs_do_not_delay_the_first_waiting_job(case):
     board, line = case
-    # Exclusive jobs on good cards: what can be had then depends on time alone.
+    # With exclusive jobs and usable GPUs, availability depends only on time.
     board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     decisions = turns(line, board, NOW)
@@ -212,13 +212,13 @@ def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
 
 
 @given(boards_and_lines())
-def test_who_has_waited_too_long_is_overtaken_by_nobody_on_the_cards_it_will_get(case):
+def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     board, line = case
     board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
-    # It wants all that it could have, of which some are mostly held.
+    # The job wants all GPUs that it could use, and some of them are usually leased.
     all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
     line = [all_of_them if one.id == first.id else one for one in line]
     decisions = turns(line, board, NOW)
@@ -227,7 +227,7 @@ def test_who_has_waited_too_long_is_overtaken_by_nobody_on_the_cards_it_will_get
     assert {taken.uuid for _, taken in takers(line, decisions)}.isdisjoint(where.uuid for where in possible)
 
 
-def test_who_is_let_in_is_done_before_the_job_that_waits_could_start():
+def test_a_backfilled_job_ends_before_the_waiting_job_could_start():
     board = [held_card(0, 500.0), card(1), card(2)]
     large = job(1, gpus_wanted=3, queued=NOW - 60)
     short, long, unknown = (job(number, expected_s=length) for number, length in ((2, 400.0), (3, 600.0), (4, None)))
@@ -237,21 +237,21 @@ def test_who_is_let_in_is_done_before_the_job_that_waits_could_start():
     assert "job 1 was there first" in decisions[3].waits_for
 
 
-def test_a_job_just_given_its_cards_counts_as_long_as_it_is_expected_to_run():
+def test_a_job_that_has_just_been_planned_holds_its_gpus_for_its_expected_time():
     board = [card(0), card(1)]
     first, large, endless = job(1, expected_s=10.0), job(2, gpus_wanted=2), job(3, expected_s=1e6)
     decisions = turns([first, large, endless], board, NOW)
     assert [bool(decisions[number].cards) for number in (1, 2, 3)] == [True, False, False]
 
 
-def test_who_waits_for_a_stranger_keeps_no_card_from_others():
+def test_a_job_that_waits_for_another_users_gpu_blocks_no_other_gpu():
     board = [card(0, stranger="used by mallory"), card(1)]
     decisions = turns([named(1, 0, 1), job(2)], board, NOW)
     assert [where.index for where in decisions[2].cards] == [1]
     assert decisions[1].waits_for == "GPU 0 is used by mallory"
 
 
-def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
+def test_a_sharing_job_may_use_another_users_gpu_if_memory_is_enough():
     board = [card(0, stranger="used by mallory", free_bytes=8 * GIB)]
     line = [
         named(1, 0, shares_gpus=True, card_memory_bytes=9 * GIB),
@@ -273,12 +273,12 @@ def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
         (job(1, gpus_wanted=4), "4 GPUs: GPU 0 is held by job 90 (bob) and GPU 1 cannot be used (it is lost)"),
     ],
 )
-def test_a_reason_to_wait_names_every_card_in_the_way(one, said):
+def test_a_reason_to_wait_names_every_unavailable_gpu(one, said):
     board = [held_card(0, 60.0), card(1, unusable="it is lost")]
     assert turns([one], board, NOW)[1].waits_for == said
 
 
-def test_slices_of_cards_are_for_jobs_on_one_gpu_or_whose_processes_exchange_nothing():
+def test_slices_are_only_for_single_gpu_jobs_and_independent_processes():
     cut = [msgspec.structs.replace(card(index), uuid=f"MIG-{index}") for index in (0, 1)]
     alone, connected, apart = job(1), job(1, gpus_wanted=2, mode="ddp"), job(1, gpus_wanted=2, mode="single")
     assert [len(turns([one], cut, NOW)[1].cards) for one in (alone, connected, apart)] == [1, 0, 2]
@@ -286,16 +286,16 @@ def test_slices_of_cards_are_for_jobs_on_one_gpu_or_whose_processes_exchange_not
     assert turns([connected], cut, NOW)[1].waits_for == reason
 
 
-def test_a_job_waits_where_there_are_too_few_cards_or_none_can_be_read():
+def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
     assert turns([job(1, gpus_wanted=2)], [card(0)], NOW)[1].waits_for == "2 GPUs: there are not so many here"
     assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: none can be seen"
     assert turns([named(1, 0)], [], NOW)[1].waits_for == "1 GPU of it cannot be seen"
 
 
 class Cluster:
-    """A box over virtual time: jobs come, are planned whenever something changes, and end.
+    """A machine in virtual time: jobs arrive, are planned after every change, and end.
 
-    They run `late` times as long as they expect, and report their remaining time unless they are `silent`.
+    Jobs run for `late` times their expected time, and report their remaining time unless `silent`.
     """
 
     def __init__(self, n_cards: int, late: float = 1.0, *, silent: bool = False) -> None:
@@ -307,7 +307,7 @@ class Cluster:
         self._ends: list[float] = []
 
     def until(self, at: float) -> None:
-        """Advance the time, planning at every end of a job up to then."""
+        """Advance the time to `at`, and plan at every end of a job."""
         while self._ends and self._ends[0] <= at:
             self.now = heapq.heappop(self._ends)
             self._running = {uuid: pair for uuid, pair in self._running.items() if pair[1] > self.now}
@@ -349,7 +349,7 @@ LARGE = 1000
     st.sampled_from([0.5, 1.0, 2.0, 5.0]),
     st.booleans(),
 )
-def test_a_large_job_in_a_stream_of_small_ones_waits_no_longer_than_promised(stream, comes_at, wanted, late, silent):
+def test_a_large_job_among_small_ones_waits_no_longer_than_promised(stream, comes_at, wanted, late, silent):
     box, lengths = Cluster(4, late, silent=silent), [late * length for _, length, _ in stream]
     for number, (pause, length, n_cards) in enumerate(stream):
         if number == comes_at:
@@ -357,14 +357,14 @@ def test_a_large_job_in_a_stream_of_small_ones_waits_no_longer_than_promised(str
         box.comes(job(number + 1, gpus_wanted=n_cards, expected_s=float(length)))
         box.until(box.now + pause)
     box.until(box.now + 1e7)
-    # Those that were there before it may all have to run first.
+    # All jobs that arrived earlier may have to run first.
     ahead = sum(lengths[:comes_at])
     assert box.started[LARGE] - arrived <= ahead + BACKFILL_S + max(lengths)
     assert len(box.started) == len(stream) + 1
 
 
 def wait_in_a_stream_of_silent_jobs() -> float:
-    """Return how long a large job waits behind jobs that each look as if they were done in time, and never are."""
+    """Return how long a large job waits behind jobs that each seem about to end but run longer than expected."""
     box = Cluster(2, late=3.0, silent=True)
     box.comes(job(1, expected_s=600.0))
     box.until(box.now + 900)
@@ -377,21 +377,21 @@ def wait_in_a_stream_of_silent_jobs() -> float:
     return box.started[LARGE] - arrived
 
 
-def test_jobs_of_which_nobody_knows_when_they_end_starve_nobody(monkeypatch):
+def test_jobs_with_an_unknown_end_starve_no_other_job(monkeypatch):
     promised = BACKFILL_S + 3 * 600
     assert wait_in_a_stream_of_silent_jobs() <= promised
     monkeypatch.setattr(order, "BACKFILL_S", math.inf)
     assert wait_in_a_stream_of_silent_jobs() > 3 * promised
 
 
-def test_a_card_that_hides_its_free_memory_is_for_who_names_it_only():
+def test_a_gpu_with_unknown_free_memory_is_only_for_jobs_that_name_it():
     board = [card(0, free_bytes=None)]
     message = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
     assert turns([job(1)], board, NOW)[1].waits_for == message
     assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GIB)], board, NOW)[1].cards] == [0]
 
 
-def test_each_job_takes_only_cards_that_its_own_environment_leaves():
+def test_each_job_takes_only_gpus_that_its_environment_leaves_visible():
     board = [card(index) for index in range(4)]
     line = [
         job(1, visible_devices="3,GPU-2", gpus_wanted=1),
@@ -404,13 +404,13 @@ def test_each_job_takes_only_cards_that_its_own_environment_leaves():
     assert decisions[2].waits_for == "2 GPUs: job 1 was there first"
 
 
-def test_beside_another_vendors_driver_the_environment_leaves_the_same_cards(monkeypatch, tmp_path):
+def test_a_second_vendors_driver_does_not_change_the_visible_gpus_of_a_job(monkeypatch, tmp_path):
     for name, vendor in VENDORS.items():
         here = msgspec.structs.replace(vendor, driver_files=(str(tmp_path),))
         monkeypatch.setitem(VENDORS, name, here)
     board = [card(index, vendor="nvml") for index in (1, 2, 3)]
     (turn,) = turns([job(1, visible_devices="1", gpus_wanted=1)], board, NOW).values()
-    # Each vendor counts its own cards, of which the second is the third here.
+    # Each vendor numbers its own GPUs: number 1 of this vendor is GPU 2 of the machine.
     assert [taken.index for taken in turn.cards] == [2]
     (turn,) = turns([job(1, visible_devices="2", gpus_wanted=1)], board, NOW).values()
     assert [taken.index for taken in turn.cards] == [3]

@@ -1,4 +1,4 @@
-"""The race for one card, many times over."""
+"""Jobs that wait for the same GPU: races, order, and supervisors that do not answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def line(box, job_id: int) -> Line:
     return Line(box.data, control, control.job(job_id))
 
 
-def test_of_racing_launchers_exactly_one_gets_the_card_in_every_round(box):
+def test_exactly_one_of_racing_launchers_gets_the_gpu_in_every_round(box):
     for _ in range(ROUNDS):
         entries = [line(box, queued(box, supervisor_pid=None)) for _ in range(RACERS)]
         together = threading.Barrier(RACERS)
@@ -57,14 +57,14 @@ def test_of_racing_launchers_exactly_one_gets_the_card_in_every_round(box):
             box.control.transition(job.id, JobState.STOPPED)
 
 
-def test_jobs_that_want_the_same_card_start_in_the_order_of_their_launch(box):
+def test_jobs_that_want_the_same_gpu_start_in_launch_order(box):
     first, second = queued(box), queued(box)
     assert not line(box, second).try_start()
     assert box.control.events(second)[0].message == f"waits: job {first} was there first"
     assert line(box, first).try_start()
 
 
-def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
+def test_an_older_job_that_waits_for_another_gpu_does_not_block_a_younger_one(box):
     running = queued(box, gpu_ids=(1,), gpu_uuids=("GPU-1",))
     entry = line(box, running)
     assert entry.try_start()
@@ -77,7 +77,7 @@ def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
 
 @pytest.fixture
 def halted(monkeypatch):
-    """Start a process that stands in for a supervisor, and stop it by SIGSTOP."""
+    """Start a process that stands in for a supervisor, and halt it by SIGSTOP."""
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
     monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
     supervisor = subprocess.Popen(["sleep", "60"])
@@ -96,7 +96,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     assert second.try_start()
     assert not third.try_start()
     assert len(box.control.events(first)) == 1
-    # Its supervisor continues, finds the GPU taken, and is first in the queue again.
+    # Its supervisor continues, finds the GPU leased, and is first in the queue again.
     assert not line(box, first).try_start()
     assert "GPU 0 is held by job" in box.job(first).waits_for
     second.locks.release()
@@ -106,7 +106,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     assert box.job(third.job.id).waits_for == f"job {first} was there first"
 
 
-def test_a_job_that_cannot_reserve_its_gpu_is_passed_over_but_not_called_silent(box, halted):
+def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_called_silent(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, waits_for="its own reason")
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)
@@ -114,13 +114,13 @@ def test_a_job_that_cannot_reserve_its_gpu_is_passed_over_but_not_called_silent(
     second = line(box, queued(box))
     assert not second.try_start()
     assert (box.job(first).waits_for, box.control.events(first)) == ("its own reason", [])
-    # No later sign: it is stopped now.
+    # No new sign of life: the supervisor is halted.
     os.utime(sign, (1, 1))
     assert second.try_start()
     assert [event.kind for event in box.control.events(first)] == ["silent"]
 
 
-def test_a_job_that_starts_before_a_halted_one_reports_it_though_it_gave_a_sign_just_before(box, halted):
+def test_a_job_that_starts_before_a_halted_one_reports_it_despite_a_recent_sign(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, waits_for="its own reason")
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_a_job_that_starts_before_a_halted_one_reports_it_though_it_gave_a_sign_
     second.locks.release()
 
 
-def test_a_job_that_has_started_reports_one_that_hangs_in_a_wait_once_its_sign_is_old(box, halted):
+def test_a_started_job_reports_a_hanging_one_once_its_last_sign_is_old(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks)
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)
@@ -151,7 +151,7 @@ def test_a_job_that_has_started_reports_one_that_hangs_in_a_wait_once_its_sign_i
     second.locks.release()
 
 
-def test_a_reason_to_wait_is_told_once(box):
+def test_a_reason_to_wait_is_logged_once(box):
     first, second = queued(box), queued(box)
     entry = line(box, second)
     assert [entry.try_start() for _ in range(3)] == [False] * 3
@@ -159,7 +159,7 @@ def test_a_reason_to_wait_is_told_once(box):
     assert box.job(first).state == JobState.QUEUED
 
 
-def test_changing_processes_of_other_users_are_not_an_event_each_time(box, monkeypatch):
+def test_a_change_of_another_users_process_is_not_a_new_event_each_time(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     for number in range(20):
@@ -174,7 +174,7 @@ def test_changing_processes_of_other_users_are_not_an_event_each_time(box, monke
     ]  # fmt: skip
 
 
-def test_short_processes_of_other_users_do_not_fill_the_history_of_a_queued_job(box, monkeypatch):
+def test_short_processes_of_other_users_do_not_flood_the_events_of_a_queued_job(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     commands = [f"train --name {'abcdefgh'[number % 8]}" for number in range(50)]
@@ -187,7 +187,7 @@ def test_short_processes_of_other_users_do_not_fill_the_history_of_a_queued_job(
     assert box.job(job_id).waits_for == reasons[-1]
 
 
-def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box):
+def test_a_job_that_is_no_longer_queued_does_not_start_and_holds_no_lock(box):
     job_id = queued(box)
     entry = line(box, job_id)
     box.control.transition(job_id, JobState.LOST)
@@ -195,7 +195,7 @@ def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box)
     assert GpuLocks(box.data.locks, ["GPU-0"]).take()
 
 
-def test_a_locked_store_costs_a_job_a_try_and_not_its_place(box, locked_store):
+def test_a_locked_store_costs_a_job_one_attempt_but_not_its_place(box, locked_store):
     job_id = queued(box)
     entry = line(box, job_id)
     with locked_store(box.data.control_db), pytest.raises(StoreError, match="is locked"):
@@ -205,7 +205,7 @@ def test_a_locked_store_costs_a_job_a_try_and_not_its_place(box, locked_store):
     assert box.job(job_id).state == JobState.STARTING
 
 
-def test_locks_that_are_held_are_not_taken_again(box):
+def test_held_locks_are_not_taken_again(box):
     box.data.create()
     locks = GpuLocks(box.data.locks, ["GPU-0"])
     assert locks.take()
@@ -214,7 +214,7 @@ def test_locks_that_are_held_are_not_taken_again(box):
     assert locks.descriptors == held
 
 
-def test_a_job_that_has_got_its_cards_knows_its_row_without_reading_it(box):
+def test_a_job_that_starts_has_its_new_state_without_reading_its_row(box):
     job_id = queued(box)
     entry = line(box, job_id)
     assert entry.try_start()

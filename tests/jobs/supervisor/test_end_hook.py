@@ -1,4 +1,4 @@
-"""The user's own command at the end of a job."""
+"""The user's command at the end of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def end(box, command: list[str]) -> None:
     run_hook(box.data, job)
 
 
-def test_a_command_learns_from_its_environment_which_job_ended_and_how(box):
+def test_the_environment_of_the_command_describes_the_ended_job(box):
     names = ("ID", "NAME", "STATE", "STEP", "FVU", "BATCH_FVU", "ERROR")
     asked = "|".join(f"$SAE_TUI_JOB_{name}" for name in names)
     end(box, ["sh", "-c", f'echo "{asked}|$SAE_TUI_DATA_DIR" >told'])
@@ -26,11 +26,11 @@ def test_a_command_learns_from_its_environment_which_job_ended_and_how(box):
     ("command", "said"),
     [(["sh", "-c", "exit 3"], "on_job_end ended with exit code 3"), (["no-such-program"], "on_job_end: [Errno 2]")],
 )
-def test_a_command_that_fails_is_noted_and_harms_nothing(box, capsys, command, said):
+def test_a_failing_command_is_logged_and_has_no_other_effect(box, capsys, command, said):
     end(box, command)
     assert said in "".join(capsys.readouterr())
 
 
-def test_without_a_command_nothing_is_run_or_said(box, capsys):
+def test_without_a_command_nothing_is_run_or_logged(box, capsys):
     end(box, [])
     assert "".join(capsys.readouterr()) == ""

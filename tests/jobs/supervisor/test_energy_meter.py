@@ -1,4 +1,4 @@
-"""The energy in a job's row, from the samples that are stored while the job has its GPUs."""
+"""The energy of a job, from the samples that are stored while the job has its GPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def meter_of(box, job_id: int, now: list[float]) -> EnergyMeter:
     return EnergyMeter(box.data, box.control, box.job(job_id), lambda: now[0], lambda: now[0])
 
 
-def test_the_row_has_the_energy_of_all_gpus_while_the_job_runs(box, job_id):
+def test_the_job_has_the_energy_of_all_its_gpus_while_it_runs(box, job_id):
     now = [NOW]
     meter = meter_of(box, job_id, now)
     store(box, range(-60, 31), 360.0)
@@ -47,13 +47,13 @@ def test_the_row_has_the_energy_of_all_gpus_while_the_job_runs(box, job_id):
     assert (job.energy_s, job.energy_known_s, job.energy_counted_s) == pytest.approx((60, 60, 0))
 
 
-def test_nothing_is_written_before_its_time(box, job_id):
+def test_nothing_is_written_before_the_first_interval(box, job_id):
     meter = meter_of(box, job_id, [NOW])
     meter.turn()
     assert box.job(job_id).energy_s is None
 
 
-def test_attempts_add_up_and_the_pause_between_them_does_not_count(box, job_id):
+def test_attempts_add_up_without_the_pause_between_them(box, job_id):
     store(box, range(301), 360.0, counter=400.0)
     for begin in (0, 200):
         now = [NOW + begin]
@@ -63,12 +63,12 @@ def test_attempts_add_up_and_the_pause_between_them_does_not_count(box, job_id):
         meter.end()
     job = box.job(job_id)
     assert job.energy_s == pytest.approx(400)
-    # The first second of each attempt is before its first reading of the counter.
+    # The first second of each attempt precedes its first counter reading.
     assert job.energy_wh == pytest.approx(2 * 2 * (360 + 99 * 400) / 3600)
     assert job.energy_counted_s == pytest.approx(4 * 99)
 
 
-def test_a_clock_that_is_set_back_loses_nothing_of_what_was_measured(box, job_id):
+def test_setting_the_clock_back_loses_no_measured_energy(box, job_id):
     store(box, range(-200, 101), 360.0)
     now = [NOW]
     meter = meter_of(box, job_id, now)
@@ -83,7 +83,7 @@ def test_a_clock_that_is_set_back_loses_nothing_of_what_was_measured(box, job_id
     assert (job.energy_s, job.energy_known_s) == pytest.approx((300, 300))
 
 
-def test_a_clock_that_jumps_ahead_by_a_day_and_back_adds_no_unmeasured_time(box, job_id):
+def test_a_clock_jump_of_a_day_and_back_adds_no_unmeasured_time(box, job_id):
     day = 86_400
     store(box, [*range(101), *range(day + 100, day + 201), *range(201, 301)], 360.0)
     now, steady = [NOW], [50.0]
@@ -97,7 +97,7 @@ def test_a_clock_that_jumps_ahead_by_a_day_and_back_adds_no_unmeasured_time(box,
     assert job.energy_known_s == pytest.approx(600, abs=4)
 
 
-def test_a_history_that_cannot_be_read_leaves_the_job_alone(box, job_id):
+def test_an_unreadable_history_does_not_affect_the_job(box, job_id):
     now = [NOW]
     meter = meter_of(box, job_id, now)
     box.data.gpu_db.write_bytes(b"no database at all" * 100)

@@ -1,4 +1,4 @@
-"""How the watch of a running job reacts to requests, to a locked store and to silence."""
+"""How the watch of a running job reacts to requests, to a locked store and to missing progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def watching(box):
-    """Return a function that makes a watch, with a store connection of its own, for a job in the given state."""
+    """Return a function that creates a watch, with its own store connection, for a job in the given state."""
     with contextlib.ExitStack() as stack:
 
         def begin(state: JobState) -> Watch:
@@ -35,7 +35,7 @@ def watching(box):
         yield begin
 
 
-def test_the_mode_is_what_the_ranks_settled_on_once_they_have(box, watching, monkeypatch):
+def test_the_mode_of_a_job_is_updated_once_its_ranks_have_chosen_it(box, watching, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     followed = watching(JobState.STARTING)
     followed.poll()
@@ -52,7 +52,7 @@ def test_the_mode_is_what_the_ranks_settled_on_once_they_have(box, watching, mon
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill"])
-def test_a_stop_that_meets_a_locked_store_is_recorded_once_the_store_is_free(box, watching, locked_store, kind):
+def test_a_stop_during_a_locked_store_is_recorded_once_the_store_is_free(box, watching, locked_store, kind):
     followed = watching(JobState.RUNNING)
     box.control.request(1, kind)
     with locked_store(box.data.control_db):
@@ -65,7 +65,7 @@ def test_a_stop_that_meets_a_locked_store_is_recorded_once_the_store_is_free(box
     assert [event.kind for event in box.control.events(1)] == ["stopping"]
 
 
-def test_a_job_that_does_not_begin_to_train_is_told_of_once(box, watching, monkeypatch):
+def test_a_slow_start_is_reported_once(box, watching, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     in_time = watching(JobState.STARTING)
     in_time.poll()
@@ -79,7 +79,7 @@ def test_a_job_that_does_not_begin_to_train_is_told_of_once(box, watching, monke
     assert event.message.startswith("has not begun to train")
 
 
-def test_a_job_that_goes_on_runs_only_once_its_new_ranks_have_begun(box, watching, monkeypatch):
+def test_a_resumed_job_is_running_only_once_its_new_ranks_have_begun(box, watching, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     paths = box.data.run(1)
     paths.create()
@@ -93,7 +93,7 @@ def test_a_job_that_goes_on_runs_only_once_its_new_ranks_have_begun(box, watchin
     assert (box.job(1).state, box.job(1).step) == (JobState.RUNNING, 30)
 
 
-def test_that_a_run_overfitted_is_in_the_job_s_row_until_the_run_is_resumed(box, watching, monkeypatch):
+def test_overfitting_is_stored_with_the_job_until_the_run_is_resumed(box, watching, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     paths = box.data.run(1)
     paths.create()
@@ -112,7 +112,7 @@ def test_that_a_run_overfitted_is_in_the_job_s_row_until_the_run_is_resumed(box,
         assert report(70, OVERFITTING) == "overfitting at step 70"
 
 
-def test_a_save_that_an_attempt_before_did_not_end_does_not_keep_one_that_hangs_alive(box, watching, monkeypatch):
+def test_an_unfinished_save_of_an_earlier_attempt_does_not_excuse_a_hang(box, watching, monkeypatch):
     paths = box.data.run(1)
     paths.create()
     with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
@@ -124,9 +124,7 @@ def test_a_save_that_an_attempt_before_did_not_end_does_not_keep_one_that_hangs_
     assert followed.is_given_up
 
 
-def test_a_run_whose_steps_cannot_be_stored_or_followed_is_not_taken_for_one_that_hangs(
-    box, watching, locked_store, monkeypatch
-):
+def test_a_run_whose_steps_cannot_be_read_is_not_mistaken_for_a_hanging_one(box, watching, locked_store, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     now = follow_run.time.monotonic()
     monkeypatch.setattr(follow_run.time, "monotonic", lambda: now)

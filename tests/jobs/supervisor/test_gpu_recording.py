@@ -1,4 +1,4 @@
-"""The history of GPUs while no app runs."""
+"""The GPU history while no app runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.store.database import StoreError, open_reader
 from trainer.contract.store.states import JobState
 
 
-def test_every_card_is_stored_until_the_job_has_ended(box):
+def test_every_gpu_is_recorded_until_the_job_has_ended(box):
     job = box.job(box.record(gpu_source="simulated", gpu_uuids=(uuid_of(1),), state=JobState.RUNNING))
 
     def stored() -> set[int]:
@@ -57,7 +57,7 @@ XID = Xid(79, 2e9, "Xid 79: the GPU has fallen off the bus", is_fatal=True)
         ({"healthy": False, "reason": "GPU is lost"}, "GPU 1: GPU is lost"),
     ],
 )
-def test_the_faults_of_the_job_s_own_gpus_since_it_began_are_named(box, fields, fault):
+def test_faults_of_the_jobs_own_gpus_since_its_start_are_named(box, fields, fault):
     class Broken(Simulated):
         def sample(self, index, *, processes):
             return replace(super().sample(index, processes=processes), **fields)

@@ -1,4 +1,4 @@
-"""Real supervisors and ranks: how a job begins and ends, and what remains of it."""
+"""Real supervisors and ranks: how a job starts, ends, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pid_is_gone(pid: int) -> bool:
     return ProcessRef.of(pid) is None
 
 
-def test_a_job_runs_to_its_end_and_leaves_a_complete_account(box):
+def test_a_finished_job_has_a_complete_record(box):
     job_id = box.launch("steps=20", gpus=(0, 1))
     job = box.wait_ended(job_id)
     assert (job.state, job.error, job.step, job.total_steps, job.tokens) == (JobState.FINISHED, None, 20, 20, 2000)
@@ -61,7 +61,7 @@ def test_a_job_runs_to_its_end_and_leaves_a_complete_account(box):
     assert box.control.leases() == []
 
 
-def test_the_run_folder_is_private_and_its_job_file_runs_again(box):
+def test_the_run_folder_is_private_and_its_job_file_can_be_run_again(box):
     job_id = box.launch("steps=1")
     paths = box.data.run(job_id)
     job = load_job(paths.job_file)
@@ -72,7 +72,7 @@ def test_the_run_folder_is_private_and_its_job_file_runs_again(box):
     assert modes == {0}
 
 
-def test_launch_returns_before_the_job_has_run_and_leaves_no_child_behind(box):
+def test_launch_returns_before_the_job_has_run_and_leaves_no_child(box):
     job_id = box.launch("steps=100")
     assert not box.job(job_id).state.is_final
     supervisor = box.job(job_id).supervisor
@@ -83,7 +83,7 @@ def test_launch_returns_before_the_job_has_run_and_leaves_no_child_behind(box):
         os.waitpid(supervisor.pid, os.WNOHANG)
 
 
-def test_a_waiting_supervisor_is_small(box):
+def test_a_waiting_supervisor_uses_little_memory(box):
     first = box.launch("steps=1000", gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))
     box.wait_steps(first)
@@ -93,7 +93,7 @@ def test_a_waiting_supervisor_is_small(box):
     assert rss_mib(supervisor.pid) < 20
 
 
-def test_of_many_jobs_for_one_gpu_exactly_one_runs_at_a_time_and_all_get_their_turn(box):
+def test_many_jobs_for_one_gpu_run_one_at_a_time_and_all_finish(box):
     box.data.create()
     with ThreadPoolExecutor(6) as pool:
         ids = list(
@@ -110,7 +110,7 @@ def test_two_jobs_on_different_gpus_run_at_the_same_time(box):
     assert {lease.gpu_uuid: lease.job_id for lease in box.control.leases()} == {"GPU-0": first, "GPU-1": second}
 
 
-def test_a_waiting_job_says_whom_it_waits_for_and_starts_when_the_gpu_is_free(box):
+def test_a_waiting_job_names_the_holder_and_starts_when_the_gpu_is_free(box):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait(first, JobState.RUNNING)
     second = box.launch("steps=1", gpus=(0,))
@@ -121,7 +121,7 @@ def test_a_waiting_job_says_whom_it_waits_for_and_starts_when_the_gpu_is_free(bo
     assert box.job(second).started >= box.job(first).ended
 
 
-def test_a_gpu_is_locked_for_as_long_as_a_rank_lives(box):
+def test_a_gpu_is_locked_as_long_as_a_rank_lives(box):
     job_id = box.launch("deaf", gpus=(0,))
     box.wait_steps(job_id)
     box.job(job_id).supervisor.send(signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_a_gpu_is_locked_for_as_long_as_a_rank_lives(box):
         time.sleep(0.02)
 
 
-def test_a_stop_request_lets_the_ranks_save_and_ends_as_stopped(box):
+def test_a_stop_request_lets_the_ranks_save_and_ends_the_job_as_stopped(box):
     job_id = box.launch("steps=100000", gpus=(0, 1))
     box.wait_steps(job_id, rank_count=2)
     assert edits.stop(box.data, job_id) == f"job {job_id} saves a checkpoint and stops at its next step"
@@ -154,7 +154,7 @@ def test_a_queued_job_that_is_stopped_never_starts(box):
     assert not box.job(first).state.is_final
 
 
-def test_a_job_that_does_not_stop_is_killed_by_the_second_request(box):
+def test_a_second_request_kills_a_job_that_does_not_stop(box):
     job_id = box.launch("deaf", gpus=(0, 1))
     box.wait_steps(job_id, rank_count=2)
     edits.stop(box.data, job_id)
@@ -168,7 +168,7 @@ def test_a_job_that_does_not_stop_is_killed_by_the_second_request(box):
     assert box.living(job_id) == []
 
 
-def test_a_job_that_is_killed_while_its_card_is_made_is_finished(box):
+def test_a_job_that_is_killed_while_its_report_card_is_made_is_finished(box):
     job_id = box.launch("judge steps=5")
     run = LiveRun(box.data.run(job_id))
     box.wait_for(lambda: run.poll() and run.heartbeat.phase == "judging", "the card to be made")
@@ -179,7 +179,7 @@ def test_a_job_that_is_killed_while_its_card_is_made_is_finished(box):
     assert job.output_path
 
 
-def test_a_supervisor_that_is_told_to_end_lets_its_ranks_save(box):
+def test_a_supervisor_that_receives_a_signal_lets_its_ranks_save(box):
     job_id = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(job_id)
     supervisor = box.job(job_id).supervisor
@@ -189,7 +189,7 @@ def test_a_supervisor_that_is_told_to_end_lets_its_ranks_save(box):
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3]
 
 
-def test_a_supervisor_that_is_told_twice_does_not_wait_for_ranks_that_do_not_save(box):
+def test_a_second_signal_ends_ranks_that_do_not_save(box):
     job_id = box.launch("deaf")
     box.wait_steps(job_id)
     supervisor = box.job(job_id).supervisor
@@ -199,7 +199,7 @@ def test_a_supervisor_that_is_told_twice_does_not_wait_for_ranks_that_do_not_sav
     assert box.wait_ended(job_id, timeout_s=KILLED_WITHIN_S).state == JobState.STOPPED
 
 
-def test_a_killed_rank_fails_the_job_with_its_name_and_last_line_and_ends_the_others(box):
+def test_a_killed_rank_fails_the_job_with_its_last_log_line_and_ends_the_others(box):
     job_id = box.launch("crash=1@15 steps=100000", gpus=(0, 1, 2))
     begun = time.monotonic()
     job = box.wait_ended(job_id)
@@ -210,13 +210,13 @@ def test_a_killed_rank_fails_the_job_with_its_name_and_last_line_and_ends_the_ot
     assert box.control.leases() == []
 
 
-def test_the_cause_is_the_rank_that_failed_first_not_the_first_to_be_gone(box):
+def test_the_cause_is_the_rank_that_failed_first_not_the_one_that_ended_first(box):
     job = box.wait_ended(box.launch("fail=1@10 cut-off=0 steps=100000", gpus=(0, 1)))
     assert (job.state, job.error) == (JobState.FAILED, "rank 1: RuntimeError: the loss is not finite")
     assert box.control.ranks(job.id)[0].error == "rank 0: connection closed by peer"
 
 
-def test_ranks_that_do_not_end_by_themselves_are_killed_when_one_fails(box):
+def test_ranks_that_do_not_end_are_killed_when_another_rank_fails(box):
     job_id = box.launch("deaf fail=1@10", gpus=(0, 1))
     begun = time.monotonic()
     assert box.wait_ended(job_id).state == JobState.FAILED
@@ -224,7 +224,7 @@ def test_ranks_that_do_not_end_by_themselves_are_killed_when_one_fails(box):
     assert box.control.ranks(job_id)[0].exit_signal == signal.SIGKILL
 
 
-def test_what_the_ranks_leave_behind_is_ended_with_the_job(box):
+def test_processes_left_by_the_ranks_are_ended_with_the_job(box):
     job_id = box.launch("orphan steps=3")
     box.wait_ended(job_id)
     assert pid_is_gone(int((box.data.run(job_id).root / "orphan.pid").read_text()))
@@ -244,7 +244,7 @@ def held_in_queue(box) -> ProcessRef:
     return box.job(box.launch("steps=1", place={"hold": True})).supervisor
 
 
-def test_a_waiting_supervisor_ends_when_its_data_folder_was_moved_or_deleted(box):
+def test_a_waiting_supervisor_ends_when_its_data_folder_is_moved_or_deleted(box):
     supervisor = held_in_queue(box)
     box.control.close()
     moved = box.data.root.rename(box.data.root.with_name("moved"))
@@ -254,7 +254,7 @@ def test_a_waiting_supervisor_ends_when_its_data_folder_was_moved_or_deleted(box
     assert Control(moved / "control.db", readonly=True).state(1) == JobState.QUEUED
 
 
-def test_a_waiting_supervisor_ends_on_sigterm_when_the_store_cannot_be_read(box):
+def test_sigterm_ends_a_waiting_supervisor_even_if_the_store_is_unreadable(box):
     supervisor = held_in_queue(box)
     box.control.close()
     box.data.control_db.unlink()
@@ -267,13 +267,13 @@ def test_a_waiting_supervisor_ends_on_sigterm_when_the_store_cannot_be_read(box)
     box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to end")
 
 
-def test_a_run_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path):
+def test_a_run_folder_that_cannot_be_checked_is_not_treated_as_deleted(tmp_path):
     (tmp_path / "file").touch()
     assert [is_gone(tmp_path), is_gone(tmp_path / "none"), is_gone(tmp_path / "file")] == [False, True, True]
     assert not is_gone(tmp_path / ("x" * 300))
 
 
-def test_killing_who_launched_it_leaves_the_job_running(box):
+def test_killing_the_launcher_leaves_the_job_running(box):
     program = (
         "import sys; from pathlib import Path; here = Path(sys.argv[1]); sys.path[:0] = [str(here), str(here.parent)]\n"
         "import conftest, time; box = conftest.Box(Path(sys.argv[2]))\n"
@@ -302,14 +302,14 @@ def test_a_supervisor_that_cannot_start_fails_the_job_with_the_reason(box):
     assert (job.state, job.error) == (JobState.FAILED, "its supervisor did not start: no such module")
 
 
-def test_a_job_that_cannot_run_is_refused_before_anything_is_written(box):
+def test_a_job_that_cannot_run_is_rejected_before_anything_is_written(box):
     job = box.config().replace("train", batch_size=10**6)
     with pytest.raises(JobFileError, match=r"train\.batch_size: one step takes"):
         launching.launch(box.data, job, Placement("cpu", (), 1), gpu_source="none")
     assert not box.data.root.exists()
 
 
-def test_the_metrics_of_a_run_are_whole_after_its_end(box):
+def test_the_metrics_of_an_ended_run_are_complete(box):
     job_id = box.launch("steps=20")
     box.wait_ended(job_id)
     reader = SeriesReader(box.data.run(job_id).metrics_db)
@@ -317,7 +317,7 @@ def test_the_metrics_of_a_run_are_whole_after_its_end(box):
     reader.close()
 
 
-def test_an_error_in_the_supervisor_fails_its_job_with_the_reason_after_its_ranks_have_saved(box, monkeypatch):
+def test_an_error_in_the_supervisor_fails_its_job_after_its_ranks_have_saved(box, monkeypatch):
     monkeypatch.setenv("FAKE_BUG", "1")
     box.data.create()
     save_settings(box.data.settings_file, Settings(on_job_end=["sh", "-c", 'echo "$SAE_TUI_JOB_STATE" >state']))

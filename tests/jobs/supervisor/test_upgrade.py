@@ -29,7 +29,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rename(package: Path, name: str, new_name: str) -> None:
-    """Rename a function everywhere, as a new version may."""
+    """Rename a function everywhere, as a new version might."""
     for file in package.rglob("*.py"):
         text = file.read_text()
         if name in text:
@@ -47,7 +47,7 @@ def test_jobs_that_wait_during_an_upgrade_start_and_stop_in_the_new_version(box,
     assert all(box.job(job_id).supervisor != supervisor for job_id, supervisor in before.items())
 
 
-def test_a_job_waits_while_the_package_is_half_installed(box, installed):
+def test_a_job_waits_while_the_package_is_only_partly_installed(box, installed):
     job_id = box.launch("steps=1", place={"hold": True})
     left = installed / "sae_tui" / "jobs" / "supervisor" / "attempt.py"
     text = left.read_text()
@@ -68,7 +68,7 @@ def test_sigterm_stops_a_waiting_job_after_its_package_was_removed(box, installe
     assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"
 
 
-def test_a_requested_stop_does_not_wait_forever_for_a_package_that_was_removed(monkeypatch):
+def test_a_requested_stop_does_not_wait_forever_for_a_removed_package(monkeypatch):
     program = upgrade.Installed()
     monkeypatch.setattr(upgrade, "PACKAGES", (Path("removed"),))
     monkeypatch.setattr(upgrade, "_loads", lambda: False)

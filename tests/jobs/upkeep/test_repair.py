@@ -1,4 +1,4 @@
-"""A store that was deleted or is corrupt, made again from the folders of the runs."""
+"""A deleted or corrupt store is restored from the run folders."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def no_database(box) -> None:
 
 
 @pytest.mark.parametrize("damage", [lost, corrupt, no_database])
-def test_the_list_of_jobs_is_made_again_as_it_was(box, two_jobs, damage):
+def test_the_list_of_jobs_is_restored_completely(box, two_jobs, damage):
     before = [box.job(job_id) for job_id in two_jobs]
     damage(box)
     messages = list(repair(box.data))
@@ -70,7 +70,7 @@ def test_the_list_of_jobs_is_made_again_as_it_was(box, two_jobs, damage):
     assert list(repair(box.data)) == []
 
 
-def test_a_job_without_its_record_is_guessed_from_its_job_file_and_its_end(box, two_jobs):
+def test_a_job_without_its_record_is_reconstructed_from_its_job_file_and_its_end(box, two_jobs):
     first, second = two_jobs
     box.data.run(first).record_file.unlink()
     box.data.run(second).record_file.write_text("{broken")
@@ -88,7 +88,7 @@ def test_a_job_without_its_record_is_guessed_from_its_job_file_and_its_end(box, 
     assert box.wait_ended(second).state == JobState.STOPPED
 
 
-def test_a_job_s_record_is_written_and_its_lock_free_before_its_row_says_that_it_ended(box, monkeypatch):
+def test_the_record_is_written_and_the_lock_released_before_a_job_ends(box, monkeypatch):
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record(waits_for="GPU 0 is held")
@@ -109,7 +109,7 @@ def test_a_job_s_record_is_written_and_its_lock_free_before_its_row_says_that_it
     assert box.job(job_id).state == JobState.STOPPED
 
 
-def test_a_folder_that_is_no_run_is_passed_over(box, two_jobs):
+def test_a_folder_that_is_not_a_run_is_skipped(box, two_jobs):
     (box.data.root / "runs" / "77").mkdir()
     (box.data.root / "runs" / "notes").mkdir()
     lost(box)
@@ -117,7 +117,7 @@ def test_a_folder_that_is_no_run_is_passed_over(box, two_jobs):
     assert {job.id for job in box.control.jobs()} == set(two_jobs)
 
 
-def test_a_run_that_was_copied_by_hand_is_a_job_of_its_own(box, two_jobs):
+def test_a_manually_copied_run_is_a_separate_job(box, two_jobs):
     record = read_record(box.data.run(two_jobs[0]))
     paths = box.data.run(30)
     paths.create()
@@ -126,7 +126,7 @@ def test_a_run_that_was_copied_by_hand_is_a_job_of_its_own(box, two_jobs):
     assert (box.job(30).name, box.job(two_jobs[0]).name) == ("copy", "steps=10")
 
 
-def test_a_job_that_runs_is_taken_in_as_running_and_goes_on(box):
+def test_a_running_job_is_restored_as_running_and_continues(box):
     job_id = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(job_id)
     lost(box)
@@ -137,7 +137,7 @@ def test_a_job_that_runs_is_taken_in_as_running_and_goes_on(box):
     assert box.wait_ended(job_id).state == JobState.STOPPED
 
 
-def test_metrics_that_are_corrupt_are_put_aside(box, two_jobs):
+def test_corrupt_metrics_are_renamed(box, two_jobs):
     metrics = box.data.run(two_jobs[0]).metrics_db
     metrics.write_bytes(b"no database" * 1000)
     (message,) = repair(box.data)
@@ -151,12 +151,12 @@ def test_metrics_that_are_corrupt_are_put_aside(box, two_jobs):
     assert metrics.with_name("metrics.db.corrupt-2").exists()
 
 
-def test_there_is_nothing_to_repair_in_a_new_folder(box):
+def test_a_new_folder_needs_no_repair(box):
     assert list(repair(box.data)) == []
     assert box.control.jobs() == []
 
 
-def test_files_of_a_run_that_are_no_text_are_passed_over(box, two_jobs):
+def test_files_of_a_run_that_are_not_text_are_skipped(box, two_jobs):
     first, second = map(box.data.run, two_jobs)
     first.record_file.write_bytes(b'{"name": "\xa5"}')
     second.exit_file.write_bytes(b'{"state": "\xa5"}')

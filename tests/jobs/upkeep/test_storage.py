@@ -18,7 +18,7 @@ def test_a_local_data_folder_needs_no_warning(data):
     assert store_warning(data) == ""
 
 
-def test_a_data_folder_on_a_network_file_system_is_named_with_the_remedy(data, monkeypatch):
+def test_a_data_folder_on_a_network_file_system_is_reported_with_a_remedy(data, monkeypatch):
     monkeypatch.setattr(mounts, "LOCAL", frozenset())
     (kind,) = {mounts.mount_of(data.root.parents[2]).kind}
     assert store_warning(data).startswith(f"{data.root} is on {kind}, ")

@@ -1,4 +1,4 @@
-"""Deleting jobs, undoing that, and a process that is killed in the middle of it."""
+"""Deletes jobs and restores them, also in a process that is killed during the deletion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 5000
 
 
 def ended(box, state: JobState = JobState.FINISHED, **fields) -> int:
-    """Record a job that has ended, with a run and an SAE."""
+    """Record an ended job with a run and an SAE."""
     job_id = box.record(state=state, note="mine", **fields)
     box.data.run(job_id).create()
     (box.data.run(job_id).root / "job.toml").write_bytes(b"#" * SIZE)
@@ -39,7 +39,7 @@ def is_listed(box, job_id: int) -> bool:
     return box.control.state(job_id) is not None
 
 
-def test_a_deleted_job_is_gone_from_the_list_with_its_files_and_comes_back_whole(box):
+def test_a_deleted_job_disappears_with_its_files_and_can_be_restored_completely(box):
     job_id = ended(box)
     before = box.job(job_id)
     assert trash.throw_away(box.data, job_id) == f"job {job_id} (job) is deleted"
@@ -50,7 +50,7 @@ def test_a_deleted_job_is_gone_from_the_list_with_its_files_and_comes_back_whole
     assert not (box.data.trash / str(job_id)).exists()
 
 
-def test_what_is_emptied_is_gone_for_good(box):
+def test_an_emptied_job_cannot_be_restored(box):
     job_id = ended(box)
     trash.throw_away(box.data, job_id)
     assert trash.empty(box.data) == 0, "who deleted it lives and may take it back"
@@ -67,7 +67,7 @@ def test_a_job_that_has_not_ended_is_not_deleted(box, state):
     assert is_listed(box, job_id)
 
 
-def test_of_several_jobs_all_are_deleted_or_none(box):
+def test_either_all_of_several_jobs_are_deleted_or_none(box):
     first, second, runs = ended(box), ended(box), box.record()
     before = box.job(first)
     with pytest.raises(UserError, match=f"job {runs} is queued; stop it before you delete it"):
@@ -76,7 +76,7 @@ def test_of_several_jobs_all_are_deleted_or_none(box):
     assert trash.throw_all_away(box.data, [first, second])[1] == f"job {second} (job) is deleted"
 
 
-def test_a_job_that_is_not_there_cannot_be_deleted(box):
+def test_a_missing_job_cannot_be_deleted(box):
     with pytest.raises(UserError, match="there is no job 3"):
         trash.throw_away(box.data, 3)
     job_id = ended(box)
@@ -85,7 +85,7 @@ def test_a_job_that_is_not_there_cannot_be_deleted(box):
         trash.throw_away(box.data, job_id)
 
 
-def test_a_job_without_files_can_be_deleted_and_taken_back(box):
+def test_a_job_without_files_can_be_deleted_and_restored(box):
     job_id = box.record(state=JobState.FAILED)
     trash.throw_away(box.data, job_id)
     trash.put_back(box.data, job_id)
@@ -93,7 +93,7 @@ def test_a_job_without_files_can_be_deleted_and_taken_back(box):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may move everything")
-def test_files_that_cannot_be_moved_leave_the_job_as_it_was(box):
+def test_files_that_cannot_be_moved_leave_the_job_unchanged(box):
     job_id = ended(box)
     box.data.run(job_id).root.parent.chmod(0o500)
     try:
@@ -105,7 +105,7 @@ def test_files_that_cannot_be_moved_leave_the_job_as_it_was(box):
 
 
 def put_in_the_way(box) -> Path:
-    """Put a file where the folder of all runs was, and return where that folder is now."""
+    """Replace the folder of all runs by a file, and return the new location of the folder."""
     runs = box.data.root / "runs"
     moved = runs.rename(runs.with_name("kept"))
     runs.write_text("")
@@ -117,7 +117,7 @@ def give_way(box, kept: Path) -> None:
     kept.rename(box.data.root / "runs")
 
 
-def test_files_that_cannot_be_moved_back_are_told_where_they_are_and_come_back_later(box):
+def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
     job_id = ended(box)
     trash.throw_away(box.data, job_id)
     moved = put_in_the_way(box)
@@ -127,7 +127,7 @@ def test_files_that_cannot_be_moved_back_are_told_where_they_are_and_come_back_l
     assert str(error.value).startswith(f"{run} cannot be moved back to {back}: ")
     assert "\n" not in str(error.value)
     assert run.is_dir()
-    # What can be brought back is; the rest stays in the trash.
+    # Everything else is restored; these files stay in the trash.
     assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
     with pytest.raises(trash.FilesLeft, match=str(run)):
         trash.empty(box.data, [job_id])
@@ -138,9 +138,9 @@ def test_files_that_cannot_be_moved_back_are_told_where_they_are_and_come_back_l
     assert not (box.data.trash / str(job_id)).exists()
 
 
-def test_a_deletion_that_fails_and_cannot_be_taken_back_says_both_in_one_sentence(box, monkeypatch):
+def test_a_failed_deletion_that_cannot_be_undone_reports_both_in_one_sentence(box, monkeypatch):
     other, job_id = ended(box), ended(box)
-    # The mark of a whole deletion cannot be written over a folder.
+    # The marker file of a complete deletion cannot replace a folder.
     (box.data.trash / str(job_id) / "whole").mkdir(parents=True)
     original = trash.write_whole
 
@@ -160,7 +160,7 @@ def test_a_deletion_that_fails_and_cannot_be_taken_back_says_both_in_one_sentenc
     assert (is_listed(box, job_id), is_listed(box, other), files(box, other)) == (True, True, [True, True])
 
 
-def test_of_several_deletions_those_are_undone_that_can_be(box):
+def test_one_job_that_cannot_be_restored_does_not_prevent_restoring_others(box):
     movable, blocked = ended(box), ended(box)
     trash.throw_all_away(box.data, [blocked, movable])
     box.data.run(blocked).root.write_text("in the way")
@@ -169,7 +169,7 @@ def test_of_several_deletions_those_are_undone_that_can_be(box):
     assert (is_listed(box, movable), files(box, movable)) == (True, [True, True])
 
 
-def test_a_repair_goes_on_where_files_cannot_be_moved_back(box):
+def test_a_repair_continues_if_files_cannot_be_moved_back(box):
     blocked = ended(box)
     subprocess.run([sys.executable, "-c", CUT_OFF, str(box.data.root), "4", str(blocked)])
     box.data.run(blocked).root.write_text("in the way")
@@ -178,7 +178,7 @@ def test_a_repair_goes_on_where_files_cannot_be_moved_back(box):
     assert is_listed(box, blocked)
 
 
-def test_a_job_that_is_resumed_while_it_is_deleted_stays(box, monkeypatch):
+def test_a_job_that_is_resumed_during_its_deletion_is_kept(box, monkeypatch):
     job_id = ended(box)
     original = trash.write_whole
 
@@ -193,7 +193,7 @@ def test_a_job_that_is_resumed_while_it_is_deleted_stays(box, monkeypatch):
     assert not (box.data.trash / str(job_id)).exists()
 
 
-def test_a_job_that_is_being_deleted_is_not_resumed(box, monkeypatch):
+def test_a_job_that_is_being_deleted_cannot_be_resumed(box, monkeypatch):
     job_id = ended(box)
     original = trash._move
 
@@ -206,7 +206,7 @@ def test_a_job_that_is_being_deleted_is_not_resumed(box, monkeypatch):
     assert (is_listed(box, job_id), files(box, job_id)) == (False, [False, False])
 
 
-def test_the_number_of_a_deleted_job_is_never_given_again(box):
+def test_the_number_of_a_deleted_job_is_never_used_again(box):
     alive, deleted = ended(box), ended(box)
     trash.throw_away(box.data, deleted)
     assert box.control.create_job(box.job(alive), above=box.data.last_id()) == deleted + 1
@@ -242,9 +242,9 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 
 
 @pytest.mark.parametrize("step", range(6))
-def test_a_deletion_that_is_cut_off_leaves_the_whole_job_or_none_of_it(box, step):
-    # The process is killed at its call number `step`, from 0, that writes, moves or forgets; at step 5 it comes to its
-    # end.
+def test_an_interrupted_deletion_leaves_all_of_the_job_or_nothing(box, step):
+    # The process is killed at call number `step`, from 0, of the functions that write, move or forget; step 5 is past
+    # the last call.
     other, job_id = ended(box), ended(box)
     command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]
     done = subprocess.run(command)
@@ -261,7 +261,7 @@ def test_a_deletion_that_is_cut_off_leaves_the_whole_job_or_none_of_it(box, step
         assert files(box, job_id) == [True, True]
 
 
-def test_folders_in_the_trash_that_are_no_job_are_left_alone(box):
+def test_folders_in_the_trash_that_are_not_jobs_are_left_alone(box):
     job_id = ended(box)
     trash.throw_away(box.data, job_id)
     (box.data.trash / "notes").mkdir()
@@ -270,7 +270,7 @@ def test_folders_in_the_trash_that_are_no_job_are_left_alone(box):
     assert {folder.name for folder in box.data.trash.iterdir()} == {"notes", "copy", str(job_id)}
 
 
-def test_of_processes_that_have_deleted_jobs_the_locks_go_with_them(box):
+def test_lock_files_of_ended_processes_are_removed_with_their_trash(box):
     box.data.create()
     hers, ours = (box.data.locks / f"trash-{pid}.lock" for pid in (1, 2))
     hers.touch()
@@ -279,7 +279,7 @@ def test_of_processes_that_have_deleted_jobs_the_locks_go_with_them(box):
     assert [file.name for file in box.data.locks.glob("trash-*")] == [ours.name]
 
 
-def test_the_size_of_a_folder_follows_no_links(tmp_path):
+def test_the_size_of_a_folder_does_not_include_link_targets(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").write_bytes(b"12345")
     (tmp_path / "a" / "link").symlink_to(Path("/usr"))

@@ -70,7 +70,7 @@ JOBS = [
         ("k:32", []),
     ],
 )
-def test_a_filter_finds_the_jobs_that_all_its_words_match(text, found) -> None:
+def test_a_filter_finds_the_jobs_that_match_all_its_words(text, found) -> None:
     assert ids(filter_jobs(JOBS, text)) == found
 
 
@@ -86,21 +86,21 @@ def test_a_filter_finds_the_jobs_that_all_its_words_match(text, found) -> None:
         ("queue", [12, 4, 3, 2, 1]),
     ],
 )
-def test_sorting_puts_low_values_of_finished_jobs_first_and_jobs_without_a_value_last(by, found) -> None:
+def test_sorting_puts_low_values_of_finished_jobs_first_and_missing_values_last(by, found) -> None:
     assert ids(find(JOBS, by=by)) == found
 
 
-def test_the_fvu_of_batches_is_never_sorted_among_held_out_fvus() -> None:
+def test_fvus_of_batches_are_sorted_after_held_out_fvus() -> None:
     jobs = [job(1, fvu=0.01), job(2, fvu=0.05, heldout_fvu=0.3), job(3), job(4, fvu=0.2, heldout_fvu=0.25)]
     assert ids(find(jobs, by="fvu")) == [4, 2, 3, 1]
 
 
-def test_an_order_that_there_is_not_names_those_there_are() -> None:
+def test_an_unknown_order_is_rejected_with_a_list_of_known_ones() -> None:
     with pytest.raises(UserError, match="newest, name, state, fvu"):
         find(JOBS, by="speed")
 
 
-def test_a_limit_takes_the_first_of_what_was_found() -> None:
+def test_a_limit_keeps_the_first_matches() -> None:
     assert ids(find(JOBS, "minilm", "fvu", 2)) == [1, 2]
 
 
@@ -108,7 +108,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 
 
 @given(text=words, name=words, tags=st.lists(words, max_size=2))
-def test_whatever_is_typed_a_filter_is_the_and_of_its_words(text, name, tags) -> None:
+def test_a_filter_is_the_intersection_of_its_words_for_any_input(text, name, tags) -> None:
     jobs = [job(1, name, tags=tuple(tags)), job(2, "other")]
     each = [set(ids(filter_jobs(jobs, word))) for word in text.split()]
     assert set(ids(filter_jobs(jobs, text))) == set.intersection({1, 2}, *each)
@@ -118,7 +118,7 @@ def test_whatever_is_typed_a_filter_is_the_and_of_its_words(text, name, tags) ->
     st.lists(st.tuples(st.floats(0, 9) | st.none(), st.sampled_from(JobState)), max_size=30),
     st.sampled_from(list(orders())),
 )
-def test_every_order_keeps_all_jobs_and_is_the_same_from_any_start(values, by) -> None:
+def test_every_order_keeps_all_jobs_and_does_not_depend_on_the_input_order(values, by) -> None:
     jobs = [job(number, heldout_fvu=fvu, loss=fvu, state=state) for number, (fvu, state) in enumerate(values, 1)]
     matches = find(jobs, by=by)
     assert sorted(ids(matches)) == ids(jobs)
@@ -158,11 +158,11 @@ def test_the_architectures_of_a_job_file_are_found_without_parsing_it() -> None:
         ({"state": JobState.RUNNING, "waits_for": "GPU 0"}, ""),
     ],
 )
-def test_a_job_in_line_says_what_keeps_it_there(fields, said) -> None:
+def test_a_queued_job_shows_its_reason_to_wait(fields, said) -> None:
     assert waits(job(**fields)) == said
 
 
-def test_a_job_that_its_user_keeps_from_starting_is_held_or_paused_and_found_by_that_word() -> None:
+def test_a_held_or_paused_job_is_shown_and_found_by_that_word() -> None:
     jobs = [job(1), job(2, held=True), job(3, held=True, attempt=1), job(4, attempt=1), job(5, state=JobState.RUNNING)]
     assert [describe_state(one).word for one in jobs] == ["queued", "held", "paused", "queued", "running"]
     assert len({describe_state(one)[:2] for one in jobs}) == 4
@@ -172,11 +172,11 @@ def test_a_job_that_its_user_keeps_from_starting_is_held_or_paused_and_found_by_
     assert ids(find(jobs, by="state")) == [5, 4, 1, 3, 2]
 
 
-def test_tags_are_added_and_taken_away_by_their_signs() -> None:
+def test_plus_and_minus_signs_add_and_remove_tags() -> None:
     assert edits.tag_words("+good new, -bad") == (["good", "new"], ["bad"])
     assert edits.tag_words("  ") == ([], [])
 
 
-def test_numbers_in_names_are_in_the_order_of_numbers() -> None:
+def test_numbers_in_names_are_sorted_numerically() -> None:
     named = [job(1, "k=16 d_sae=1536"), job(2, "k=16 d_sae=768"), job(3, "k=8"), job(4, "8"), job(5, "K=24")]
     assert ids(find(named, by="name")) == [4, 3, 2, 1, 5]

@@ -1,4 +1,4 @@
-"""What is told of a failure, by what its ranks left."""
+"""The report about a failure, from the files that its ranks left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 def left_by(error: Exception, folder: Path) -> Path:
-    """Write what a rank leaves that was ended by this error."""
+    """Write the file that a rank leaves when this error ends it."""
     try:
         raise error
     except Exception:
@@ -35,7 +35,7 @@ def left_by(error: Exception, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [UserError, StoreError])
-def test_an_exception_whose_sentence_says_all_shows_no_traceback(kind: type[Exception], tmp_path: Path) -> None:
+def test_an_exception_with_a_complete_message_shows_no_traceback(kind: type[Exception], tmp_path: Path) -> None:
     assert _traceback(left_by(kind("give a folder of shards"), tmp_path), "") == ()
 
 
@@ -45,7 +45,7 @@ def test_any_other_exception_shows_its_last_frames(tmp_path: Path) -> None:
     assert any("left_by" in line for line in shown)
 
 
-def test_a_killed_extraction_goes_on_after_the_rows_that_are_stored_not_those_told(tmp_path: Path) -> None:
+def test_a_killed_extraction_resumes_after_its_stored_rows_not_its_reported_ones(tmp_path: Path) -> None:
     extraction = extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows")
     (data := DataDir(tmp_path / "data")).create()
     row = Job(name="x", config=dump_job(extraction), user="me", host="here", device="cpu", gpu_source="none")
@@ -57,16 +57,16 @@ def test_a_killed_extraction_goes_on_after_the_rows_that_are_stored_not_those_to
     write_own(data.run(job_id).job_file, job.config)
 
     def promised(n_told: int) -> tuple[str, str]:
-        """Return what is said beside the failure, and by the resume itself."""
+        """Return the announcement of the failure report, and that of the resume itself."""
         one = msgspec.structs.replace(job, step=n_told)
         told = examine(data, one)
         assert told
         return told.resumes, prepare(data, one, pytest.fail).sentence
 
-    # What is read and not stored is read again.
+    # Rows that were read but not stored are read again.
     none = "starts it again: it had finished no shard", "starts from the first row: it had finished no shard"
     assert promised(76_644) == none
-    # Progress is told every few seconds, so that whole shards may be stored before any of it is.
+    # Progress is reported every few seconds, so complete shards may be stored before the first report.
     Path(extraction.extract.output).mkdir()
     state = {"job": identity(extraction), "shards": [[{"n_tokens": 65_536}, {"n_tokens": 65_536}]] * 2}
     (file := Path(extraction.extract.output) / STATE).write_text(json.dumps(state))

@@ -1,4 +1,4 @@
-"""How processes on cards are arranged: folded, sorted, filtered, or below those that started them."""
+"""How GPU processes are listed: folded, sorted, filtered, or as a tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keys(entries: list[Entry]) -> list[str]:
     return [entry.key for entry in entries]
 
 
-def test_ranks_are_folded_under_their_job_in_the_place_of_what_they_have_in_all() -> None:
+def test_ranks_are_folded_under_their_job_with_their_totals() -> None:
     entries = arrange(ALL, HELD)
     assert keys(entries) == ["job:7", "pid:20", "pid:21"]
     head = entries[0]
@@ -40,7 +40,7 @@ def test_ranks_are_folded_under_their_job_in_the_place_of_what_they_have_in_all(
     assert [(entry.rank, entry.depth) for entry in entries[1:3]] == [(0, 1), (1, 1)]
 
 
-def test_a_job_of_one_rank_is_a_row() -> None:
+def test_a_job_with_one_rank_is_one_row() -> None:
     (entry,) = arrange(RANKS[:1], HELD)
     assert (entry.key, entry.rank, entry.job, entry.n_below) == ("pid:11", 1, JOB, 0)
 
@@ -55,7 +55,7 @@ def test_rows_can_be_sorted(order, first, last) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_no_order_fails_on_what_is_not_known(order) -> None:
+def test_every_order_accepts_unknown_values(order) -> None:
     unknown = (ProcessDetails(1, None, None), ProcessDetails(2, None, None))
     assert len(arrange((*unknown, *ALL), HELD, order=order)) == 5
 
@@ -79,7 +79,7 @@ def test_all_words_of_a_filter_must_match(words, found) -> None:
     assert keys(arrange(ALL, HELD, words=words)) == found
 
 
-def test_a_tree_has_processes_below_the_nearest_parents_that_matter() -> None:
+def test_a_tree_shows_processes_below_their_nearest_relevant_parents() -> None:
     twin = ProcessDetails(22, "bob", "python other.py", (2,), GIB, ancestors=(SHELL, SSH))
     child = ProcessDetails(23, "bob", "worker", (2,), GIB, ancestors=(Ancestor(22, "bob", "python"), SHELL, SSH))
     entries = arrange((BOB, child, twin, EVE), Holders(), as_tree=True)

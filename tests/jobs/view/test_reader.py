@@ -1,4 +1,4 @@
-"""What screens and scripts read of jobs while they run, and where their files are missing or odd."""
+"""The data of jobs that screens and scripts read, also while a job runs or if its files are missing or invalid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def running(box):
-    """Record a running job with a metrics file of its own."""
+    """Record a running job with its own metrics file."""
     job_id = box.record(gpu_ids=(0,), gpu_uuids=("GPU-0",), config=dump_job(box.config()))
     box.data.run(job_id).create()
     assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
@@ -44,7 +44,7 @@ def write(writer: SeriesWriter, first: int, last: int, rank: int = 0) -> None:
     writer.write(rows, Heartbeat("training", last, 10_000, 100 * last, time.time()))
 
 
-def test_no_store_is_no_jobs_and_no_problem(box):
+def test_without_a_store_there_are_no_jobs_and_no_problem(box):
     reader = JobsReader(box.data)
     assert not reader.poll()
     assert (reader.jobs, reader.problem) == ((), "")
@@ -54,7 +54,7 @@ def test_no_store_is_no_jobs_and_no_problem(box):
     assert not reader.poll()
 
 
-def test_the_ends_of_evaluations_are_news_from_the_first_look_on(box):
+def test_evaluations_that_end_after_the_first_poll_are_news(box):
     job_id = box.record()
     box.control.add_event(job_id, DONE, "was evaluated before")
     reader = JobsReader(box.data)
@@ -65,7 +65,7 @@ def test_the_ends_of_evaluations_are_news_from_the_first_look_on(box):
     assert [(one.job_id, one.event.kind) for one in reader.news] == [(job_id, DONE), (job_id, FAILED)]
 
 
-def test_the_run_s_own_values_are_seen_before_its_supervisor_copies_them(box, running):
+def test_values_of_a_run_are_shown_before_its_supervisor_copies_them(box, running):
     job_id, writer = running
     reader = JobsReader(box.data)
     reader.poll()
@@ -87,7 +87,7 @@ def test_the_run_s_own_values_are_seen_before_its_supervisor_copies_them(box, ru
 
 
 @pytest.mark.parametrize("state", [JobState.STALLED, JobState.STOPPING, JobState.FAILED])
-def test_only_a_job_that_makes_steps_has_a_time_left(box, running, state):
+def test_only_a_job_that_makes_steps_has_a_remaining_time(box, running, state):
     job_id, writer = running
     write(writer, 1, 1000)
     reader = JobsReader(box.data)
@@ -99,12 +99,12 @@ def test_only_a_job_that_makes_steps_has_a_time_left(box, running, state):
 
 
 def sweep(box, **fields):
-    """Record a job of three SAEs, the last the best, as a trainer left it that stored the values of the first."""
+    """Record a job of three SAEs, the last the best, with the stored values of the first."""
     config = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": {"k": [8, 16, 32]}})[0]
     job_id = box.record(config=dump_job(config), **fields)
     box.data.run(job_id).create()
     values = {"fvu": 0.2184, "loss": 3.0, "l0": 8.0, "tokens_per_s": 500.0}
-    # k=16 has the lowest FVU of its batches, but not the lowest held-out FVU.
+    # k=16 has the lowest batch FVU, but not the lowest held-out FVU.
     for label, fvu, held_out in (("k=8", 0.2184, 0.23), ("k=16", 0.05, 0.3), ("k=32", 0.1463, 0.15)):
         values |= {f"fvu@{label}": fvu, f"loss@{label}": 10 * fvu, f"l0@{label}": float(label[2:])}
         values |= {f"heldout_fvu@{label}": held_out, f"heldout_l0@{label}": float(label[2:]) + 1}
@@ -114,7 +114,7 @@ def sweep(box, **fields):
     return job_id
 
 
-def test_the_best_sae_of_a_sweep_stands_for_it_also_where_another_was_stored(box):
+def test_the_best_sae_represents_a_sweep_even_if_another_one_was_stored(box):
     job_id = sweep(box, fvu=0.2184, loss=3.0, l0=8.0)
     reader, detail = JobsReader(box.data), JobReader(box.data, job_id)
     reader.poll()
@@ -137,7 +137,7 @@ def test_jobs_are_sorted_by_the_best_sae_of_a_sweep(box):
     assert [job.id for job in find(reader.jobs, by="fvu")] == [swept, other]
 
 
-def test_a_job_finished_by_an_older_version_shows_the_held_out_values_of_its_run(box):
+def test_a_job_of_an_older_version_shows_the_held_out_values_of_its_run(box):
     old = box.record(fvu=0.08, l0=32.0, step=500, state=JobState.FINISHED)
     box.data.run(old).create()
     with contextlib.closing(SeriesWriter(box.data.run(old).metrics_db)) as writer:
@@ -152,7 +152,7 @@ def test_a_job_finished_by_an_older_version_shows_the_held_out_values_of_its_run
     assert [judged_value(views[job_id], "l0") for job_id in (old, without)] == [(36.4, False), (None, True)]
 
 
-def test_the_saes_of_a_sweep_are_in_the_order_of_its_file_or_else_by_size(box):
+def test_the_saes_of_a_sweep_are_ordered_as_in_the_job_file_or_by_size(box):
     order = ["k=16", "k=32", "k=8"]
     job_id = sweep(box)
     assert in_order(order, box.job(job_id).config) == ["k=8", "k=16", "k=32"]
@@ -161,7 +161,7 @@ def test_the_saes_of_a_sweep_are_in_the_order_of_its_file_or_else_by_size(box):
     assert labels("not [ toml") == labels("[launch]\ngpus = [0, 1]\n") == ()
 
 
-def test_a_request_to_stop_is_seen(box, running):
+def test_a_stop_request_is_shown(box, running):
     job_id, _ = running
     reader = JobsReader(box.data)
     reader.poll()
@@ -171,7 +171,7 @@ def test_a_request_to_stop_is_seen(box, running):
     assert reader.jobs[0].stop_requested
 
 
-def test_a_deleted_run_folder_leaves_the_row(box, running):
+def test_a_job_with_a_deleted_run_folder_stays_in_the_list(box, running):
     job_id, writer = running
     write(writer, 1, 10)
     reader = JobsReader(box.data)
@@ -189,7 +189,7 @@ def test_a_deleted_run_folder_leaves_the_row(box, running):
         (lambda path: sqlite3.connect(path).execute("PRAGMA user_version=99"), "made by a newer version"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_told_and_one_that_can_again_is_used(box, spoil, said):
+def test_an_unusable_store_is_reported_and_a_replacement_is_read(box, spoil, said):
     path = box.data.control_db
     box.data.create()
     spoil(path)
@@ -202,7 +202,7 @@ def test_a_store_that_cannot_be_used_is_told_and_one_that_can_again_is_used(box,
     assert ([job.id for job in reader.jobs], reader.problem) == ([job_id], "")
 
 
-def test_a_store_that_was_replaced_is_read_anew_and_one_that_was_deleted_is_empty(box):
+def test_a_replaced_store_is_read_again_and_a_deleted_one_is_empty(box):
     box.record("old")
     reader = JobsReader(box.data)
     reader.poll()
@@ -215,7 +215,7 @@ def test_a_store_that_was_replaced_is_read_anew_and_one_that_was_deleted_is_empt
     assert [job.name for job in reader.jobs] == ["new"]
 
 
-def test_curves_grow_by_what_is_new_and_stay_bounded(box, running):
+def test_curves_are_extended_by_new_points_and_stay_bounded(box, running):
     job_id, writer = running
     reader = JobReader(box.data, job_id)
     write(writer, 1, 100)
@@ -274,10 +274,10 @@ def test_reading_a_thousand_jobs_takes_little_time(box):
     assert time.process_time() - begun < 0.5
 
 
-# logs
+# Logs.
 
 
-def test_a_tail_reads_the_end_of_a_large_log_only(tmp_path):
+def test_a_tail_reads_only_the_end_of_a_large_log(tmp_path):
     path = tmp_path / "log"
     with path.open("wb") as stream:
         stream.truncate(5 * 2**30)
@@ -299,7 +299,7 @@ def test_a_tail_reads_the_end_of_a_large_log_only(tmp_path):
         (b"\xff\xfe\n", 1, ["\ufffd\ufffd"]),
     ],
 )
-def test_the_last_lines_of_a_log(tmp_path, content, n_lines, lines):
+def test_a_tail_contains_the_last_lines_of_a_log(tmp_path, content, n_lines, lines):
     path = tmp_path / "log"
     path.write_bytes(content)
     assert tail(path, n_lines) == lines
@@ -310,7 +310,7 @@ def test_a_missing_log_has_no_lines(tmp_path):
     assert Follower(tmp_path / "none").new_lines() == []
 
 
-def test_a_follower_gives_whole_lines_once_and_begins_again_where_the_log_is_cut(tmp_path):
+def test_a_follower_returns_each_line_once_and_restarts_if_the_log_is_truncated(tmp_path):
     path = tmp_path / "log"
     follower = Follower(path)
     path.write_bytes(b"one\ntw")
@@ -322,7 +322,7 @@ def test_a_follower_gives_whole_lines_once_and_begins_again_where_the_log_is_cut
     assert follower.new_lines() == ["new"]
 
 
-# stalls and occupancy
+# Stalls and occupancy.
 
 
 def test_a_run_stalls_after_a_minute_without_a_step_and_recovers():
@@ -334,7 +334,7 @@ def test_a_run_stalls_after_a_minute_without_a_step_and_recovers():
     assert not watch.is_stalled(("training", 2), 63.0)
 
 
-def test_a_slow_run_may_take_ten_times_its_usual_pace():
+def test_a_slow_run_stalls_after_ten_times_its_usual_step_time():
     watch = StallWatch(60.0, now=0.0)
     for step in range(10):
         assert not watch.is_stalled(("training", step), 30.0 * step)
@@ -342,7 +342,7 @@ def test_a_slow_run_may_take_ten_times_its_usual_pace():
     assert watch.is_stalled(("training", 9), 270.0 + 301.0)
 
 
-def test_simulated_cards_learn_which_rank_holds_how_much(box, running):
+def test_simulated_gpus_show_the_process_and_memory_of_a_rank(box, running):
     job_id, _ = running
     occupancy = Occupancy(box.data)
     assert occupancy.jobs_by_uuid() == {"GPU-0": job_id}
@@ -357,11 +357,11 @@ def test_simulated_cards_learn_which_rank_holds_how_much(box, running):
     assert occupancy.jobs_by_uuid() == {}
 
 
-def test_a_machine_without_a_store_holds_nothing(box):
+def test_a_machine_without_a_store_has_no_jobs_on_its_gpus(box):
     assert Occupancy(box.data).jobs_by_uuid() == {}
 
 
-def test_of_a_line_that_never_ends_only_its_end_is_kept(tmp_path: Path) -> None:
+def test_only_the_end_of_a_very_long_line_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stream:
         stream.truncate(5 * log_tail.LONGEST)
@@ -374,7 +374,7 @@ def test_of_a_line_that_never_ends_only_its_end_is_kept(tmp_path: Path) -> None:
     assert follower.new_lines() == ["the end", "next"]
 
 
-def test_lost_roll_ups_of_an_ended_run_are_rebuilt_except_by_a_read_only_reader(box):
+def test_a_reader_rebuilds_lost_roll_ups_of_an_ended_run_unless_it_is_read_only(box):
     job_id = box.record()
     paths = box.data.run(job_id)
     paths.create()
