@@ -1,4 +1,4 @@
-"""Alerts on the screen: the line that is said, how many last, and all of the last day to read."""
+"""Alerts on the screen: the message, the count of active alerts, and the list of the last day."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def lines(alerts, width: int = 80) -> list[str]:
     return ["".join(text for text, _ in line) for line in alert_lines(alerts, width)]
 
 
-def test_alerts_that_last_come_first_and_of_others_how_long_they_lasted():
+def test_active_alerts_come_first_and_ended_ones_show_their_duration():
     shown = [line[14:] if line[:1].isdigit() else line for line in lines([OVER, HOT])]
     assert shown == ["Now", f"⚠ {HOT.words}", "", "Over", "[b]little[/b] left (for 60 s)"]
 
 
-def test_a_long_alert_is_wrapped_beside_its_time():
+def test_a_long_alert_is_wrapped_to_the_right_of_its_time():
     first, second = lines([HOT], 40)[1:3]
     assert (len(first) <= 40, second[:14].strip()) == (True, "")
 
 
-def test_without_alerts_it_says_so():
+def test_an_empty_list_of_alerts_has_a_message():
     assert lines([]) == ["No alert in the last 24 hours."]
 
 
-async def test_an_alert_is_said_counted_in_the_head_and_read_again(make_app, data):
+async def test_an_alert_is_shown_counted_in_the_status_line_and_listed_later(make_app, data):
     write_alerts(data, HOT.host, [HOT])
     app = make_app()
     async with app.run_test(size=(100, 30)) as pilot:

@@ -1,4 +1,4 @@
-"""A history as an area over its axis."""
+"""A history as an area chart with an axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def width_of(line) -> int:
 
 
 @given(shares, st.integers(8, 90), st.integers(1, 12), st.none() | st.integers(-3, 90))
-def test_every_row_is_as_wide_as_asked_and_the_newest_is_at_the_right(history, width, height, cursor) -> None:
+def test_every_row_has_the_requested_width_and_the_newest_value_is_at_the_right(history, width, height, cursor) -> None:
     heading = ((" " * width, "title"),)
     lines = area(heading, history, style="bar", ceiling=100.0, width=width, height=height, cursor=cursor)
     assert [width_of(line) for line in lines] == [width] * (height + 1)
@@ -31,7 +31,7 @@ def test_every_row_is_as_wide_as_asked_and_the_newest_is_at_the_right(history, w
         assert value is None or abs(eighths - max(1, value * 8 * height)) <= 1
 
 
-def test_the_axis_has_its_ends_and_where_there_is_room_its_middle() -> None:
+def test_the_axis_shows_its_ends_and_if_there_is_space_its_middle() -> None:
     heading = (("x", "title"),)
     tall, low = (
         ["".join(text for text, _ in line).split("┤")[0].strip(" │") for line in
@@ -42,12 +42,12 @@ def test_the_axis_has_its_ends_and_where_there_is_room_its_middle() -> None:
     assert low == ["350", "0"]
 
 
-def test_a_cursor_stands_in_its_column_on_every_row() -> None:
+def test_the_cursor_is_drawn_in_its_column_on_every_row() -> None:
     lines = area((("x", "title"),), [1.0] * 10, style="bar", ceiling=1.0, width=17, height=3, cursor=4)
     assert [[text for text, style in line if style == "title"] for line in lines[1:]] == [["█"]] * 3
 
 
-def test_two_plots_stand_beside_each_other_and_the_time_below_them() -> None:
+def test_two_plots_are_side_by_side_with_a_time_axis_below() -> None:
     left, right = ([((name * 3, "text"),)] for name in "ab")
     assert beside(left, right, 2) == [(("aaa", "text"), ("  ", "text"), ("bbb", "text"))]
     assert time_axis("last 1 h", "now", 30)[0][0] == "      last 1 h            now "

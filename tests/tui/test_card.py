@@ -36,7 +36,7 @@ def job_id(data: DataDir) -> int:
 
 
 async def opened(pilot: Pilot[None], app: SaeApp) -> CardScreen:
-    """Open the first job, and its card by its key."""
+    """Open the first job, then its report card by key."""
     await wait_until(pilot, lambda: app.session.jobs)
     app.session.go.open_job(app.session.jobs[0].id)
     await wait_until(pilot, lambda: app.screen.name == "job")
@@ -48,7 +48,7 @@ async def opened(pilot: Pilot[None], app: SaeApp) -> CardScreen:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_all_figures_of_a_card_are_on_one_screen(
+async def test_all_figures_of_a_report_card_fit_on_one_screen(
     make_app: MakeApp, data: DataDir, job_id: int, size: tuple[int, int]
 ) -> None:
     put_card(data.sae(job_id))
@@ -60,7 +60,7 @@ async def test_all_figures_of_a_card_are_on_one_screen(
         for fact in FACTS:
             assert any(line.startswith(f" {fact}") for line in shown), fact
         assert " FVU                 0.2500 ± 0.0100, median row 0.2400" in shown
-        # Below them are some latents, the strongest token of each in the same column.
+        # Below them are some latents, with the strongest tokens aligned in one column.
         latents = panel.plain.splitlines()[-20:]
         assert latents[2].startswith("      3   3.000%")
         assert {line.index(f" of{number}") for number, line in enumerate(latents, 1)} == {latents[0].index(" of1")}
@@ -85,7 +85,7 @@ async def test_the_card_of_each_sae_of_a_sweep_is_shown(make_app: MakeApp, data:
         assert app.screen.name == "job"
 
 
-async def test_a_job_without_a_card_says_how_it_gets_one_and_shows_it(
+async def test_a_job_without_a_report_card_explains_how_to_get_one_and_then_shows_it(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     app = make_app(4)

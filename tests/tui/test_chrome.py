@@ -1,4 +1,4 @@
-"""Colours, footer, messages, help and palette: the frame around the content."""
+"""The frame around the content: colours, footer, messages, help and palette."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def footer(app) -> str:
 
 
 def messages(app) -> list[str]:
-    """Return the messages that now stand above the footer."""
+    """Return the messages that are shown above the footer."""
     return [str(toast.render()) for toast in app.screen.query(Toast)]
 
 
-# colours
+# Colours.
 
 
-async def test_in_the_terminals_own_colours_a_track_and_an_input_are_still_seen(make_app, data) -> None:
+async def test_with_the_terminals_own_colours_bar_tracks_and_inputs_stay_visible(make_app, data) -> None:
     record_job(data, "half", JobState.STOPPED, total_steps=100, step=50)
     app = make_app(4, theme="terminal")
     async with app.run_test(size=(80, 24)) as pilot:
@@ -62,7 +62,7 @@ async def test_in_the_terminals_own_colours_a_track_and_an_input_are_still_seen(
         assert app.screen.query("KnobRow Input").first(Input).rich_style.underline
 
 
-# the footer
+# The footer.
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ async def test_in_the_terminals_own_colours_a_track_and_an_input_are_still_seen(
         (JobState.QUEUED, {"held": True, **alive()}, "g Resume  h Release  s Cancel  A After"),
     ],
 )
-async def test_the_footer_offers_what_can_be_done_to_the_selected_job(make_app, data, state, fields, begins) -> None:
+async def test_the_footer_shows_the_actions_for_the_selected_job(make_app, data, state, fields, begins) -> None:
     record_job(data, "other", JobState.STOPPED)
     record_job(data, "this", state, **fields)
     app = make_app(2)
@@ -89,7 +89,7 @@ async def test_the_footer_offers_what_can_be_done_to_the_selected_job(make_app, 
 EMPTY = " n New job  e Extract  v View  , Settings"
 
 
-async def test_without_jobs_a_new_one_comes_first_and_in_a_text_field_help_has_the_key_that_works(make_app) -> None:
+async def test_without_jobs_new_job_comes_first_and_a_text_field_shows_f1_for_help(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: footer(app) == EMPTY.ljust(65) + "q Quit  ? Help")
@@ -101,7 +101,7 @@ async def test_without_jobs_a_new_one_comes_first_and_in_a_text_field_help_has_t
 
 
 @pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120])
-def test_a_key_that_does_not_fit_is_left_out_whole_and_the_last_two_never(width) -> None:
+def test_a_key_that_does_not_fit_is_left_out_but_quit_and_help_never_are(width) -> None:
     left = [Entry("^l", "Launch", "ctrl+l"), Entry("^e", "Edit", "ctrl+e"), Entry("^s", "Save", "ctrl+s")] * 4
     right = [Entry("q", "Quit", "q"), Entry("?", "Help", "question_mark")]
     places = arrange(left, right, width)
@@ -111,7 +111,7 @@ def test_a_key_that_does_not_fit_is_left_out_whole_and_the_last_two_never(width)
     assert [entry for _, entry in places[:-2]] == left[: len(places) - 2]
 
 
-async def test_a_click_on_a_key_of_the_footer_presses_it(make_app) -> None:
+async def test_clicking_a_key_in_the_footer_presses_it(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: "New job" in footer(app))
@@ -120,10 +120,10 @@ async def test_a_click_on_a_key_of_the_footer_presses_it(make_app) -> None:
         assert isinstance(app.screen, HelpScreen)
 
 
-# messages
+# Messages.
 
 
-async def test_a_message_takes_the_place_of_the_one_before_and_is_one_line(make_app) -> None:
+async def test_a_message_replaces_the_previous_one_and_takes_one_line(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         app.notify("the first")
@@ -135,7 +135,7 @@ async def test_a_message_takes_the_place_of_the_one_before_and_is_one_line(make_
         assert (toast.region.y, toast.region.height, toast.region.width) == (22, 1, 80)
 
 
-async def test_a_message_whose_time_is_over_as_it_comes_on_the_screen_does_not_freeze_the_app(make_app) -> None:
+async def test_a_message_that_expires_while_it_is_mounted_does_not_freeze_the_app(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         app.notify("said long ago")
@@ -145,9 +145,9 @@ async def test_a_message_whose_time_is_over_as_it_comes_on_the_screen_does_not_f
         await wait_until(pilot, lambda: late not in app.screen.query(Toast))
 
 
-async def test_errors_are_all_shown_in_full_until_a_key_on_whichever_screen(make_app, monkeypatch) -> None:
+async def test_all_errors_are_shown_in_full_until_a_key_is_pressed_on_any_screen(make_app, monkeypatch) -> None:
     monkeypatch.setattr(notices, "SEEN_S", 0)
-    # On a busy machine the key comes late.
+    # On a busy machine the key arrives late.
     monkeypatch.setattr(notices, "SHOWN_S", 3600.0)
     wrong = [Problem(f"setting_{number}", "must be another value than this one, " * 4) for number in range(3)]
     app = make_app(2, problems=wrong)
@@ -168,8 +168,8 @@ async def test_errors_are_all_shown_in_full_until_a_key_on_whichever_screen(make
         assert all(f"setting_{number}" in shown for number in range(3))
 
 
-async def test_a_key_that_was_pressed_before_an_error_could_be_read_leaves_it(make_app, monkeypatch) -> None:
-    # On a busy machine the key comes late.
+async def test_a_key_pressed_before_an_error_could_be_read_does_not_close_it(make_app, monkeypatch) -> None:
+    # On a busy machine the key arrives late.
     monkeypatch.setattr(notices, "SEEN_S", 3600.0)
     app = make_app(2)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
@@ -179,10 +179,10 @@ async def test_a_key_that_was_pressed_before_an_error_could_be_read_leaves_it(ma
         assert messages(app) == ["✗ this went wrong"]
 
 
-# help
+# Help.
 
 
-def test_help_keeps_what_belongs_to_a_key_below_it_at_every_width() -> None:
+def test_help_indents_the_text_of_each_key_at_every_width() -> None:
     listed = [Topic("Jobs", (("D", "Delete", "a long text " * 12),)), Topic("Find", (("/", "Filter", "find"),))]
     for width in (40, 74, 120):
         lines = ["".join(text for text, _ in line) for line in help_lines("", listed, width)]
@@ -193,7 +193,7 @@ def test_help_keeps_what_belongs_to_a_key_below_it_at_every_width() -> None:
     assert "Find" in lines[0]
 
 
-async def test_help_has_the_keys_of_its_screen_by_subject(make_app) -> None:
+async def test_help_lists_the_keys_of_its_screen_by_topic(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")
@@ -208,11 +208,11 @@ async def test_help_has_the_keys_of_its_screen_by_subject(make_app) -> None:
         assert "A job runs on its own" not in app.screen.query_one("Page").plain
 
 
-# the palette
+# The palette.
 
 
 async def found(app, pilot, query: str) -> list[str]:
-    """Return what the palette lists for a query, from the top, without what stands below each."""
+    """Return the titles that the palette lists for a query, from the top."""
     await pilot.press("ctrl+p")
     await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
     listed = app.screen.query_one("CommandList")
@@ -226,7 +226,7 @@ async def found(app, pilot, query: str) -> list[str]:
     return shown
 
 
-async def test_the_palette_shows_keys_and_jobs_only_where_one_is_named(make_app, data) -> None:
+async def test_the_palette_lists_keys_and_only_lists_jobs_that_match_the_query(make_app, data) -> None:
     for number in range(12):
         record_job(data, f"theme of a long name {number}" if number == 3 else f"run {number}", JobState.FINISHED)
     app = make_app(2)
@@ -243,7 +243,7 @@ async def test_the_palette_shows_keys_and_jobs_only_where_one_is_named(make_app,
         assert [title.strip() for title in await found(app, pilot, "resume 12")] == ["Resume job 12: run 11"]
 
 
-async def test_the_palette_opens_the_settings_whose_key_does_not_open_them_twice(make_app, data) -> None:
+async def test_the_palette_opens_the_settings_and_their_key_does_not_open_them_twice(make_app, data) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("ctrl+p", *"settings", "enter")
@@ -254,7 +254,7 @@ async def test_the_palette_opens_the_settings_whose_key_does_not_open_them_twice
         await wait_until(pilot, lambda: app.screen.id == "dashboard")
 
 
-async def test_the_palette_shows_what_the_app_itself_costs(make_app) -> None:
+async def test_the_palette_shows_the_cpu_cost_of_the_app(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("ctrl+p", *"own cost", "enter")
@@ -263,7 +263,7 @@ async def test_the_palette_shows_what_the_app_itself_costs(make_app) -> None:
         assert "reading GPU 1" in app.screen.query_one("Page").plain
 
 
-async def test_a_theme_is_kept_with_all_else_that_the_settings_say(make_app, data) -> None:
+async def test_a_theme_is_saved_without_changing_the_other_settings(make_app, data) -> None:
     data.settings_file.write_text('# mine\nhistory_hours = 5.0\ntheme = "dark" # at night\nwhat = 1\n')
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -276,10 +276,10 @@ async def test_a_theme_is_kept_with_all_else_that_the_settings_say(make_app, dat
     assert (settings.theme, settings.history_hours) == ("light", 5.0)
 
 
-# tables and cards
+# Tables and GPU cards.
 
 
-async def test_a_bar_and_its_rail_are_told_apart_by_colour_and_by_sign(make_app, data) -> None:
+async def test_a_bar_and_its_track_differ_in_colour_and_in_character(make_app, data) -> None:
     record_job(data, "half", JobState.STOPPED, total_steps=100, step=50)
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -291,7 +291,7 @@ async def test_a_bar_and_its_rail_are_told_apart_by_colour_and_by_sign(make_app,
         assert bar.style.color != rail.style.color
 
 
-def test_why_a_card_is_lost_is_told_over_all_its_lines() -> None:
+def test_the_reason_why_a_gpu_is_lost_fills_all_lines_of_its_card() -> None:
     from sae_tui.panels.gpu_row import GpuRow
 
     source = Simulated(1, clock=lambda: 0.0, faults={0: "lost"})
@@ -303,7 +303,7 @@ def test_why_a_card_is_lost_is_told_over_all_its_lines() -> None:
     assert "".join(text for text, _ in lines[0]).strip() == "GPU 0 RTX 3090"
 
 
-async def test_numbers_of_gpus_are_never_cut_in_the_picker(make_app) -> None:
+async def test_gpu_numbers_are_never_truncated_in_the_picker(make_app) -> None:
     app = make_app(monitor=StillMonitor(16))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("n")
@@ -314,7 +314,7 @@ async def test_numbers_of_gpus_are_never_cut_in_the_picker(make_app) -> None:
 
 
 @pytest.mark.parametrize(("width", "least"), [(80, 22), (120, 34), (200, 56)])
-async def test_a_field_takes_the_room_there_is(make_app, width, least) -> None:
+async def test_a_field_uses_the_available_width(make_app, width, least) -> None:
     app = make_app(2)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.press("n")
@@ -323,7 +323,7 @@ async def test_a_field_takes_the_room_there_is(make_app, width, least) -> None:
         assert app.screen.query("KnobRow Input").first().size.width >= least
 
 
-async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_is_scrolled(make_app) -> None:
+async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_can_be_scrolled(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(40, 12)) as pilot:
         app.push_screen(Confirm("\n".join(f"line {number}" for number in range(30)), yes="Launch"))
@@ -335,7 +335,7 @@ async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_is_scroll
         assert app.screen.query_one("#question").region.y == first - 2
 
 
-async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> None:
+async def test_the_export_names_the_folder_to_which_it_writes(make_app, data) -> None:
     for name in ("one", "two"):
         record_metrics(data, record_job(data, name, JobState.FINISHED))
     app = make_app(2)
@@ -348,7 +348,7 @@ async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> No
         assert app.screen.query_one(Label).region.width <= 60
 
 
-def test_a_note_to_the_desktop_of_a_job_that_has_ended_is_one_sequence() -> None:
+def test_a_desktop_notification_of_an_ended_job_is_one_terminal_sequence() -> None:
     written: list[str] = []
     job = JobView(
         id=7, name="a\x07\x1b]2;owned", state=JobState.FAILED, config="", user="ada", host="box", device="cpu",

@@ -24,7 +24,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def jobs(data) -> tuple[int, int]:
-    """Record two runs with k 16 and 64, the second a little further on."""
+    """Record two runs with k 16 and 64; the second has made more steps."""
     first = record_job(data, "narrow", JobState.FINISHED, config=job_file(k=16))
     second = record_job(data, "wide", JobState.RUNNING, config=job_file(k=64))
     record_metrics(data, first, steps=200)
@@ -46,7 +46,7 @@ async def opened(app, pilot, ids) -> CompareScreen:
 
 
 async def drawn_pareto(make_app, ids) -> str:
-    """Return the text of the Pareto panel with these jobs."""
+    """Return the text of the Pareto panel for these jobs."""
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, ids)
@@ -55,7 +55,7 @@ async def drawn_pareto(make_app, ids) -> str:
         return text(app, ParetoPanel)
 
 
-async def test_marked_jobs_are_compared_and_one_alone_is_told_to_mark_more(make_app, jobs) -> None:
+async def test_marked_jobs_are_compared_and_a_single_one_needs_a_second_mark(make_app, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: len(app.session.jobs) == 2)
@@ -71,7 +71,7 @@ async def test_marked_jobs_are_compared_and_one_alone_is_told_to_mark_more(make_
         assert app.screen.id == "dashboard"
 
 
-async def test_a_sweep_is_compared_alone_and_more_than_eight_jobs_are_refused(make_app, data) -> None:
+async def test_a_sweep_can_be_compared_alone_and_at_most_eight_jobs_at_once(make_app, data) -> None:
     record_job(data, "sweep", JobState.FINISHED, config=job_file(k=[8, 16]))
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -109,7 +109,7 @@ async def test_a_small_terminal_shows_one_view_and_a_large_one_all_of_them(make_
         assert all(screen.query_one(view).display for view in views)
 
 
-async def test_the_curves_have_a_glyph_and_their_newest_value_each(make_app, jobs) -> None:
+async def test_each_curve_has_a_glyph_and_its_newest_value(make_app, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, jobs)
@@ -123,7 +123,7 @@ async def test_the_curves_have_a_glyph_and_their_newest_value_each(make_app, job
         assert "400" in drawn
 
 
-async def test_metric_axis_smoothing_and_scale_are_changed_by_keys(make_app, jobs) -> None:
+async def test_keys_change_metric_axis_smoothing_and_scale(make_app, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(app, pilot, jobs)
@@ -140,7 +140,7 @@ async def test_metric_axis_smoothing_and_scale_are_changed_by_keys(make_app, job
         assert text(app, Overlay).splitlines()[0].strip() == "loss over time"
 
 
-async def test_curves_grow_while_a_run_runs(make_app, data, jobs) -> None:
+async def test_curves_are_extended_while_a_run_continues(make_app, data, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, jobs)
@@ -150,7 +150,7 @@ async def test_curves_grow_while_a_run_runs(make_app, data, jobs) -> None:
         await wait_until(pilot, lambda: "▲ 2 wide 0.0125" in text(app, Overlay))
 
 
-async def test_settings_that_differ_and_results_are_tables(make_app, data, jobs) -> None:
+async def test_different_settings_and_results_are_shown_as_tables(make_app, data, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, jobs)
@@ -172,7 +172,7 @@ async def test_settings_that_differ_and_results_are_tables(make_app, data, jobs)
         await wait_until(pilot, lambda: leading in [line.split() for line in text(app, ResultsPanel).splitlines()])
 
 
-async def test_tables_with_more_saes_than_fit_are_shifted(make_app, data) -> None:
+async def test_tables_with_more_saes_than_fit_can_be_scrolled_sideways(make_app, data) -> None:
     job = record_job(data, "sweep", JobState.FINISHED, config=job_file(k=[8, 16, 32, 64, 128, 256, 300, 400]))
     app = make_app(2)
     async with app.run_test(size=(60, 24)) as pilot:
@@ -193,7 +193,7 @@ async def test_tables_with_more_saes_than_fit_are_shifted(make_app, data) -> Non
         assert "k=8 " in panel.plain.splitlines()[0]
 
 
-async def test_a_long_name_is_cut_in_the_legend_and_the_value_is_not(make_app, data) -> None:
+async def test_a_long_name_is_truncated_in_the_legend_but_not_its_value(make_app, data) -> None:
     names = ("a rather long name that goes on and on and on and on and on and on and on and on", "short")
     ids = [record_job(data, name, JobState.FINISHED) for name in names]
     for job_id in ids:
@@ -206,7 +206,7 @@ async def test_a_long_name_is_cut_in_the_legend_and_the_value_is_not(make_app, d
         assert "▲ 2 short 0.1754" in short
 
 
-async def test_runs_that_are_alike_stand_beside_each_other_in_the_plot(make_app, data) -> None:
+async def test_runs_with_equal_values_are_next_to_each_other_in_the_plot(make_app, data) -> None:
     ids = [
         record_job(data, name, JobState.FINISHED, heldout_fvu=0.1, heldout_l0=32.0) for name in ("one", "two", "three")
     ]
@@ -237,7 +237,7 @@ async def test_values_of_training_batches_form_no_pareto_front(make_app, data) -
     assert "★" not in drawn
 
 
-async def test_runs_without_values_are_compared_without_a_mishap(make_app, data) -> None:
+async def test_runs_without_values_can_be_compared(make_app, data) -> None:
     ids = [record_job(data, name, JobState.QUEUED) for name in ("one", "two")]
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -249,7 +249,7 @@ async def test_runs_without_values_are_compared_without_a_mishap(make_app, data)
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
-async def test_any_size_is_filled_without_overprinting(make_app, jobs, size) -> None:
+async def test_every_window_size_is_filled_without_overlap(make_app, jobs, size) -> None:
     app = make_app(2)
     async with app.run_test(size=size) as pilot:
         screen = await opened(app, pilot, jobs)
@@ -261,9 +261,7 @@ async def test_any_size_is_filled_without_overprinting(make_app, jobs, size) -> 
                     assert panel.render_line(y).cell_length == panel.size.width
 
 
-async def test_the_curves_are_exported_as_a_picture_and_as_data_and_nothing_is_written_over(
-    make_app, jobs, tmp_path
-) -> None:
+async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(make_app, jobs, tmp_path) -> None:
     app = make_app(2)
     base = tmp_path / "out"
     async with app.run_test(size=(80, 24)) as pilot:

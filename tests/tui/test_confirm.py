@@ -9,7 +9,7 @@ from sae_tui.widgets.reading import Reading
 
 
 class Recorded(App[None]):
-    """An app that remembers the screens that were rendered, also where none of it was written."""
+    """An app that records which screens were rendered, even if the output was not written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Recorded(App[None]):
         super()._display(screen, renderable)
 
 
-async def test_a_yes_that_was_typed_before_the_question_was_drawn_does_not_count() -> None:
+async def test_a_yes_typed_before_the_question_was_drawn_does_not_count() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -36,7 +36,7 @@ async def test_a_yes_that_was_typed_before_the_question_was_drawn_does_not_count
         assert answers == [True]
 
 
-async def test_a_yes_does_not_count_while_the_question_comes_back_from_behind_another_dialog() -> None:
+async def test_a_yes_does_not_count_before_the_question_is_redrawn_after_another_dialog() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -70,7 +70,7 @@ async def test_a_yes_does_not_count_while_the_app_draws_nothing() -> None:
         assert answers == [True]
 
 
-async def test_an_answer_counts_once_however_often_its_key_is_pressed() -> None:
+async def test_an_answer_counts_only_once_if_its_key_is_pressed_repeatedly() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -85,7 +85,7 @@ async def test_an_answer_counts_once_however_often_its_key_is_pressed() -> None:
         assert not isinstance(app.screen, Confirm)
 
 
-async def test_no_is_taken_at_once() -> None:
+async def test_a_no_counts_at_once() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -96,7 +96,7 @@ async def test_no_is_taken_at_once() -> None:
         assert answers == [False]
 
 
-async def test_a_yes_does_not_count_in_a_window_too_small_to_read_the_question() -> None:
+async def test_a_yes_does_not_count_in_a_window_too_small_for_the_question() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(10, 3)) as pilot:

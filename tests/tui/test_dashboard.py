@@ -45,12 +45,12 @@ def text(app, panel) -> str:
 
 
 def cards(app) -> list[str]:
-    """Return the two lines of each card as one."""
+    """Return the two lines of each GPU joined into one."""
     lines = text(app, GpuPanel).splitlines()
     return [f"{one.rstrip()} {other.strip()}" for one, other in zip(lines[::2], lines[1::2], strict=True)]
 
 
-async def test_one_key_goes_from_lines_to_cards_to_a_map_and_back_to_lines(make_app) -> None:
+async def test_one_key_switches_between_lines_cards_and_a_map(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
@@ -65,17 +65,17 @@ async def test_one_key_goes_from_lines_to_cards_to_a_map_and_back_to_lines(make_
         assert len(cards(app)) == 4
 
 
-async def test_a_card_is_named_after_a_job_as_soon_as_the_job_is_listed(make_app, data) -> None:
+async def test_a_gpu_shows_its_job_as_soon_as_the_job_is_listed(make_app, data) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         assert "idle" in text(app, GpuPanel).splitlines()[0]
         record_job(data, "mine", JobState.STARTING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
-        # No sample is taken meanwhile, whose time would be a minute later.
+        # No sample is taken meanwhile: its time would be a minute later.
         await wait_until(pilot, lambda: "job 1 (mine)" in text(app, GpuPanel).splitlines()[0])
 
 
-async def test_a_part_of_the_gpus_is_said_to_be_one(make_app) -> None:
+async def test_the_status_line_reports_hidden_gpus(make_app) -> None:
     app = make_app(4)
     app.session.monitor.hidden = "4 of 8 GPUs, by CUDA_VISIBLE_DEVICES"
     async with app.run_test(size=(120, 40)) as pilot:
@@ -83,7 +83,7 @@ async def test_a_part_of_the_gpus_is_said_to_be_one(make_app) -> None:
         assert "4 of 8 GPUs, by CUDA_VISIBLE_DEVICES · 0 running · 0 waiting" in text(app, StatusLine)
 
 
-async def test_the_setting_decides_which_view_comes_first(make_app) -> None:
+async def test_a_setting_chooses_the_initial_view(make_app) -> None:
     app = make_app(4, monitor_view_default="per_gpu")
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
@@ -101,10 +101,10 @@ def are_apart(found: list[Region]) -> bool:
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 8, 13, 16])
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
-async def test_any_number_of_gpus_lays_out_at_any_size_without_overprinting(make_app, gpus, size, view) -> None:
+async def test_any_number_of_gpus_fits_any_window_size_without_overlap(make_app, gpus, size, view) -> None:
     app = make_app(gpus, monitor_view_default=view)
     async with app.run_test(size=size) as pilot:
-        # What a panel has to say comes after its place, so that the first layout is not the last.
+        # Panels are resized after their content arrives, so the first layout is not the last.
         await wait_until(pilot, lambda: are_apart(regions(app)))
         assert all(one.right <= size[0] for one in regions(app))
         for view_widget in app.screen.query(LineView):
@@ -112,7 +112,7 @@ async def test_any_number_of_gpus_lays_out_at_any_size_without_overprinting(make
                 assert view_widget.render_line(y).cell_length == view_widget.size.width
 
 
-async def test_eight_gpus_and_the_aggregate_fit_80_by_24_with_who_has_each(make_app) -> None:
+async def test_eight_gpus_with_their_users_and_the_totals_fit_80_by_24(make_app) -> None:
     app = make_app(8)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -148,7 +148,7 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
         assert "reboot is needed" in card
 
 
-async def test_held_and_queued_jobs_wait_and_a_card_that_is_silent_is_not_lost(make_app, data) -> None:
+async def test_held_and_queued_jobs_count_as_waiting_and_a_silent_gpu_is_not_lost(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING)
     record_job(data, "minilm", JobState.FINISHED)
     record_job(data, "minilm", JobState.QUEUED, host="elsewhere")
@@ -167,7 +167,7 @@ async def test_held_and_queued_jobs_wait_and_a_card_that_is_silent_is_not_lost(m
     ("width", "shown"),
     [(80, "used by mallory (…"), (99, "used by mallory (pid 3…")],
 )
-async def test_who_uses_a_card_is_named_as_far_as_there_is_room(make_app, width, shown) -> None:
+async def test_the_user_of_a_gpu_is_named_as_far_as_there_is_space(make_app, width, shown) -> None:
     app = make_app(4)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.pause()
@@ -178,7 +178,7 @@ async def test_who_uses_a_card_is_named_as_far_as_there_is_room(make_app, width,
 
 
 @pytest.mark.parametrize("width", [110, 120, 200])
-async def test_with_two_lines_a_card_has_its_user_its_limit_and_a_history(make_app, width) -> None:
+async def test_with_two_lines_a_gpu_shows_its_user_power_limit_and_history(make_app, width) -> None:
     app = make_app(4)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.pause()
@@ -191,7 +191,7 @@ async def test_with_two_lines_a_card_has_its_user_its_limit_and_a_history(make_a
         assert re.search(r"used by mallory \(pid (31415, )?.*of 350 W slowed: power limit", busy)
 
 
-async def test_what_does_not_fit_of_the_holder_stands_below_it_and_else_the_processes(make_app) -> None:
+async def test_a_long_holder_continues_on_the_second_line(make_app) -> None:
     monitor = StillMonitor(4)
     monitor._latest = tuple(replace(sample, condition=None) for sample in monitor._latest)
     app = make_app(monitor=monitor)
@@ -222,7 +222,7 @@ async def test_gpus_that_do_not_fit_are_counted_and_reached_by_keys(make_app) ->
         assert lines[-1].startswith("   ▲ 7 more  ▼ 2 more  (keys")
 
 
-async def test_while_the_driver_opens_nothing_is_said_to_be_missing(make_app) -> None:
+async def test_no_gpu_is_reported_missing_while_the_driver_opens(make_app) -> None:
     monitor = NoCards()
     monitor.opening = True
     app = make_app(monitor=monitor)
@@ -233,7 +233,7 @@ async def test_while_the_driver_opens_nothing_is_said_to_be_missing(make_app) ->
         assert "0 GPUs" not in text(app, StatusLine)
 
 
-async def test_without_a_gpu_the_panel_says_why_and_what_to_do_in_full(make_app) -> None:
+async def test_without_gpus_the_panel_shows_the_full_reason_and_the_remedy(make_app) -> None:
     monitor = NoCards()
     monitor.problem = str(source(NO_LIBRARY))
     app = make_app(monitor=monitor)
@@ -246,9 +246,7 @@ async def test_without_a_gpu_the_panel_says_why_and_what_to_do_in_full(make_app)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_where_nothing_was_done_yet_three_lines_say_what_can_be_and_by_which_key(
-    make_app, monkeypatch, size
-) -> None:
+async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_app, monkeypatch, size) -> None:
     async def steps(monitor, **flags) -> list[str]:
         app = make_app(monitor=monitor, **flags)
         async with app.run_test(size=size) as pilot:
@@ -268,7 +266,7 @@ async def test_where_nothing_was_done_yet_three_lines_say_what_can_be_and_by_whi
     assert await steps(NoCards()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
 
 
-async def test_e_opens_an_extraction_which_n_does_not_open_again_unless_it_was_changed(make_app) -> None:
+async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_a_question(make_app) -> None:
     app = make_app()
 
     def shows(name: str):
@@ -307,7 +305,7 @@ async def test_f_opens_the_features_of_a_job_that_has_some(make_app, data) -> No
         await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
 
 
-async def test_the_dashboard_behind_help_and_dialogs_goes_on(make_app, data) -> None:
+async def test_the_dashboard_is_updated_behind_help_and_dialogs(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING)
     monitor = StillMonitor(4)
     app = make_app(monitor=monitor)
@@ -324,7 +322,7 @@ async def test_the_dashboard_behind_help_and_dialogs_goes_on(make_app, data) -> 
         assert app.screen is app.navigator.dashboard
 
 
-async def test_the_job_or_the_user_that_holds_a_gpu_is_named(make_app, data) -> None:
+async def test_a_gpu_shows_the_job_or_the_user_that_holds_it(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING, gpu_ids=(1,), gpu_uuids=("GPU-51a0-sim-1",))
     app = make_app(4)
     async with app.run_test(size=(140, 40)) as pilot:
@@ -337,14 +335,14 @@ async def test_the_job_or_the_user_that_holds_a_gpu_is_named(make_app, data) -> 
         assert "4 GPUs · 1 running · 0 waiting" in text(app, StatusLine)
 
 
-async def test_a_wrong_setting_is_told_and_the_app_starts_all_the_same(make_app) -> None:
+async def test_an_invalid_setting_is_reported_and_the_app_still_starts(make_app) -> None:
     app = make_app(4, problems=(Problem("monitor_view_default", 'must be "aggregated" or "per_gpu", not 3'),))
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         assert any("monitor_view_default" in note.message for note in app._notifications)
 
 
-async def test_a_newer_store_is_said_in_the_status_line_and_the_gpus_go_on(make_app, data) -> None:
+async def test_a_store_of_a_newer_version_is_reported_and_the_gpus_are_still_shown(make_app, data) -> None:
     import sqlite3
 
     with sqlite3.connect(data.control_db) as db:
@@ -387,7 +385,7 @@ async def test_the_jobs_table_shows_live_progress_and_enter_opens_the_job(make_a
         assert app.screen.id == "dashboard"
 
 
-async def test_the_cursor_stays_on_its_job_when_a_new_one_comes_on_top(make_app, data) -> None:
+async def test_the_cursor_stays_on_its_job_when_a_new_one_appears_above(make_app, data) -> None:
     first = record_job(data, "first", JobState.FINISHED)
     record_job(data, "second", JobState.FINISHED)
     app = make_app(4)
@@ -402,7 +400,7 @@ async def test_the_cursor_stays_on_its_job_when_a_new_one_comes_on_top(make_app,
         assert app.screen.query_one(JobsPanel).selected == first
 
 
-async def test_stopping_asks_first_and_then_leaves_a_request_for_the_ranks(make_app, data) -> None:
+async def test_stopping_asks_first_and_then_stores_a_request_for_the_ranks(make_app, data) -> None:
     from trainer.contract.store.job_store import Control
 
     job_id = record_job(data, "minilm", JobState.RUNNING)
@@ -431,7 +429,7 @@ async def test_stopping_asks_first_and_then_leaves_a_request_for_the_ranks(make_
         ({"held": True, "attempt": 1}, "Stop job 1 (minilm)? It is paused; what it has saved stays."),
     ],
 )
-async def test_stopping_a_job_in_line_promises_no_checkpoint(make_app, data, fields, question) -> None:
+async def test_stopping_a_queued_job_does_not_promise_a_checkpoint(make_app, data, fields, question) -> None:
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     record_job(data, "minilm", JobState.QUEUED, **alive, **fields)
@@ -442,14 +440,14 @@ async def test_stopping_a_job_in_line_promises_no_checkpoint(make_app, data, fie
         assert app.screen.question == question
 
 
-async def test_ctrl_c_says_which_key_quits_here(make_app) -> None:
+async def test_ctrl_c_shows_which_key_quits(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         messages: list[str] = []
         app.notify = lambda message, **_: messages.append(message)
         await pilot.press("ctrl+c")
         await wait_until(pilot, lambda: messages == ["Press q to quit; jobs keep running."])
-        # In a field q is a letter, and Ctrl-C copies.
+        # In a text field q is a letter, and Ctrl-C copies.
         await pilot.press("slash")
         await wait_until(pilot, lambda: isinstance(app.focused, Input))
         app.action_help_quit()
@@ -467,7 +465,7 @@ async def test_help_lists_every_key_of_the_screen(make_app) -> None:
         assert app.screen.id == "dashboard"
 
 
-async def test_n_opens_the_launch_screen_and_escape_leads_back(make_app) -> None:
+async def test_n_opens_the_launch_screen_and_escape_returns(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("n")
@@ -476,7 +474,7 @@ async def test_n_opens_the_launch_screen_and_escape_leads_back(make_app) -> None
         assert app.screen.id == "dashboard"
 
 
-async def test_names_with_markup_are_shown_as_they_are(make_app, data) -> None:
+async def test_names_with_markup_are_shown_literally(make_app, data) -> None:
     record_job(data, "[red]evil[/red] [/]", JobState.RUNNING)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:

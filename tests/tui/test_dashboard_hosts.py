@@ -1,4 +1,4 @@
-"""The dashboard with other hosts, which child processes play in place of ssh."""
+"""The dashboard with other hosts; child processes stand in for ssh."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def told(app) -> list[str]:
 
 
 def shown(app) -> None:
-    """Draw the newest samples, as is done at every interval."""
+    """Draw the newest samples, as the app does at every interval."""
     app.redraw.show_gpus()
 
 
@@ -71,7 +71,7 @@ async def far_jobs(pilot) -> None:
     await pilot.pause()
 
 
-async def test_gpus_and_jobs_stand_by_host_and_the_totals_are_those_of_all(make_app, data, folder) -> None:
+async def test_gpus_and_jobs_are_grouped_by_host_and_totals_include_all_hosts(make_app, data, folder) -> None:
     record_job(data, "mine", JobState.RUNNING)
     app = make_app(4, hosts=Hosts(["gpu1", "me@gpu2"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:
@@ -91,17 +91,17 @@ async def test_gpus_and_jobs_stand_by_host_and_the_totals_are_those_of_all(make_
         assert [row[: len(start)] for row, start in zip(rows, starts, strict=True)] == starts
 
 
-async def test_a_filter_and_the_cursor_go_over_all_hosts_and_past_their_names(make_app, data, folder) -> None:
+async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_app, data, folder) -> None:
     record_job(data, "mine", JobState.RUNNING)
     app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:
         await far_jobs(pilot)
         table = app.screen.query_one(JobsPanel)
-        # Whichever host was the first to tell its jobs.
+        # Which host reported its jobs first does not matter.
         await wait_until(pilot, lambda: table.cursor == "1")
         await pilot.press("down")
         assert table.cursor == "gpu1 9"
-        # What only jobs of this host have is not offered, and does nothing.
+        # Actions that only work on jobs of this host are not offered, and have no effect.
         await pilot.press("space", "R", "D", "y")
         assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
         await pilot.press("down", "down")
@@ -113,7 +113,7 @@ async def test_a_filter_and_the_cursor_go_over_all_hosts_and_past_their_names(ma
         assert table.cursor == "gpu1 7"
 
 
-async def test_a_job_there_is_stopped_paused_and_resumed_there(make_app, folder) -> None:
+async def test_a_job_on_another_host_can_be_stopped_paused_and_resumed(make_app, folder) -> None:
     app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:
         await far_jobs(pilot)
@@ -130,11 +130,11 @@ async def test_a_job_there_is_stopped_paused_and_resumed_there(make_app, folder)
         await pilot.press("g")
         await pilot.press("up", "g")
         await wait_until(pilot, lambda: ["resume", "9"] in runs_of(folder))
-        # Job 7 runs, so that there was nothing to resume.
+        # Job 7 is running, so there was nothing to resume.
         assert ["resume", "7"] not in runs_of(folder)
 
 
-async def test_a_training_there_can_finish_early_and_what_makes_no_steps_cannot(make_app, folder) -> None:
+async def test_only_a_training_on_another_host_can_finish_early(make_app, folder) -> None:
     trains = {"name": "a training", "loss": 0.2, "step": 200, "total_steps": 2000}
     jobs = [{"id": 8, "name": "rows"}, trains | {"id": 7}, trains | {"id": 6, "phase": "cooling down"}]
     jobs_line = f'say({{"type": "jobs", "jobs": [JOB | one for one in {jobs!r}]}}); say({{"type": "gpus"}}); stay()'
@@ -158,7 +158,7 @@ async def test_a_training_there_can_finish_early_and_what_makes_no_steps_cannot(
         assert ["stop", "7"] not in runs_of(folder)
 
 
-async def test_enter_on_a_host_shows_who_computes_there(make_app, folder) -> None:
+async def test_enter_on_a_host_shows_its_gpu_processes(make_app, folder) -> None:
     app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:
         await far_jobs(pilot)
@@ -170,7 +170,7 @@ async def test_enter_on_a_host_shows_who_computes_there(make_app, folder) -> Non
         assert lines[2:] == ["4711 ada 5.0 GiB python x.py", "5 – – cannot be seen from there"]
 
 
-async def test_the_form_is_launched_there_as_it_was_typed(make_app, folder) -> None:
+async def test_the_form_is_launched_on_another_host_with_its_current_values(make_app, folder) -> None:
     (folder / "launch").write_text("import tomllib; say('job 8 is ' + tomllib.loads(sys.stdin.read())['name'])")
     app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:
@@ -189,14 +189,14 @@ async def test_the_form_is_launched_there_as_it_was_typed(make_app, folder) -> N
         assert isinstance(app.screen, LaunchScreen)
 
 
-async def test_a_host_whose_jobs_cannot_be_read_says_so(make_app, folder) -> None:
+async def test_a_host_whose_jobs_cannot_be_read_shows_the_problem(make_app, folder) -> None:
     damaged = 'say(HELLO); say({"type": "jobs", "problem": "control.db is damaged"}); stay()'
     app = make_app(1, hosts=Hosts(["gpu1"], far_side(folder, damaged)))
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: "gpu1 · ⚠ control.db is damaged" in text(app, JobsPanel))
 
 
-async def test_thirty_hosts_leave_room_for_jobs(make_app, folder) -> None:
+async def test_thirty_hosts_leave_space_for_jobs(make_app, folder) -> None:
     app = make_app(1, hosts=Hosts([f"gpu{n}" for n in range(30)], far_side(folder, "say(HELLO); stay()")))
     async with app.run_test(size=(80, 24)) as pilot:
         shown(app)
@@ -205,7 +205,7 @@ async def test_thirty_hosts_leave_room_for_jobs(make_app, folder) -> None:
         assert app.screen.query_one(JobsPanel).region.height >= 3
 
 
-async def test_who_may_only_look_changes_nothing_there_and_reads_the_log(make_app, folder) -> None:
+async def test_a_read_only_app_changes_nothing_on_other_hosts_but_reads_their_logs(make_app, folder) -> None:
     app = make_app(4, readonly=True, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:
         await far_jobs(pilot)
@@ -218,7 +218,7 @@ async def test_who_may_only_look_changes_nothing_there_and_reads_the_log(make_ap
         assert all(words[0] == "stream" for words in runs_of(folder))
 
 
-async def test_a_host_that_is_cut_says_since_when_and_keeps_its_jobs(make_app, folder) -> None:
+async def test_a_disconnected_host_shows_since_when_and_keeps_its_jobs(make_app, folder) -> None:
     hosts = Hosts(["gpu1"], far_side(folder, THEIRS + "import time; time.sleep(1)", "sys.exit(255)"))
     app = make_app(4, hosts=hosts)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -231,7 +231,7 @@ async def test_a_host_that_is_cut_says_since_when_and_keeps_its_jobs(make_app, f
         assert any("gpu1 is not connected." in note for note in told(app))
 
 
-async def test_on_a_machine_without_gpus_the_first_line_is_about_the_other_hosts(make_app, folder) -> None:
+async def test_the_status_line_counts_gpus_of_other_hosts_if_there_are_none_here(make_app, folder) -> None:
     monitor = StillMonitor(1)
     monitor._latest, monitor._rings, monitor.problem = (), [], "the NVIDIA driver is not loaded"
     app = make_app(monitor=monitor, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
@@ -241,7 +241,7 @@ async def test_on_a_machine_without_gpus_the_first_line_is_about_the_other_hosts
         assert "The NVIDIA driver is not loaded." in text(app, GpuPanel)
 
 
-async def test_hosts_with_many_gpus_leave_room_and_show_those_under_the_cursor(make_app, folder) -> None:
+async def test_hosts_with_many_gpus_leave_space_and_scroll_to_the_cursor(make_app, folder) -> None:
     many = 'say(HELLO); say({"type": "gpus", "cards": [CARD | {"index": n} for n in range(16)]}); stay()'
     app = make_app(1, hosts=Hosts(["gpu1", "gpu2"], far_side(folder, many)))
     async with app.run_test(size=(80, 24)) as pilot:

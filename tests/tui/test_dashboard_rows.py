@@ -1,4 +1,4 @@
-"""How the window is given out to the dashboard's panels."""
+"""How the window is divided among the dashboard's panels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ windows = st.tuples(st.integers(1, 300), st.integers(4, 120))
 
 
 @given(windows, st.integers(0, 64), st.integers(0, 500), st.sampled_from(["", "cards", "tiles"]), st.booleans())
-def test_the_panels_fill_any_window_and_no_more(window, n_gpus, n_jobs, shape, previews) -> None:
+def test_the_panels_exactly_fill_any_window(window, n_gpus, n_jobs, shape, previews) -> None:
     width, height = window
     shapes = {shape: True} if shape else {}
     rows = arrange(width, height, n_gpus=n_gpus, n_jobs=n_jobs, previews=previews, **shapes)
@@ -22,7 +22,7 @@ def test_the_panels_fill_any_window_and_no_more(window, n_gpus, n_jobs, shape, p
     assert not (rows.preview and not previews)
 
 
-def test_a_usual_window_shows_plots_both_lines_of_each_card_and_the_preview() -> None:
+def test_a_normal_window_shows_plots_two_lines_per_gpu_and_the_preview() -> None:
     rows = arrange(120, 40, n_gpus=4, n_jobs=3, previews=True)
     assert (rows.frame, rows.gpus, rows.per_gpu) == ("framed", 8, 2)
     assert rows.plot >= 2
@@ -32,7 +32,7 @@ def test_a_usual_window_shows_plots_both_lines_of_each_card_and_the_preview() ->
     assert beside.preview == beside.jobs > 12
 
 
-def test_a_small_window_has_every_card_and_some_jobs() -> None:
+def test_a_small_window_shows_every_gpu_and_some_jobs() -> None:
     rows = arrange(80, 24, n_gpus=8, n_jobs=30, previews=True)
     assert (rows.frame, rows.totals, rows.gpus, rows.per_gpu, rows.preview) == ("ruled", 4, 8, 1, 0)
     assert rows.jobs >= 6

@@ -18,7 +18,7 @@ def text(app, selector: str) -> str:
     return app.screen.query_one(selector, LineView).plain
 
 
-async def test_rows_appear_as_they_are_found_and_the_app_goes_on_meanwhile(make_app) -> None:
+async def test_findings_appear_one_by_one_while_the_app_stays_responsive(make_app) -> None:
     go_on = threading.Event()
 
     def examine() -> Iterator[Finding]:
@@ -40,7 +40,7 @@ async def test_rows_appear_as_they_are_found_and_the_app_goes_on_meanwhile(make_
         assert title_of(screen.query_one("#findings")).strip() == "Doctor · 1 warning, 1 ok"
 
 
-async def test_the_worst_finding_is_the_first_row_and_the_cursor_stays_where_it_was_put(make_app) -> None:
+async def test_the_worst_finding_is_the_first_row_and_the_cursor_stays_where_it_was_moved(make_app) -> None:
     go_on = threading.Event()
 
     def examine() -> Iterator[Finding]:
@@ -63,7 +63,7 @@ async def test_the_worst_finding_is_the_first_row_and_the_cursor_stays_where_it_
         assert WELL.sentence in text(app, "#chosen")
 
 
-async def test_the_chosen_finding_stands_below_in_full_with_what_to_do(make_app) -> None:
+async def test_the_selected_finding_is_shown_below_in_full_with_its_remedy(make_app) -> None:
     long = Finding("note", "SQLite", "a sentence that goes on " * 6, "a remedy")
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -77,7 +77,7 @@ async def test_the_chosen_finding_stands_below_in_full_with_what_to_do(make_app)
         assert WELL.sentence in text(app, "#chosen")
 
 
-async def test_r_looks_again_and_what_an_earlier_look_finds_late_is_not_shown(make_app) -> None:
+async def test_r_checks_again_and_late_findings_of_an_earlier_check_are_dropped(make_app) -> None:
     late, looks = threading.Event(), []
 
     def examine() -> Iterator[Finding]:
@@ -100,7 +100,7 @@ async def test_r_looks_again_and_what_an_earlier_look_finds_late_is_not_shown(ma
         assert screen.findings == [WRONG]
 
 
-async def test_p_looks_again_and_probes_as_well(make_app) -> None:
+async def test_p_checks_again_with_the_probes(make_app) -> None:
     bus = Finding("ok", "bus", "8 GPUs exchange 180.2 GB/s in an all-reduce")
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -125,7 +125,7 @@ async def test_simulated_gpus_are_not_probed(make_app, monkeypatch) -> None:
         assert "no real GPUs" in app.screen.findings[-1].sentence
 
 
-async def test_d_opens_it_on_this_machine_and_escape_goes_back(make_app, monkeypatch) -> None:
+async def test_d_opens_the_doctor_for_this_machine_and_escape_returns(make_app, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.doctor.torch_build.LIMIT_S", 0.001)
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -138,7 +138,7 @@ async def test_d_opens_it_on_this_machine_and_escape_goes_back(make_app, monkeyp
         assert app.screen.id == "dashboard"
 
 
-async def test_it_is_in_the_palette_and_in_the_help(make_app) -> None:
+async def test_the_doctor_is_in_the_palette_and_in_the_help(make_app) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         assert "Doctor" in [command.title for command in app.get_system_commands(app.screen)]
@@ -147,7 +147,7 @@ async def test_it_is_in_the_palette_and_in_the_help(make_app) -> None:
         assert "What is in the way of a training here" in app.screen.query_one("Page").plain
 
 
-async def test_leaving_the_screen_ends_the_look(make_app) -> None:
+async def test_leaving_the_screen_ends_the_check(make_app) -> None:
     go_on, begun = threading.Event(), []
 
     def examine() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Evaluations in the app: the questions before a start, and how a running one is shown and stopped."""
+"""Evaluations in the app: the questions before the start, and how a running one is shown and stopped."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def job_id(data: DataDir) -> int:
 
 
 async def open_job(pilot: Pilot[None], app: SaeApp, job_id: int) -> None:
-    """Open the screen of the job."""
+    """Open the screen of a job."""
     await wait_until(pilot, lambda: app.session.jobs)
     app.session.go.open_job(job_id)
     await wait_until(pilot, lambda: app.screen.name == "job")
 
 
-async def test_an_evaluation_asks_what_to_measure_and_does_not_start_without_an_answer(
+async def test_an_evaluation_asks_for_its_parts_and_needs_at_least_one(
     make_app: MakeApp, data: DataDir, job_id: int, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[request.Request] = []
@@ -70,7 +70,7 @@ async def test_an_evaluation_asks_what_to_measure_and_does_not_start_without_an_
         await pilot.press("e")
         await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
         boxes = {box.id: box for box in app.screen.query(Tick)}
-        # Its data is not here, so the model is not known.
+        # The job's data is not on this machine, so the language model is unknown.
         assert [(name, box.value, box.disabled) for name, box in boxes.items()] == [
             (ROWS, True, False),
             (IN_MODEL, False, True),
@@ -87,7 +87,7 @@ async def test_an_evaluation_asks_what_to_measure_and_does_not_start_without_an_
     assert [(one.job_id, one.parts, one.waits) for one in asked] == [(job_id, (ROWS,), False)]
 
 
-async def test_a_running_evaluation_has_a_row_and_the_key_that_stops_jobs_stops_it(
+async def test_a_running_evaluation_has_a_row_and_is_stopped_by_the_key_for_jobs(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     lock = FileLock(data.run(job_id).evaluation_lock)
@@ -118,7 +118,7 @@ async def test_a_running_evaluation_has_a_row_and_the_key_that_stops_jobs_stops_
         await wait_until(pilot, lambda: "evaluating" not in app.screen.query_one(Headline).plain)
 
 
-async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_imported_one_has_its_card(
+async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_card(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     failed = record_job(data, "b", JobState.FAILED)
@@ -132,7 +132,7 @@ async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_importe
             await wait_until(pilot, lambda: "l Log" in app.screen.query_one(Footer).plain)
             shown = app.screen.query_one(Footer).plain
             assert [words in shown for words in ("v Card", "e Evaluate", "x Export")] == [offers] * 3
-            # It has one rank.
+            # The job has one rank.
             assert ["a All metrics" in shown, "c Curve" in shown, "r Rank" in shown] == [True, True, False]
         app.session.go.open_job(imported)
         await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == imported)
@@ -163,11 +163,11 @@ async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
         assert folder.value.endswith("/a-1")
         folder.value = str(tmp_path / "out")
         await pilot.press("enter")
-        # The trainer's own sentence, of a job that has no checkpoint.
+        # The message comes from the trainer; this job has no checkpoint.
         answer = app.screen.query_one("#answer", Label)
         await wait_until(pilot, lambda: "no checkpoint was saved" in str(answer.content), seconds=60)
         assert not (tmp_path / "out").exists()
-        # A folder that is used needs a tick, and no format is offered that is only read.
+        # A non-empty folder needs confirmation, and formats that can only be read are not offered.
         folder.value = str(tmp_path)
         await pilot.press("enter")
         await wait_until(pilot, lambda: f"{tmp_path} is not empty." in str(answer.content))

@@ -1,4 +1,4 @@
-"""The latents of an SAE on the screen, and the texts in which they fire."""
+"""The latents of an SAE on the screen, and their max-activating examples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def put(folder: Path, content: bytes | None = None) -> None:
 
 
 async def opened(pilot: Pilot[None], app: SaeApp) -> FeaturesScreen:
-    """Open the first job, and its features."""
+    """Open the first job, then its features."""
     await wait_until(pilot, lambda: app.session.jobs)
     app.session.go.open_job(app.session.jobs[0].id)
     await wait_until(pilot, lambda: app.screen.name == "job")
@@ -66,7 +66,7 @@ def title(screen: FeaturesScreen) -> str:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_latents_are_listed_and_one_is_told_with_its_contexts(
+async def test_latents_are_listed_and_the_selected_one_is_shown_with_its_contexts(
     make_app: MakeApp, job_id: int, size: tuple[int, int]
 ) -> None:
     app = make_app(4)
@@ -84,7 +84,7 @@ async def test_latents_are_listed_and_one_is_told_with_its_contexts(
         detail = screen.query_one(LatentDetail)
         await wait_until(pilot, lambda: "Latent 0" in detail.plain)
         assert "fires on 3.000% of 100 rows, at most 4.00" in " ".join(detail.plain.split())
-        # The strongest tokens stand below each other.
+        # The strongest tokens are aligned in one column.
         first, second = [line for line in detail.plain.splitlines() if "Lämb" in line]
         assert first.index(" Lämb") == second.index(" Lämb")
         assert " the Lämbs" in first
@@ -135,7 +135,7 @@ async def ask(pilot: Pilot[None], app: SaeApp, key: str, text: str) -> None:
     await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
 
 
-async def test_the_saes_of_a_sweep_come_one_after_the_other(make_app: MakeApp, data: DataDir) -> None:
+async def test_a_key_shows_the_next_sae_of_a_sweep(make_app: MakeApp, data: DataDir) -> None:
     job_id = record_job(data, "a", JobState.FINISHED)
     put(data.sae(job_id) / "k=16")
     put(data.sae(job_id) / "k=8", features_file({5: "other", 7: "words", 9: "s"}))
@@ -147,7 +147,7 @@ async def test_the_saes_of_a_sweep_come_one_after_the_other(make_app: MakeApp, d
         await wait_until(pilot, lambda: "k=8" in title(screen) and listed(screen)[2][-1] == "other")
 
 
-async def test_without_an_sae_the_screen_says_so(make_app: MakeApp, data: DataDir) -> None:
+async def test_without_an_sae_the_screen_shows_the_reason(make_app: MakeApp, data: DataDir) -> None:
     record_job(data, "a", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -157,7 +157,7 @@ async def test_without_an_sae_the_screen_says_so(make_app: MakeApp, data: DataDi
             await pilot.press(key)
 
 
-async def test_an_evaluation_is_offered_where_there_was_none_and_its_end_fills_the_screen(
+async def test_a_missing_evaluation_is_offered_and_its_result_fills_the_screen(
     make_app: MakeApp, data: DataDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = record_job(data, "a", JobState.FINISHED)
@@ -184,7 +184,7 @@ async def test_an_evaluation_is_offered_where_there_was_none_and_its_end_fills_t
         await wait_until(pilot, lambda: "Latent 0" in screen.query_one(LatentDetail).plain)
 
 
-async def test_a_key_on_a_jobs_screen_evaluates_it_once_it_has_ended(
+async def test_a_key_on_the_job_screen_evaluates_a_job_that_has_ended(
     make_app: MakeApp, job_id: int, data: DataDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -209,7 +209,7 @@ async def test_a_key_on_a_jobs_screen_evaluates_it_once_it_has_ended(
         await wait_until(pilot, lambda: asked == [job_id])
 
 
-async def test_of_many_latents_only_what_is_on_the_screen_is_read(
+async def test_only_visible_latents_are_read_from_a_large_file(
     make_app: MakeApp, data: DataDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = record_job(data, "a", JobState.FINISHED)
@@ -240,7 +240,7 @@ async def test_of_many_latents_only_what_is_on_the_screen_is_read(
         assert len(set(read)) < 200
 
 
-def test_the_tokens_that_a_latent_promotes_stand_above_its_contexts(tmp_path: Path) -> None:
+def test_the_tokens_that_a_latent_promotes_are_shown_above_its_contexts(tmp_path: Path) -> None:
     put(tmp_path / "sae", features_file(**MOVED))
     features = Features(tmp_path / "sae" / FEATURES)
     for width in (20, 40, 80):
@@ -250,7 +250,7 @@ def test_the_tokens_that_a_latent_promotes_stand_above_its_contexts(tmp_path: Pa
         assert width < 40 or promotes.split() == ["Promotes", "Lämb", "+1.50"]
 
 
-def test_a_context_fits_any_width_with_its_strongest_token_in_it(tmp_path: Path) -> None:
+def test_a_context_fits_any_width_and_includes_its_strongest_token(tmp_path: Path) -> None:
     put(tmp_path / "sae")
     features = Features(tmp_path / "sae" / FEATURES)
     for width in range(10, 120):
@@ -260,7 +260,7 @@ def test_a_context_fits_any_width_with_its_strongest_token_in_it(tmp_path: Path)
     assert [text for text, style in lines[-1] if style == "full"] == [" the"]
 
 
-def test_a_wide_character_that_is_cut_leaves_no_room_for_what_is_behind_it(tmp_path: Path) -> None:
+def test_a_truncated_wide_character_hides_the_text_after_it(tmp_path: Path) -> None:
     put(tmp_path / "sae", features_file({5: "x", 7: "天气天", 9: "y"}))
     features = Features(tmp_path / "sae" / FEATURES)
     for width in range(12, 40):
@@ -274,7 +274,7 @@ def test_a_wide_character_that_is_cut_leaves_no_room_for_what_is_behind_it(tmp_p
     ]  # fmt: skip
 
 
-def test_a_character_over_several_tokens_has_the_shade_of_the_strongest(tmp_path: Path) -> None:
+def test_a_character_of_several_tokens_has_the_shade_of_the_strongest(tmp_path: Path) -> None:
     put(tmp_path / "sae", features_file(SPREAD))
     features = Features(tmp_path / "sae" / FEATURES)
     lines = feature_lines(features.feature(0), features, 80)

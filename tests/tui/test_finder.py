@@ -1,4 +1,4 @@
-"""Filter, order, marks, and the keys that change a job's name, tags and note."""
+"""Filter, order and marks of the job table, and the keys that change a job's name, tags and note."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(app) -> JobsPanel:
 
 
 def shown(app) -> list[str]:
-    """Return the names in the table, from the top."""
+    """Return the job names in the table, from the top."""
     return [line.split()[1] for line in table(app).plain.splitlines()[1:]]
 
 
@@ -48,7 +48,7 @@ async def ready(app, pilot, count: int = 3) -> None:
     await pilot.pause()
 
 
-async def test_the_filter_narrows_the_table_as_it_is_typed_enter_keeps_it_and_escape_clears_it(make_app, three) -> None:
+async def test_the_filter_applies_while_typing_enter_keeps_it_and_escape_clears_it(make_app, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -70,7 +70,7 @@ async def test_the_filter_narrows_the_table_as_it_is_typed_enter_keeps_it_and_es
         assert len(shown(app)) == 3
 
 
-async def test_keys_that_do_something_to_a_job_are_letters_while_a_filter_is_typed(make_app, three) -> None:
+async def test_action_keys_are_letters_while_a_filter_is_typed(make_app, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -89,14 +89,14 @@ async def test_the_order_cycles_and_the_cursor_stays_on_its_job(make_app, three)
         assert (said(app), shown(app)) == ("by name", ["alpha", "beta", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o")
-        # An unfinished job comes after finished ones, though its FVU is lower.
+        # An unfinished job comes after finished ones, even if its FVU is lower.
         assert (said(app), shown(app)) == ("by fvu", ["beta", "alpha", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o", "o", "o")
         assert shown(app) == ["gamma", "beta", "alpha"]
 
 
-async def test_marks_are_glyphs_outlive_a_filter_and_are_cleared_together(make_app, data, three) -> None:
+async def test_marks_are_glyphs_that_outlive_a_filter_and_are_cleared_together(make_app, data, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -113,7 +113,7 @@ async def test_marks_are_glyphs_outlive_a_filter_and_are_cleared_together(make_a
         assert "●" not in table(app).plain
 
 
-async def test_tags_go_to_all_marked_jobs_or_to_the_one_under_the_cursor(make_app, data, three) -> None:
+async def test_tags_apply_to_all_marked_jobs_or_to_the_job_under_the_cursor(make_app, data, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -126,7 +126,7 @@ async def test_tags_go_to_all_marked_jobs_or_to_the_one_under_the_cursor(make_ap
         await wait_until(pilot, lambda: stored(data, 3).tags == ("later",))
 
 
-async def test_a_job_gets_another_name_and_a_note(make_app, data, three) -> None:
+async def test_a_job_can_be_renamed_and_get_a_note(make_app, data, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -139,7 +139,7 @@ async def test_a_job_gets_another_name_and_a_note(make_app, data, three) -> None
         assert stored(data, 3).name == "delta"
 
 
-async def test_a_job_in_line_says_what_it_waits_for_and_is_moved_and_held_by_keys(make_app, data, three) -> None:
+async def test_a_queued_job_shows_its_reason_to_wait_and_keys_move_and_hold_it(make_app, data, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -155,7 +155,7 @@ async def test_a_job_in_line_says_what_it_waits_for_and_is_moved_and_held_by_key
         assert not stored(data, 2).held
 
 
-async def test_what_cannot_be_done_is_told_and_leaves_the_job_as_it_was(make_app, data, three) -> None:
+async def test_an_invalid_edit_is_reported_and_changes_nothing(make_app, data, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -180,7 +180,7 @@ async def test_every_key_with_a_tooltip_is_in_the_help_and_in_the_palette(make_a
         assert all(title in shown for title in wanted)
 
 
-async def test_of_a_thousand_jobs_only_the_rows_in_view_are_drawn(make_app, data) -> None:
+async def test_only_visible_rows_of_a_thousand_jobs_are_drawn(make_app, data) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -208,7 +208,7 @@ def _view(number: int):
     )  # fmt: skip
 
 
-async def test_a_job_in_line_is_put_after_others_by_their_ids(make_app, data, three) -> None:
+async def test_a_queued_job_can_be_made_dependent_on_other_jobs(make_app, data, three) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await wait_until(pilot, lambda: len(shown(app)) == 3)
@@ -219,9 +219,7 @@ async def test_a_job_in_line_is_put_after_others_by_their_ids(make_app, data, th
         assert stored(data, 3).after == (1, 2)
 
 
-async def test_a_deleted_job_comes_back_with_all_that_is_known_of_it_until_the_app_is_left(
-    make_app, data, three
-) -> None:
+async def test_a_deleted_job_can_be_restored_until_the_app_exits(make_app, data, three) -> None:
     data.run(1).create()
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -240,5 +238,5 @@ async def test_a_deleted_job_comes_back_with_all_that_is_known_of_it_until_the_a
         await pilot.press("end", "D", "y")
         await wait_until(pilot, lambda: app.session.actions.thrown_away)
     app.session.actions.empty_trash()
-    # The number stays taken, the files are gone.
+    # The number remains reserved, and the files are deleted.
     assert [file for file in data.trash.rglob("*") if file.is_file()] == []

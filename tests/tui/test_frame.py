@@ -1,4 +1,4 @@
-"""Panels have as much of a frame as there is room for; what it says is there with and without one."""
+"""Panels have a frame, a ruled line or neither, depending on the window size; their titles are always shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def job_id(data) -> int:
 
 
 def rows(app) -> list[str]:
-    """Return what the terminal shows, row by row."""
+    """Return the rows that the terminal shows."""
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
 
 
@@ -33,12 +33,12 @@ def rows(app) -> list[str]:
     ("size", "frame"),
     [((100, 30), "framed"), ((99, 30), "ruled"), ((100, 29), "ruled"), ((80, 18), "ruled"), ((80, 17), "bare")],
 )
-def test_a_frame_is_whole_a_line_or_none_by_the_room_there_is(size, frame) -> None:
+def test_the_window_size_determines_the_kind_of_frame(size, frame) -> None:
     assert frame_of(*size) == frame
 
 
 @pytest.mark.parametrize("frame", SIZES)
-async def test_each_panel_of_a_job_says_what_it_is_with_or_without_a_frame(make_app, job_id, frame) -> None:
+async def test_each_panel_of_a_job_has_its_title_with_and_without_a_frame(make_app, job_id, frame) -> None:
     app = make_app(2)
     async with app.run_test(size=SIZES[frame]) as pilot:
         await shown(pilot, job_id)
@@ -56,7 +56,7 @@ async def test_each_panel_of_a_job_says_what_it_is_with_or_without_a_frame(make_
         assert ("╭" in text, "─ Events ─" in text) == (frame == "framed", frame != "bare")
 
 
-async def test_titles_stay_as_the_window_changes_its_size_and_back(make_app, job_id) -> None:
+async def test_titles_are_kept_when_the_window_is_resized_and_back(make_app, job_id) -> None:
     app = make_app(2)
     async with app.run_test(size=SIZES["framed"]) as pilot:
         await shown(pilot, job_id)
@@ -70,7 +70,7 @@ async def test_titles_stay_as_the_window_changes_its_size_and_back(make_app, job
 
 
 @pytest.mark.parametrize("frame", SIZES)
-async def test_the_log_says_whose_it_is_once_at_each_size(make_app, job_id, frame) -> None:
+async def test_the_log_shows_its_title_once_at_each_size(make_app, job_id, frame) -> None:
     app = make_app(2)
     async with app.run_test(size=SIZES[frame]) as pilot:
         await shown(pilot, job_id)
@@ -82,7 +82,7 @@ async def test_the_log_says_whose_it_is_once_at_each_size(make_app, job_id, fram
         assert text.count("Job 1 · log of rank 0 · running · a [b]name[/]") == text.count(HINT) == 1
 
 
-async def test_the_title_of_what_has_the_focus_has_the_accent(make_app, job_id) -> None:
+async def test_the_title_of_the_focused_panel_has_the_accent_colour(make_app, job_id) -> None:
     app = make_app(2)
     async with app.run_test(size=SIZES["framed"]) as pilot:
         await shown(pilot, job_id)
@@ -93,7 +93,7 @@ async def test_the_title_of_what_has_the_focus_has_the_accent(make_app, job_id) 
 
 
 @pytest.mark.parametrize("frame", SIZES)
-async def test_a_name_that_is_too_long_leaves_its_state_and_devices_in_the_title(make_app, data, frame) -> None:
+async def test_a_long_name_leaves_space_for_state_and_devices_in_the_title(make_app, data, frame) -> None:
     long = record_job(data, "n" * 80, JobState.RUNNING, world_size=2)
     data.run(long).create()
     data.run(long).log(0).write_text("a line\n")

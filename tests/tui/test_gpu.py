@@ -1,4 +1,4 @@
-"""The screen of one GPU, and how one gets there."""
+"""The screen of one GPU, and the ways to open it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def shown(pilot, index: int) -> None:
     await wait_until(pilot, lambda: app.screen.query(GpuFacts) and "PCIe" in text(app, GpuFacts))
 
 
-async def test_a_digit_opens_a_gpu_and_brackets_go_on_to_the_next(make_app, data) -> None:
+async def test_a_digit_opens_a_gpu_and_brackets_move_to_the_next(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -58,13 +58,13 @@ async def test_a_digit_opens_a_gpu_and_brackets_go_on_to_the_next(make_app, data
         await wait_until(pilot, lambda: app.session.monitor.looked_at is None)
 
 
-async def test_a_card_is_read_again_where_the_screen_before_it_goes_late(make_app) -> None:
+async def test_a_gpu_is_read_again_if_the_previous_screen_closes_late(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         await pilot.press("0", "escape", "1")
         await shown(pilot, 1)
-        app.session.monitor.look_at(None)  # as the screen that was left does once it is gone
+        app.session.monitor.look_at(None)  # as the previous screen does when it is removed
         app.redraw.show_gpus()
         assert app.session.monitor.looked_at == 1
 
@@ -80,7 +80,7 @@ async def test_enter_on_a_gpu_opens_it(make_app) -> None:
         await shown(pilot, 3)
 
 
-async def test_a_click_chooses_a_gpu_and_another_opens_it(make_app) -> None:
+async def test_a_click_selects_a_gpu_and_a_second_one_opens_it(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
@@ -90,7 +90,7 @@ async def test_a_click_chooses_a_gpu_and_another_opens_it(make_app) -> None:
         await shown(pilot, 2)
 
 
-async def test_the_cursor_goes_to_gpus_below_the_edge(make_app) -> None:
+async def test_the_cursor_reaches_gpus_below_the_visible_ones(make_app) -> None:
     app = make_app(16)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -102,7 +102,7 @@ async def test_the_cursor_goes_to_gpus_below_the_edge(make_app) -> None:
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
-async def test_a_lost_card_says_why_at_any_size(make_app, size) -> None:
+async def test_a_lost_gpu_shows_its_reason_at_any_size(make_app, size) -> None:
     app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0, faults={1: "lost"})))
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
@@ -116,7 +116,7 @@ async def test_a_lost_card_says_why_at_any_size(make_app, size) -> None:
                 assert widget.render_line(y).cell_length == widget.size.width
 
 
-async def test_a_digit_without_a_gpu_does_nothing(make_app) -> None:
+async def test_a_digit_without_a_gpu_has_no_effect(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -124,7 +124,7 @@ async def test_a_digit_without_a_gpu_does_nothing(make_app) -> None:
         assert app.screen is app.navigator.dashboard
 
 
-async def test_longer_spans_come_from_the_store_and_a_cursor_reads_out_when_and_which_job(make_app, data) -> None:
+async def test_longer_spans_come_from_the_store_and_a_cursor_shows_time_and_job(make_app, data) -> None:
     begin = time.time() - 1800
     store_samples(data, uuid_of(0), [begin + 10 * step for step in range(100)], job=12)
     app = make_app(4)
@@ -136,7 +136,7 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_reads_out_when_and_
         await wait_until(pilot, lambda: "last 1 h" in text(app, GpuHistory) and "▄" in text(app, GpuHistory))
         await pilot.press(*["left"] * 30)
         last = text(app, GpuHistory).splitlines()[-1]
-        # What was before midnight has its day.
+        # A time before midnight is shown with its date.
         assert re.match(r" +(\d\d:\d\d:\d\d|\d\d \w+ \d\d:\d\d) · job 12 ", last), last
         assert "Utilisation 50%" in text(app, GpuHistory)
         assert "│" in text(app, GpuHistory).splitlines()[1][10:]
@@ -148,7 +148,7 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_reads_out_when_and_
         await wait_until(pilot, lambda: "last 7 d" in text(app, GpuHistory))
 
 
-async def test_the_dashboard_shows_longer_spans_of_all_cards_whole(make_app, data) -> None:
+async def test_the_dashboard_shows_longer_spans_of_all_gpus_in_full(make_app, data) -> None:
     begin = time.time() - 3000
     store_samples(data, uuid_of(0), [begin + 10 * step for step in range(50)], job=12)
     app = make_app(1)
@@ -157,7 +157,7 @@ async def test_the_dashboard_shows_longer_spans_of_all_cards_whole(make_app, dat
         newest = text(app, AggregatePanel)
         await pilot.press(">", ">", ">")
         await wait_until(pilot, lambda: title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 1 h 00")
-        # In use for some minutes at the beginning of the hour alone.
+        # The GPU was in use only for some minutes at the beginning of the hour.
         await wait_until(pilot, lambda: re.search("[^█]███+   ", text(app, GpuPanel)))
         assert text(app, AggregatePanel) != newest
         await pilot.press("<", "<", "<")
@@ -166,7 +166,7 @@ async def test_the_dashboard_shows_longer_spans_of_all_cards_whole(make_app, dat
         await wait_until(pilot, lambda: "███" not in text(app, GpuPanel))
 
 
-async def test_a_span_that_is_read_late_takes_nothing_from_the_one_that_is_shown(make_app, data, monkeypatch) -> None:
+async def test_a_span_that_is_read_late_does_not_replace_the_one_on_screen(make_app, data, monkeypatch) -> None:
     store_samples(data, uuid_of(0), [time.time() - 100], job=12)
     go_on, real = threading.Event(), dashboard.stored_past
 

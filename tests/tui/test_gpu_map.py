@@ -34,7 +34,7 @@ def text(rows: list[GpuRow], width: int, room: int) -> list[str]:
 
 
 @given(st.integers(1, 300), st.integers(1, 250), st.integers(1, 60))
-def test_tiles_are_as_wide_and_tall_as_there_is_room_for(count: int, width: int, room: int) -> None:
+def test_tiles_use_the_available_width_and_height(count: int, width: int, room: int) -> None:
     grid = map_grid(count, width, room)
     assert grid.columns * grid.bands >= count > grid.columns * (grid.bands - 1)
     assert 1 <= grid.height <= TALLEST
@@ -62,7 +62,7 @@ async def test_every_gpu_is_shown_or_counted_at_every_size(make_app: MakeApp) ->
                     assert len(panel.plain.splitlines()) <= max(2, room)
 
 
-def test_a_tile_says_without_colour_what_a_card_does() -> None:
+def test_a_tile_shows_the_state_of_its_gpu_without_colour() -> None:
     rows = [
         row(0, "good", utilization=98.0),
         row(1, "warn", utilization=100.0, temperature_c=91.0),
@@ -77,7 +77,7 @@ def test_a_tile_says_without_colour_what_a_card_does() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_a_map_is_shown_where_lines_do_not_fit_and_its_cursor_opens_a_gpu(
+async def test_a_map_is_shown_if_lines_do_not_fit_and_its_cursor_opens_a_gpu(
     make_app: MakeApp, size: tuple[int, int]
 ) -> None:
     app = make_app(monitor=StillMonitor(64, samples=2))

@@ -67,7 +67,7 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         assert "step 200" in screen.query_one(LogPanel).plain
 
 
-async def test_a_job_shows_its_energy_and_its_price_by_the_settings(make_app, data) -> None:
+async def test_a_job_shows_its_energy_and_its_price(make_app, data) -> None:
     measured = {"energy_wh": 1234.0, "energy_s": 100.0, "energy_known_s": 83.0, "energy_counted_s": 83.0}
     job_id = record_job(data, "minilm", JobState.FINISHED, total_steps=400, **measured)
     app = make_app(4, price_per_kwh=0.3, currency="CHF")
@@ -78,7 +78,7 @@ async def test_a_job_shows_its_energy_and_its_price_by_the_settings(make_app, da
         assert "energy at least 1.234 kWh, 0.37 CHF (samples for 83 % of its time)" in settings
 
 
-async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(make_app, data, tmp_path) -> None:
+async def test_an_extraction_shows_its_speed_and_no_training_values(make_app, data, tmp_path) -> None:
     config = dump_job(extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows"))
     job_id = record_job(data, "rows", JobState.RUNNING, total_steps=400, config=config)
     record_metrics(data, job_id, ranks=1)
@@ -105,7 +105,7 @@ async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.query("#row-model-hooks"))
 
 
-async def test_what_the_trainer_writes_is_on_the_screen_within_a_second(make_app, data) -> None:
+async def test_new_output_of_the_trainer_is_on_the_screen_within_seconds(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
     record_metrics(data, job_id)
     app = make_app(4)
@@ -134,7 +134,7 @@ async def test_a_registered_launch_backend_is_among_the_settings_of_a_job(make_a
         assert ["niceness", "7"] in lines
 
 
-async def test_rows_that_were_lost_are_told_beside_the_phase(make_app, data) -> None:
+async def test_lost_metric_rows_are_reported_next_to_the_phase(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
     record_metrics(data, job_id)
     writer = SeriesWriter(data.run(job_id).metrics_db)
@@ -162,7 +162,7 @@ async def test_everything_fits_80_by_24(make_app, data) -> None:
             assert not any(one.overlaps(other) for other in regions[number + 1 :])
 
 
-async def test_a_failed_job_opens_at_its_cause(make_app, data) -> None:
+async def test_a_failed_job_shows_its_cause_first(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.FAILED, error="rank 1 was killed (SIGKILL)")
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -172,7 +172,7 @@ async def test_a_failed_job_opens_at_its_cause(make_app, data) -> None:
         assert "SIGKILL" not in screen.query_one(Headline).plain
 
 
-async def test_l_gives_the_logs_the_whole_screen_r_the_next_rank_then_all_together(make_app, data) -> None:
+async def test_l_shows_the_logs_full_screen_and_r_the_next_rank_or_all_together(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2)
     record_metrics(data, job_id)
     data.run(job_id).log(1).write_text("hello from rank one\n")
@@ -193,7 +193,7 @@ async def test_l_gives_the_logs_the_whole_screen_r_the_next_rank_then_all_togeth
         assert app.screen is screen
 
 
-async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(make_app, data) -> None:
+async def test_a_log_can_be_searched_and_filtered_and_escape_ends_the_search_first(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING)
     data.run(job_id).create()
     lines = [f"step {number}" + (" [WARNING]" if number % 100 == 7 else "") for number in range(1000)]
@@ -229,7 +229,7 @@ async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(m
         assert app.screen.name == "job"
 
 
-async def test_a_failed_job_shows_the_rank_that_failed_its_exception_and_what_to_do(make_app, data) -> None:
+async def test_a_failed_job_shows_the_failed_rank_its_exception_and_a_remedy(make_app, data) -> None:
     error = "rank 1: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
     job_id = record_job(data, "minilm", JobState.FAILED, error=error, world_size=2, attempt=1)
     paths = data.run(job_id)
@@ -263,7 +263,7 @@ async def test_a_log_with_markup_and_control_characters_is_shown_as_text(make_ap
         assert "\x1b" not in screen.query_one(LogPanel).plain
 
 
-async def test_the_log_follows_its_end_through_a_resize_until_one_scrolls_up(make_app, data) -> None:
+async def test_the_log_follows_its_end_through_a_resize_until_it_is_scrolled_up(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, total_steps=400)
     record_metrics(data, job_id)
     log_file = data.run(job_id).log(0)
@@ -292,7 +292,7 @@ async def test_the_log_follows_its_end_through_a_resize_until_one_scrolls_up(mak
         await wait_until(pilot, lambda: panel.scroll_y == panel.max_scroll_y)
 
 
-async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_one(make_app, data) -> None:
+async def test_m_shows_the_next_sae_of_a_sweep_and_is_hidden_for_a_single_sae(make_app, data) -> None:
     single = record_job(data, "one", JobState.RUNNING, total_steps=400)
     sweep = record_job(data, "three", JobState.RUNNING, total_steps=400, config=job_file(k=[8, 16, 32]))
     for job_id in (single, sweep):
@@ -306,7 +306,7 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, sweep)
         for place, (label, fvu) in enumerate([*values.items(), ("k=8", 0.13)]):
-            # While it runs, no SAE is called the best.
+            # While the sweep runs, no SAE is marked as the best.
             assert f"{label} ({place % 3 + 1} of 3)" in screen.query_one(Headline).plain
             assert f"held-out FVU {number(fvu + 0.05)}" in screen.query_one(Headline).plain
             heading = screen.query_one("#curve-fvu").plain.splitlines()[0]
@@ -323,7 +323,7 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
         assert "m" not in app.screen.active_bindings
 
 
-async def test_a_sweep_opens_at_its_best_sae_and_its_list_shows_the_values_of_that(make_app, data) -> None:
+async def test_a_sweep_opens_at_its_best_sae_and_the_list_shows_that_saes_values(make_app, data) -> None:
     config = job_file(k=[8, 16, 32])
     ended = record_job(data, "as it was stored", JobState.FINISHED, config=config, fvu=0.2184, loss=30.0)
     running = record_job(data, "live", JobState.RUNNING, config=config)
@@ -348,7 +348,7 @@ async def test_a_sweep_opens_at_its_best_sae_and_its_list_shows_the_values_of_th
         assert "k=32 (3 of 3, the best)" in screen.query_one(Headline).plain
 
 
-async def test_i_shows_settings_tags_and_note_in_place_of_the_rest_or_beside_it(make_app, data) -> None:
+async def test_i_shows_settings_tags_and_note_instead_of_or_next_to_the_plots(make_app, data) -> None:
     note = "compare it with job 1 before Friday, and look at the dead latents of the last third of the run"
     job_id = record_job(
         data, "clone", JobState.RUNNING, config=job_file(k=[8, 16], d_sae=1536), note=note, tags=("good",), parent=7
@@ -375,7 +375,7 @@ async def test_i_shows_settings_tags_and_note_in_place_of_the_rest_or_beside_it(
         await wait_until(pilot, lambda: panel.display and plots.display and panel.region.x >= plots.region.right)
 
 
-async def test_the_settings_are_there_unasked_where_the_terminal_is_wide(make_app, data) -> None:
+async def test_the_settings_are_shown_by_default_in_a_wide_terminal(make_app, data) -> None:
     job_id = record_job(data, "wide", JobState.RUNNING)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -385,7 +385,7 @@ async def test_the_settings_are_there_unasked_where_the_terminal_is_wide(make_ap
         await wait_until(pilot, lambda: not screen.query_one(SettingsPanel).display)
 
 
-async def test_settings_show_the_value_of_auto_and_enter_shows_settings_with_default_values(make_app, data) -> None:
+async def test_settings_show_resolved_auto_values_and_enter_also_shows_defaults(make_app, data) -> None:
     config = dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}})[0])
     job_id = record_job(data, "done", JobState.FINISHED, total_steps=521, attempt=1, config=config)
     folder = data.run(job_id).attempt(1)
@@ -411,7 +411,7 @@ async def test_settings_show_the_value_of_auto_and_enter_shows_settings_with_def
         assert not [line for line in shown() if line.startswith("seed")]
 
 
-async def test_the_first_curve_is_the_held_out_fvu_with_the_batch_fvu_dimmed_behind_it(make_app, data) -> None:
+async def test_the_first_curve_is_the_held_out_fvu_in_front_of_a_dimmed_batch_fvu(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, total_steps=400)
     data.run(job_id).create()
     app = make_app(4)
@@ -435,7 +435,7 @@ async def test_the_first_curve_is_the_held_out_fvu_with_the_batch_fvu_dimmed_beh
         assert "held-out FVU 0.36" in screen.query_one(Headline).plain
 
 
-async def test_one_dead_latent_of_many_is_near_the_floor_in_the_unit_of_the_log(make_app, data) -> None:
+async def test_one_dead_latent_is_drawn_near_zero_in_percent(make_app, data) -> None:
     job_id = record_job(data, "alive", JobState.RUNNING)
     data.run(job_id).create()
     writer = SeriesWriter(data.run(job_id).metrics_db)
@@ -460,7 +460,7 @@ async def test_one_dead_latent_of_many_is_near_the_floor_in_the_unit_of_the_log(
         ("cuda", 600, None, "0.6 GiB used (without the CUDA context)"),
     ],
 )
-def test_memory_is_told_as_used_and_as_expected(device, used, expected, said) -> None:
+def test_memory_is_shown_as_used_and_as_expected(device, used, expected, said) -> None:
     sizes = {"peak_memory_bytes": used and used << 20, "estimated_memory_bytes": expected and expected << 20}
     job = JobView(name="x", config="", user="ada", host="here", device=device, gpu_source="none", **sizes)
     assert memory_words(job)[0] == said
@@ -472,7 +472,7 @@ ERROR = (
 
 
 def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> None:
-    """Write the files of a job that failed, as the rank and the supervisor leave them."""
+    """Write the files of a failed job, as the rank and the supervisor leave them."""
     paths = data.run(job_id)
     paths.create()
     paths.job_file.write_text(job_file())
@@ -486,7 +486,7 @@ def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> N
     control.close()
 
 
-async def test_what_the_user_did_wrong_is_said_once_and_whole_without_a_traceback(make_app, data) -> None:
+async def test_a_user_error_is_shown_once_and_in_full_without_a_traceback(make_app, data) -> None:
     job_id = record_job(data, "cpu", JobState.FAILED, error=ERROR, attempt=1)
     fail(data, job_id, ERROR, f"Traceback\n  File x\ntrainer.contract.problems.UserError: {ERROR}", f"{ERROR}\n")
     app = make_app(4)
@@ -501,7 +501,7 @@ async def test_what_the_user_did_wrong_is_said_once_and_whole_without_a_tracebac
         assert "Traceback" not in cause
 
 
-async def test_a_killed_rank_s_last_line_is_only_in_the_log_and_what_to_do_is_said(make_app, data) -> None:
+async def test_a_killed_rank_has_its_last_line_only_in_the_log_and_a_remedy(make_app, data) -> None:
     last = "12:35:35  step 10/1465  loss 0.8312  fvu 0.5123  l0 32.0  dead 12.1%  lr 1e-3  12,345 tok/s"
     error = f"rank 0 was killed (SIGKILL); its last log line: {last}"
     job_id = record_job(data, "killed", JobState.FAILED, error=error, attempt=1)
@@ -527,7 +527,7 @@ async def test_a_killed_rank_s_last_line_is_only_in_the_log_and_what_to_do_is_sa
         assert "12:35:35" in log.plain
 
 
-async def test_the_log_says_whose_it_is_whatever_the_name_and_that_it_is_empty(make_app, data) -> None:
+async def test_the_log_title_shows_its_source_and_an_empty_log_has_a_message(make_app, data) -> None:
     job_id = record_job(data, "a rather long name that goes on and on " * 2, JobState.RUNNING)
     record_metrics(data, job_id)
     data.run(job_id).log(0).write_text(f"{'x' * 200} the end\nshort\n")
@@ -545,7 +545,7 @@ async def test_the_log_says_whose_it_is_whatever_the_name_and_that_it_is_empty(m
         await wait_until(pilot, lambda: view.plain == "the supervisor has written nothing")
 
 
-async def test_every_metric_of_a_job_is_a_key_away_and_escape_leads_back(make_app, data) -> None:
+async def test_a_key_shows_every_metric_of_a_job_and_escape_returns(make_app, data) -> None:
     job_id = record_job(data, "one", JobState.RUNNING, total_steps=400)
     record_metrics(data, job_id)
     app = make_app(4)
@@ -554,7 +554,7 @@ async def test_every_metric_of_a_job_is_a_key_away_and_escape_leads_back(make_ap
         await pilot.press("c")
         assert app.screen.name == "compare"
         await wait_until(pilot, lambda: "tokens_per_s" in app.screen.comparison.metrics)
-        # One SAE has nothing to compare with: its curve fills the window.
+        # With a single SAE there is no comparison: its curve fills the window.
         await pilot.press("2")
         assert [view.id for view in app.screen.query("#views > *") if view.display] == ["curves"]
         await pilot.press("escape")

@@ -1,4 +1,4 @@
-"""Tests the rows of the jobs table, and which columns fit."""
+"""The rows of the job table, and which columns fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(**sae: object) -> str:
     return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
 
 
-def test_a_row_shows_held_out_values_and_until_they_are_known_marked_values_of_the_batches() -> None:
+def test_a_row_shows_held_out_values_or_marked_batch_values_until_then() -> None:
     fresh = cells(job(fvu=0.0801, l0=32.0))
     assert (fresh["FVU"], fresh["L0"]) == (("~0.0801", "dim"), ("~32", "dim"))
     measured = cells(job(fvu=0.0801, heldout_fvu=0.1341, l0=32.0, heldout_l0=36.4, dead_fraction=0.004))
@@ -34,11 +34,11 @@ def test_a_row_shows_held_out_values_and_until_they_are_known_marked_values_of_t
     assert cells(job())["FVU"] == ("–", "text")
 
 
-def test_a_finished_job_shows_how_long_it_took_and_no_full_bar() -> None:
+def test_a_finished_job_shows_its_duration_instead_of_a_full_bar() -> None:
     took = {"started": 100.0, "ended": 129.0, "attempt": 1, "progress": 1.0}
     assert cells(job(JobState.FINISHED, **took))["PROGRESS"] == ("29 s", "dim")
     assert "━" in cells(job(JobState.STOPPED, **took))["PROGRESS"][0]
-    # `started` is then its latest start.
+    # `started` is the start of the latest attempt here.
     assert "━" in cells(job(JobState.FINISHED, **(took | {"attempt": 2})))["PROGRESS"][0]
 
 
@@ -57,7 +57,7 @@ def test_columns_are_dropped_by_width_and_the_name_is_no_wider_than_needed(width
     assert sum(size + 1 for size in widths.values()) <= width
 
 
-def test_a_sweep_shows_the_range_of_its_saes() -> None:
+def test_a_sweep_shows_the_range_of_its_settings() -> None:
     assert (k_words(config(k=32)), d_sae_words(config(d_sae=1536), None)) == ("32", "1,536")
     assert (k_words(config(k=[32, 8, 16])), d_sae_words(config(d_sae=[768, 24576]), None)) == ("8…32", "768…24.6k")
     assert [d_sae_words(config(expansion_factor=8.0), d_in) for d_in in (576, None)] == ["4,608", ""]

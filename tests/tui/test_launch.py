@@ -40,7 +40,7 @@ WIDE = (130, 45)
 
 
 def job_of(screen: LaunchScreen):
-    """Return the job of the newest review; None where the form is wrong."""
+    """Return the job of the newest review, or None if the form has errors."""
     return screen.form.review.job
 
 
@@ -66,7 +66,7 @@ async def type_into(pilot, screen, path: str, text: str) -> KnobRow:
     return row
 
 
-async def test_the_free_gpus_are_ticked_and_the_busy_one_says_whose_it_is(make_app) -> None:
+async def test_free_gpus_are_ticked_and_a_busy_one_shows_its_user(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -82,7 +82,7 @@ async def test_the_free_gpus_are_ticked_and_the_busy_one_says_whose_it_is(make_a
 
 
 class Hiding(Simulated):
-    """Cards of which 0 is full of memory of unknown owners, 1 does not tell its memory, and 2 is split."""
+    """Simulated GPUs: 0 is full without visible processes, 1 does not report its memory, and 2 is split."""
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         changes = {
@@ -94,7 +94,7 @@ class Hiding(Simulated):
 
 
 @pytest.mark.parametrize("wish", ["available", "all"])
-async def test_cards_that_tell_too_little_are_ticked_by_hand_only(make_app, wish) -> None:
+async def test_gpus_with_unknown_use_or_memory_can_only_be_ticked_by_hand(make_app, wish) -> None:
     app = make_app(monitor=StillMonitor(source=Hiding(5, clock=lambda: 0.0)), default_gpu_selection=wish)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -112,14 +112,14 @@ async def test_cards_that_tell_too_little_are_ticked_by_hand_only(make_app, wish
 
 
 @pytest.mark.parametrize(("wish", "expected"), [("available", {0, 1, 2}), ("all", {0, 1, 2, 3}), ("manual", set())])
-async def test_the_setting_decides_what_is_ticked(make_app, wish, expected) -> None:
+async def test_a_setting_chooses_which_gpus_are_ticked(make_app, wish, expected) -> None:
     app = make_app(4, default_gpu_selection=wish)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         assert screen.query_one(GpuPicker).chosen == expected
 
 
-async def test_one_gpu_at_a_time_where_several_are_switched_off(make_app) -> None:
+async def test_only_one_gpu_can_be_ticked_if_multi_gpu_is_disabled(make_app) -> None:
     app = make_app(4, multi_gpu_enabled=False)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -131,7 +131,7 @@ async def test_one_gpu_at_a_time_where_several_are_switched_off(make_app) -> Non
         assert len(picker.chosen) == 1
 
 
-async def test_a_busy_gpu_is_only_taken_after_a_question(make_app) -> None:
+async def test_a_busy_gpu_is_only_ticked_after_a_question(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -145,7 +145,7 @@ async def test_a_busy_gpu_is_only_taken_after_a_question(make_app) -> None:
         assert picker.chosen == {0, 1, 2, 3}
 
 
-async def test_a_lost_gpu_cannot_be_chosen_at_all(make_app) -> None:
+async def test_a_lost_gpu_cannot_be_ticked(make_app) -> None:
     app = make_app(monitor=StillMonitor(source=Simulated(4, clock=lambda: 0.0, faults={0: "lost"})))
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -170,7 +170,7 @@ async def test_the_review_follows_every_change(make_app) -> None:
         await reviewed(pilot, screen, "effective batch 1024")
 
 
-async def test_a_card_with_too_little_memory_says_what_is_needed_and_what_is_free(make_app) -> None:
+async def test_a_gpu_with_too_little_memory_shows_needed_and_free_memory(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -193,7 +193,7 @@ WRONG_VALUES = [
 ]
 
 
-async def test_a_wrong_value_or_sweep_is_told_at_its_field_and_blocks_the_launch(make_app) -> None:
+async def test_an_invalid_value_is_reported_at_its_field_and_blocks_the_launch(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -213,7 +213,7 @@ async def test_a_wrong_value_or_sweep_is_told_at_its_field_and_blocks_the_launch
             await wait_until(pilot, lambda row=row: not row.has_class("-wrong") and job_of(screen))
 
 
-async def test_all_settings_of_the_catalogue_can_be_shown_and_keep_what_was_typed(make_app) -> None:
+async def test_all_settings_can_be_shown_without_losing_typed_values(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -240,7 +240,7 @@ async def test_a_job_file_can_be_saved_and_opened_again(make_app, tmp_path) -> N
         await wait_until(pilot, lambda: screen.query_one("#row-sae-k", KnobRow).text == "24")
 
 
-async def test_a_job_file_that_cannot_be_read_is_told_in_one_sentence(make_app, tmp_path) -> None:
+async def test_an_unreadable_job_file_is_reported_in_one_sentence(make_app, tmp_path) -> None:
     app = make_app(4)
     broken = tmp_path / "broken.toml"
     broken.write_text("[sae\nk=3")
@@ -263,14 +263,14 @@ async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
         assert job_of(screen).launch.gpus == "cpu"
 
 
-async def test_every_preset_is_a_job_that_can_run(make_app, data) -> None:
+async def test_every_preset_is_a_valid_job(make_app, data) -> None:
     for preset in job_form.presets():
         table = job_form.flatten(job_form.read_job_table(preset))
         review = job_form.review(job_form.Draft(table, {}, "cpu"), [], data, [], cuda=False)
         assert review.job is not None, review.text
 
 
-async def test_the_form_is_kept_when_one_leaves_and_comes_back(make_app) -> None:
+async def test_the_form_is_kept_when_the_screen_is_left_and_reopened(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -279,9 +279,7 @@ async def test_the_form_is_kept_when_one_leaves_and_comes_back(make_app) -> None
         assert app.screen.query_one("#row-name", KnobRow).text == "kept"
 
 
-async def test_what_was_filled_in_outlasts_the_app_until_it_is_launched_or_taken_back(
-    make_app, data, monkeypatch
-) -> None:
+async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_app, data, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.launch.launching.detach.start", lambda *_: None)
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -289,7 +287,7 @@ async def test_what_was_filled_in_outlasts_the_app_until_it_is_launched_or_taken
         await type_into(pilot, screen, "sae.k", "24")
         await type_into(pilot, screen, "train.lr", "fast")
         await reviewed(pilot, screen, "train.lr")
-        # It is not asked to end.
+        # The app is not closed in an orderly way.
     left = kept_draft.file_of(data, "train")
     assert left.stat().st_mode & 0o777 == 0o600
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
@@ -308,7 +306,7 @@ async def test_what_was_filled_in_outlasts_the_app_until_it_is_launched_or_taken
         await wait_until(pilot, lambda: not left.exists())
 
 
-async def test_a_card_taken_by_a_job_while_choosing_is_shown_as_busy(make_app, data) -> None:
+async def test_a_gpu_that_a_job_takes_meanwhile_is_shown_as_busy(make_app, data) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -351,7 +349,7 @@ max_restarts = 1
 
 
 async def answer(pilot, app, key: str, text: object) -> None:
-    """Press a key that asks for something, and answers."""
+    """Press a key that opens a text prompt, and enter the answer."""
     await pilot.press(key)
     await wait_until(pilot, lambda: isinstance(app.screen, Ask) and app.screen.query(Input))
     app.screen.query_one(Input).value = str(text)
@@ -359,7 +357,7 @@ async def answer(pilot, app, key: str, text: object) -> None:
 
 
 async def open_file(pilot, app, path: Path) -> None:
-    """Open a job file, giving up changes to the form."""
+    """Open a job file, and discard changes to the form."""
     await answer(pilot, app, "ctrl+o", path)
     if isinstance(app.screen, Confirm):
         await pilot.press("y")
@@ -368,7 +366,7 @@ async def open_file(pilot, app, path: Path) -> None:
 GPUS = [('"auto"', [0, 1, 2]), ("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', "auto:2")]
 
 
-async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included(make_app, tmp_path) -> None:
+async def test_a_job_file_is_loaded_with_its_gpus_and_its_hidden_settings(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -386,7 +384,7 @@ async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included
             assert job_of(screen).launch.max_restarts == 1
 
 
-async def test_for_a_cluster_one_says_how_many_gpus_each_node_has_whatever_this_machine_has(make_app, tmp_path) -> None:
+async def test_for_a_cluster_the_number_of_gpus_per_node_is_chosen(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
     path.write_text(FILE.format(gpus="[0, 5]") + 'backend = "slurm"\nnodes = 2\n')
     app = make_app(1)
@@ -435,7 +433,7 @@ async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch)
         assert list(members(load_job(data.run(1).job_file))) == ["k=16", "k=32", "k=64"]
 
 
-async def test_a_review_may_come_for_a_form_that_is_taken_down(make_app) -> None:
+async def test_a_review_may_arrive_while_the_form_is_removed(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -447,7 +445,7 @@ async def test_a_review_may_come_for_a_form_that_is_taken_down(make_app) -> None
 
 
 def model_of(folder: Path, n_parameters: int) -> Path:
-    """Write what tells the size of a language model, as far as a review looks at it."""
+    """Write the files from which a review reads the size of a language model."""
     folder.mkdir()
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -457,7 +455,7 @@ def model_of(folder: Path, n_parameters: int) -> Path:
 
 
 async def pick_extraction(pilot, screen: LaunchScreen) -> None:
-    """Choose the preset of an extraction, by keys."""
+    """Choose the preset of an extraction by keys."""
     screen.query_one("#preset").focus()
     await pilot.press("enter", "home", "down", "enter")
     await wait_until(pilot, lambda: "Model and text" in title_of(screen.query_one("#settings-panel")))
@@ -485,7 +483,7 @@ async def test_the_preset_of_an_extraction_shows_its_own_settings(make_app, data
         await wait_until(pilot, lambda: screen.query_one("#row-model-hooks").has_class("-wrong"))
 
 
-async def test_an_output_in_which_rows_lie_already_is_told_at_its_field(make_app, data, tmp_path) -> None:
+async def test_an_output_folder_that_contains_rows_is_reported_at_its_field(make_app, data, tmp_path) -> None:
     (tmp_path / "acts" / "resid_post.6").mkdir(parents=True)
     (tmp_path / "acts" / "resid_post.6" / "acts.safetensors").touch()
     app = make_app(4)
@@ -521,7 +519,7 @@ async def test_a_training_on_rows_that_a_job_still_writes_is_launched_after_it(
             assert (control.job(2).after, control.job(2).d_in) == ((1,), 512)
 
 
-async def test_an_extraction_is_launched_from_the_form_and_cloned_into_it(
+async def test_an_extraction_can_be_launched_from_the_form_and_cloned_into_it(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
@@ -581,7 +579,7 @@ deterministic = true
 """
 
 
-async def test_a_sweep_in_a_job_file_is_shown_with_the_settings_of_all_its_architectures(make_app, tmp_path) -> None:
+async def test_a_sweep_in_a_job_file_shows_the_settings_of_all_its_architectures(make_app, tmp_path) -> None:
     path, again = tmp_path / "sweep.toml", tmp_path / "again.toml"
     path.write_text(SWEEP)
     app = make_app(4)
@@ -600,7 +598,7 @@ async def test_a_sweep_in_a_job_file_is_shown_with_the_settings_of_all_its_archi
         assert job.train.deterministic
 
 
-async def test_what_a_job_file_says_of_another_architecture_is_not_lost(make_app, tmp_path) -> None:
+async def test_architecture_settings_of_a_job_file_are_kept(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
     path.write_text('[data]\npath = "data/sample"\n[sae]\narchitecture = "batch_topk"\nthreshold_rate = 0.125\n')
     app = make_app(4)
@@ -613,7 +611,7 @@ async def test_what_a_job_file_says_of_another_architecture_is_not_lost(make_app
         assert screen.query_one("#row-sae-threshold_rate", KnobRow).display
 
 
-async def test_another_source_brings_its_own_settings(make_app) -> None:
+async def test_another_data_source_shows_its_own_settings(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -624,7 +622,7 @@ async def test_another_source_brings_its_own_settings(make_app) -> None:
         assert not screen.query("#row-data-path")
 
 
-async def test_another_architecture_leaves_the_cursor_in_its_field(make_app) -> None:
+async def test_changing_the_architecture_keeps_the_focus(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -636,7 +634,7 @@ async def test_another_architecture_leaves_the_cursor_in_its_field(make_app) -> 
         select.focus()
         select.value = "jumprelu"
         await wait_until(pilot, lambda: screen.query("#row-sae-bandwidth"))
-        # The form is built anew meanwhile, so that for a moment a row is not there.
+        # The form is rebuilt meanwhile, so a row may be missing for a moment.
         await wait_until(pilot, lambda: has_focus("#row-sae-architecture") and screen.query("#row-sae-k Input"))
         screen.query_one("#row-sae-k Input").focus()
         screen.query_one("#row-sae-architecture Select", Select).value = "gated"
@@ -644,7 +642,7 @@ async def test_another_architecture_leaves_the_cursor_in_its_field(make_app) -> 
         await wait_until(pilot, lambda: has_focus("#row-sae-k"))
 
 
-async def test_a_switch_offers_both_its_words(make_app) -> None:
+async def test_a_boolean_setting_offers_both_values(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -656,7 +654,7 @@ async def test_a_switch_offers_both_its_words(make_app) -> None:
         await wait_until(pilot, lambda: job_of(screen) is not None and job_of(screen).train.deterministic)
 
 
-async def test_the_help_of_the_field_one_is_in_is_shown_whole(make_app) -> None:
+async def test_the_help_of_the_focused_field_is_shown_in_full(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app)
@@ -667,7 +665,9 @@ async def test_the_help_of_the_field_one_is_in_is_shown_whole(make_app) -> None:
         assert row.query_one(".hint").size.width * row.size.height >= len(row.help)
 
 
-async def test_what_is_launched_is_what_stands_on_the_screen_not_an_older_review(make_app, data, monkeypatch) -> None:
+async def test_the_launched_job_has_the_current_values_not_those_of_an_older_review(
+    make_app, data, monkeypatch
+) -> None:
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -680,7 +680,7 @@ async def test_what_is_launched_is_what_stands_on_the_screen_not_an_older_review
         assert load_job(data.run(1).job_file).sae.d_sae == 999
 
 
-async def test_a_launch_that_fails_leads_back_to_the_filled_form(make_app, monkeypatch) -> None:
+async def test_a_failed_launch_returns_to_the_filled_form(make_app, monkeypatch) -> None:
     def refuse(data, job_id) -> None:
         raise UserError("no more processes")
 
@@ -695,7 +695,7 @@ async def test_a_launch_that_fails_leads_back_to_the_filled_form(make_app, monke
         assert app.screen.query_one("#row-name", KnobRow).text == "kept"
 
 
-async def test_a_path_that_cannot_be_is_one_sentence(make_app) -> None:
+async def test_an_invalid_path_is_reported_in_one_sentence(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         await opened(pilot, app)
@@ -720,7 +720,7 @@ async def test_the_palette_survives_a_job_name_with_markup(make_app, data) -> No
         assert app.screen.id == "dashboard"
 
 
-async def test_the_new_job_has_the_cursor_after_its_launch(make_app, data, monkeypatch) -> None:
+async def test_the_cursor_is_on_the_new_job_after_a_launch(make_app, data, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
     record_job(data, "old", JobState.FINISHED)
     app = make_app(4)
@@ -733,12 +733,12 @@ async def test_the_new_job_has_the_cursor_after_its_launch(make_app, data, monke
 
 
 def shown_bindings(screen) -> dict[str, str]:
-    """Return the bindings that the footer shows: descriptions by key."""
+    """Return the descriptions of the bindings in the footer, by key."""
     active = screen.active_bindings.values()
     return {one.binding.key: one.binding.description for one in active if one.binding.show and one.enabled}
 
 
-async def test_keys_go_to_the_gpus_the_settings_and_the_review_and_arrows_between_fields(make_app) -> None:
+async def test_keys_focus_gpus_settings_and_review_and_arrows_move_between_fields(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -758,7 +758,7 @@ async def test_keys_go_to_the_gpus_the_settings_and_the_review_and_arrows_betwee
         assert row.has_focus_within
 
 
-async def test_a_setting_is_found_by_a_part_of_its_name_even_if_it_is_hidden(make_app) -> None:
+async def test_a_setting_is_found_by_part_of_its_name_even_if_it_is_hidden(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -771,7 +771,7 @@ async def test_a_setting_is_found_by_a_part_of_its_name_even_if_it_is_hidden(mak
         assert row.has_focus_within
 
 
-async def test_an_overridden_setting_is_dimmed_and_says_what_it_comes_to(make_app) -> None:
+async def test_an_overridden_setting_is_dimmed_and_shows_its_effective_value(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -786,7 +786,7 @@ async def test_an_overridden_setting_is_dimmed_and_says_what_it_comes_to(make_ap
         await wait_until(pilot, lambda: not row.has_class("-overridden"))
 
 
-async def test_an_empty_field_shows_and_takes_its_default(make_app) -> None:
+async def test_an_empty_field_shows_and_uses_its_default(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -796,7 +796,7 @@ async def test_an_empty_field_shows_and_takes_its_default(make_app) -> None:
         assert screen.query_one("#row-sae-d_sae Input", Input).placeholder == "none"
 
 
-async def test_values_between_commas_are_a_sweep_which_brings_a_key_of_its_own(make_app) -> None:
+async def test_comma_separated_values_are_a_sweep_and_enable_its_key(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -811,7 +811,7 @@ async def test_values_between_commas_are_a_sweep_which_brings_a_key_of_its_own(m
         await wait_until(pilot, lambda: "may be one number or several" in str(row.query_one(".hint").render()))
 
 
-async def test_the_preset_that_is_shown_is_put_in_again_after_a_question(make_app) -> None:
+async def test_choosing_the_current_preset_again_resets_the_form_after_a_question(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -828,7 +828,7 @@ async def test_the_preset_that_is_shown_is_put_in_again_after_a_question(make_ap
         await wait_until(pilot, lambda: not screen.query_one("#changes", Static).render())
 
 
-async def test_a_clone_asks_before_it_takes_the_place_of_a_changed_draft(make_app, data) -> None:
+async def test_a_clone_replaces_a_changed_draft_only_after_a_question(make_app, data) -> None:
     record_job(data, "first", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -846,7 +846,7 @@ async def test_a_clone_asks_before_it_takes_the_place_of_a_changed_draft(make_ap
         assert "none (clone of job 1)" in str(app.screen.query_one("#preset").prompt)
 
 
-async def test_in_a_text_field_the_footer_names_the_help_key_that_works_there(make_app) -> None:
+async def test_in_a_text_field_the_footer_shows_the_help_key_that_works_there(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -856,7 +856,7 @@ async def test_in_a_text_field_the_footer_names_the_help_key_that_works_there(ma
         assert app.get_key_display(screen.active_bindings["f1"].binding) == "F1"
 
 
-async def test_a_new_architecture_and_optimizer_bring_their_settings_and_are_reviewed(make_app, monkeypatch) -> None:
+async def test_a_registered_architecture_and_optimizer_show_their_settings(make_app, monkeypatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, "loudest", toy_architecture.ENTRY)
     monkeypatch.setitem(OPTIMIZERS, "heavy_ball", toy_optimizer.ENTRY)
     app = make_app(4)
@@ -875,7 +875,7 @@ async def test_a_new_architecture_and_optimizer_bring_their_settings_and_are_rev
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.optimizer == "heavy_ball")
 
 
-async def test_a_key_tells_what_is_wrong_with_the_stored_activations(make_app, monkeypatch) -> None:
+async def test_a_key_reports_problems_of_the_stored_activations(make_app, monkeypatch) -> None:
     answers: list[Inspected | UserError] = [
         INSPECTED, msgspec.structs.replace(INSPECTED, findings=()), UserError("data.path: it cannot be read")
     ]  # fmt: skip
@@ -906,14 +906,14 @@ def on_page(app, words: str) -> bool:
     return isinstance(app.screen, Reading) and any(words in page.plain for page in app.screen.query(Page))
 
 
-def test_an_inspection_is_told_whole_in_any_width() -> None:
+def test_an_inspection_is_shown_in_full_at_any_width() -> None:
     for width in range(10, 90):
         lines = ["".join(text for text, _ in line) for line in inspection_lines("/a/long/path" * 9, INSPECTED, width)]
         assert all(len(line) <= width for line in lines)
         assert "".join(lines[-9:]).replace(" ", "").endswith("warning:3rowsareodd;leavethemout")
 
 
-async def test_the_form_asks_before_it_takes_over_a_job_file_that_runs_code(make_app, tmp_path) -> None:
+async def test_the_form_asks_before_it_loads_a_job_file_that_runs_code(make_app, tmp_path) -> None:
     python = stand_in(tmp_path / "given", f"touch {tmp_path}/ran; exit 1")
     file = tmp_path / "job.toml"
     file.write_text(f'name = "given"\n[data]\nsource = "synthetic"\nd_in = 8\n[launch]\npython = "{python}"\n')
@@ -933,7 +933,7 @@ async def test_the_form_asks_before_it_takes_over_a_job_file_that_runs_code(make
         await wait_until(pilot, (tmp_path / "ran").exists)
 
 
-async def test_another_python_is_asked_beside_the_screen_and_its_answer_is_reviewed(make_app, tmp_path) -> None:
+async def test_another_python_is_asked_in_the_background_and_its_answer_is_reviewed(make_app, tmp_path) -> None:
     os.mkfifo(tmp_path / "gate")
     python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")
     (tmp_path / "answer.json").write_text(json.dumps(answer_of_python()))

@@ -34,7 +34,7 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     screen = app.screen
     panel = screen.query_one(MemoryBar)
     await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and "Weights" in panel.plain)
-    # Steps large enough that replicas are the fastest way to share them.
+    # Steps are large enough for replicas to be the fastest parallel mode.
     screen.query_one("#row-train-batch_size Input", Input).value = "1024"
     await wait_until(pilot, lambda: (job := screen.form.review.job) and job.train.batch_size == 1024)
     return screen, panel
@@ -45,7 +45,7 @@ def drawn(need: Need, room: Room, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> None:
+def test_every_part_is_a_segment_whose_letter_the_legend_explains(width) -> None:
     bar, legend, *_ = drawn(LACKING, Room(24 * GIB, "GPU 1"), width)
     assert [char for char in bar.partition("✓")[0].split("Review")[1] if char.isalpha()] == list("WGOAERC")
     assert "✓ 16.5 GiB of 24.0 GiB free on GPU 1" in bar
@@ -65,7 +65,7 @@ def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> 
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_what_does_not_fit_is_marked_within_the_bar_and_told_with_its_remedies(width) -> None:
+def test_a_job_that_does_not_fit_is_marked_in_the_bar_with_its_remedies(width) -> None:
     bar, _, *sentences = drawn(LACKING, Room(9 * GIB, "GPU 2"), width)
     assert "✗ 16.5 GiB of 9.0 GiB free on GPU 2" in bar
     assert bar.index("O") < bar.index("│") < bar.index("A")
@@ -75,14 +75,14 @@ def test_what_does_not_fit_is_marked_within_the_bar_and_told_with_its_remedies(w
     assert "fits with precision = bf16, or mode = tensor, or batch_size = 1024" in together
 
 
-def test_free_memory_far_beyond_the_job_is_an_arrow_and_unknown_memory_no_verdict() -> None:
+def test_much_free_memory_is_an_arrow_and_unknown_memory_gives_no_verdict() -> None:
     assert "→ ✓ 16.5 GiB of 80.0 GiB" in drawn(LACKING, Room(80 * GIB, "GPU 0"), 80)[0]
     bar = drawn(LACKING, Room(), 80)[0]
     assert bar.endswith(" 16.5 GiB")
     assert not set("│→✓✗") & set(bar)
 
 
-def test_processes_count_together() -> None:
+def test_the_memory_of_processes_is_added_up() -> None:
     assert (
         "✗ 4 × 16.5 GiB of 60.0 GiB free on this machine"
         in drawn(Need(PARTS, 4), Room(60 * GIB, "this machine"), 80)[0]
@@ -93,7 +93,7 @@ def test_processes_count_together() -> None:
     ("n_bytes", "text"),
     [(1, "1Mi"), (82 * 2**20, "82Mi"), (GIB, "1.0Gi"), (int(9.94 * GIB), "9.9Gi"), (10 * GIB, "10Gi")],
 )
-def test_sizes_in_the_legend_take_four_cells(n_bytes, text) -> None:
+def test_sizes_in_the_legend_take_at_most_five_cells(n_bytes, text) -> None:
     assert short(n_bytes) == text
 
 
@@ -116,7 +116,7 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_job_too_large_says_so_and_leaves_the_form_its_room(make_app, size) -> None:
+async def test_a_job_that_is_too_large_is_reported_and_leaves_space_for_the_form(make_app, size) -> None:
     app = make_app(monitor=StillMonitor(8))
     async with app.run_test(size=size) as pilot:
         screen, panel = await opened(pilot, app)
@@ -130,7 +130,7 @@ async def test_a_job_too_large_says_so_and_leaves_the_form_its_room(make_app, si
         assert screen.query_one("#review-row").size.height >= 1
 
 
-async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(make_app) -> None:
+async def test_with_an_invalid_form_only_the_heading_is_shown_and_the_layout_stays(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)
@@ -141,7 +141,7 @@ async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(
         assert panel.region.height == before.height
 
 
-async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app, monkeypatch) -> None:
+async def test_cpu_processes_are_compared_with_the_memory_of_the_machine(make_app, monkeypatch) -> None:
     free = [Room(2 * GIB, "this machine")]
     monkeypatch.setattr(job_form, "room_on_cpu", lambda: free[0])
     monitor = StillMonitor(1)
@@ -155,7 +155,7 @@ async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app
         assert "Code 0.6Gi" in panel.plain
         screen.query_one(GpuPicker).choose_cpu(2)
         await wait_until(pilot, lambda: "✓ 2 × " in panel.plain)
-        # Somebody else fills the memory meanwhile.
+        # Another process fills the memory.
         free[0] = Room(2**20, "this machine")
         screen.show_gpus()
         assert "✗ 2 × " in panel.plain
@@ -163,7 +163,7 @@ async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app
         assert "fits with a smaller batch_size or d_sae" in panel.plain
 
 
-async def test_a_job_of_the_past_of_the_same_shape_tells_its_peak(make_app, data) -> None:
+async def test_a_past_job_of_the_same_shape_provides_its_peak(make_app, data) -> None:
     app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0)))
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)
@@ -191,7 +191,7 @@ async def test_a_job_of_the_past_of_the_same_shape_tells_its_peak(make_app, data
     ("width", "said"),
     [(120, "memory: 10.4 GiB used, 11.2 GiB expected (libraries included)"), (80, "10.4 GiB used")],
 )
-async def test_a_jobs_screen_has_its_estimate_and_its_peak(make_app, data, width, said) -> None:
+async def test_the_job_screen_shows_the_estimated_and_the_peak_memory(make_app, data, width, said) -> None:
     sizes = {"estimated_memory_bytes": int(11.2 * GIB), "peak_memory_bytes": int(10.4 * GIB)}
     job_id = record_job(data, "minilm", JobState.FINISHED, **sizes)
     app = make_app(4)
@@ -208,7 +208,7 @@ BUSY = Problem("launch.gpus", "GPU 3 is busy: used by mallory (pid 31415, python
 
 @pytest.mark.parametrize("width", [30, 48, 64, 104])
 @pytest.mark.parametrize("n_lines", [3, 5, 6])
-def test_the_review_is_told_in_whole_sentences_whatever_the_room(width, n_lines) -> None:
+def test_the_review_is_shown_in_complete_sentences_at_any_size(width, n_lines) -> None:
     review = Review(None, (TOO_LARGE, BUSY), "3 GPUs, ddp · effective batch 3072 = 1024 × 3 · needs 17.9 GiB per GPU")
     lines = review_lines(review, width, n_lines)
     assert len(lines) <= n_lines
@@ -220,11 +220,11 @@ def test_the_review_is_told_in_whole_sentences_whatever_the_room(width, n_lines)
         assert word in " ".join(review.told) or word.isdigit()
 
 
-def test_a_review_with_room_has_every_cure() -> None:
+def test_a_review_with_enough_space_shows_every_remedy() -> None:
     review = Review(None, (TOO_LARGE, BUSY), "3 GPUs, ddp")
     assert " ".join(review_lines(review, 40, 100)) == " ".join(review.told)
 
 
-def test_a_card_without_a_known_job_says_only_what_is_known_of_it() -> None:
+def test_a_gpu_without_a_job_shows_only_known_values() -> None:
     card = GpuChoice(0, "GPU-0", "H200", None, None, "available")
     assert fit(card, 0) == "free memory unknown"

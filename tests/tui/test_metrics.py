@@ -42,7 +42,7 @@ async def opened(pilot) -> None:
     await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and plots(app) and plots(app)[0].plain)
 
 
-async def test_every_metric_is_shown_on_as_many_pages_as_needed_and_the_held_out_fvu_first(make_app, trained) -> None:
+async def test_metrics_fill_as_many_pages_as_needed_starting_with_the_held_out_fvu(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
@@ -56,7 +56,7 @@ async def test_every_metric_is_shown_on_as_many_pages_as_needed_and_the_held_out
         assert seen == found
 
 
-async def test_a_regular_expression_chooses_and_a_half_typed_one_hides_nothing(make_app, trained) -> None:
+async def test_a_regular_expression_filters_and_an_incomplete_one_hides_nothing(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
@@ -78,7 +78,7 @@ async def test_a_regular_expression_chooses_and_a_half_typed_one_hides_nothing(m
         assert isinstance(app.screen, JobScreen)
 
 
-async def test_a_cursor_reads_out_the_same_step_everywhere_and_plus_shows_fewer_steps(make_app, trained) -> None:
+async def test_a_cursor_shows_the_same_step_in_all_plots_and_plus_zooms_in(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
@@ -98,7 +98,7 @@ async def test_a_cursor_reads_out_the_same_step_everywhere_and_plus_shows_fewer_
         await wait_until(pilot, lambda: plots(app)[0].plain.splitlines()[0] == newest)
 
 
-async def test_all_plots_have_the_same_steps_and_names_that_people_use(make_app, trained) -> None:
+async def test_all_plots_have_the_same_steps_and_readable_names(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
@@ -108,7 +108,7 @@ async def test_all_plots_have_the_same_steps_and_names_that_people_use(make_app,
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (200, 60)])
-async def test_it_fits_any_size(make_app, trained, size) -> None:
+async def test_the_grid_fits_any_window_size(make_app, trained, size) -> None:
     app = make_app()
     async with app.run_test(size=size) as pilot:
         await opened(pilot)
@@ -118,7 +118,7 @@ async def test_it_fits_any_size(make_app, trained, size) -> None:
                 assert plot.render_line(y).cell_length == plot.size.width
 
 
-async def test_a_job_without_values_says_so(make_app, data) -> None:
+async def test_a_job_without_values_shows_a_message(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING)
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -129,7 +129,7 @@ async def test_a_job_without_values_says_so(make_app, data) -> None:
         await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and said(app) == "no values yet")
 
 
-async def test_metrics_that_come_while_their_screen_leaves_are_not_drawn(make_app, trained) -> None:
+async def test_metrics_that_arrive_while_the_screen_closes_are_not_drawn(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)

@@ -1,4 +1,4 @@
-"""The job under the cursor at a glance."""
+"""The preview of the job under the cursor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def titled(pilot, words: str) -> None:
     await wait_until(pilot, lambda: words in str(panel._border_title or ""))
 
 
-async def test_the_job_under_the_cursor_is_previewed_and_another_once_the_cursor_rests_on_it(make_app, data) -> None:
+async def test_the_preview_follows_the_cursor_once_it_rests_on_a_job(make_app, data) -> None:
     wide = record_job(data, "wide", JobState.FINISHED, total_steps=400)
     record_metrics(data, wide, steps=200)
     record_job(data, "[red]odd[/] name", JobState.FAILED, error="rank 1 was killed (SIGKILL)")
@@ -52,14 +52,14 @@ async def test_the_job_under_the_cursor_is_previewed_and_another_once_the_cursor
 
 
 def report(data, job_id: int, kind: str, message: str) -> None:
-    """Write an event of a run, as its rank 0 does."""
+    """Write an event of a run, as rank 0 does."""
     with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
         beat = Heartbeat("training", 400, 400, 400 * 8192, NOW)
         writer.write([], beat, [Event(timestamp=NOW, level="warning", kind=kind, message=message)])
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_preview_and_screen_of_a_job_say_that_it_overfits_until_it_is_resumed(make_app, data, size) -> None:
+async def test_preview_and_job_screen_report_overfitting_until_the_run_is_resumed(make_app, data, size) -> None:
     job_id = record_job(data, "few rows", JobState.RUNNING, total_steps=400)
     record_metrics(data, job_id)
     how_far = HowFar(step=400, total_steps=400, passes=18.2, fvu=0.08, heldout_fvu=0.141, best=Best(300, 0.134))
@@ -79,7 +79,7 @@ async def test_preview_and_screen_of_a_job_say_that_it_overfits_until_it_is_resu
         await wait_until(pilot, lambda: "overfits" not in head.plain)
 
 
-async def test_an_extraction_is_previewed_by_its_speed(make_app, data) -> None:
+async def test_the_preview_of_an_extraction_shows_its_speed(make_app, data) -> None:
     job, problems = parse_any(
         {"kind": "extract", "model": {"path": "m.gguf", "hooks": ["resid_post.3"]}, "text": {"path": "t.txt"},
          "extract": {"n_tokens": 1000, "output": "acts"}}
@@ -94,7 +94,7 @@ async def test_an_extraction_is_previewed_by_its_speed(make_app, data) -> None:
 
 
 @pytest.mark.parametrize(("size", "shown"), [((80, 24), True), ((80, 20), False), ((60, 14), False), ((200, 60), True)])
-async def test_it_is_there_where_there_is_room(make_app, data, size, shown) -> None:
+async def test_the_preview_is_shown_if_there_is_space(make_app, data, size, shown) -> None:
     record_job(data, "one", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=size) as pilot:
@@ -116,6 +116,6 @@ async def test_a_job_that_is_opened_at_once_keeps_the_log_that_its_screen_follow
         app.screen._selected()
         app.session.go.open_job(1)
         app.session.watcher.follow(1, 1)
-        # Longer than the cursor has to rest on a job.
+        # Longer than the cursor must rest on a job.
         await pilot.pause(0.5)
         assert app.session.watcher._followed == (1, 1)

@@ -1,4 +1,4 @@
-"""The screen of processes, and the same list below one GPU."""
+"""The process screen, and the same list on the screen of one GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RESTS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def two() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes that stand for ranks on the first two cards."""
+    """Start two processes that stand in for ranks on the first two GPUs."""
     argv, environment = [sys.executable, "-c", RESTS, "--token=a\x1b[2J"], {"PATH": "/bin", SECRET: VALUE}
     processes = [subprocess.Popen(argv, env=environment) for _ in range(2)]
     yield processes
@@ -64,7 +64,7 @@ async def opened(pilot, *words: str) -> None:
 
 
 def rank_of(data, processes) -> int:
-    """Record a job whose ranks these processes are."""
+    """Record a job whose ranks are these processes."""
     uuids = tuple(uuid_of(index) for index in range(len(processes)))
     n_gpus = len(processes)
     job_id = record_job(data, "minilm", JobState.RUNNING, gpu_ids=tuple(range(n_gpus)), gpu_uuids=uuids)
@@ -78,7 +78,7 @@ def rank_of(data, processes) -> int:
     return job_id
 
 
-async def test_a_key_shows_who_computes_on_all_cards(make_app, on_cards, two) -> None:
+async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_cards, two) -> None:
     app = make_app(monitor=on_cards)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, "mallory", "python train.py", str(two[0].pid))
@@ -94,7 +94,7 @@ async def test_a_key_shows_who_computes_on_all_cards(make_app, on_cards, two) ->
         await wait_until(pilot, lambda: not app.session.monitor.shares_wanted)
 
 
-async def test_ranks_are_folded_and_opened(make_app, data, on_cards, two) -> None:
+async def test_ranks_are_folded_and_can_be_expanded(make_app, data, on_cards, two) -> None:
     job_id = rank_of(data, two)
     app = make_app(monitor=on_cards)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -123,13 +123,13 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         await pilot.pause()
         assert (VALUE in page.plain) is not readonly
         assert app.screen.shows_all is not readonly
-        # Screenshots are shared, so they hide values, also those below a dialog.
+        # Screenshots are shared, so they hide the values, even below a dialog.
         await app.push_screen(Confirm("?"))
         assert VALUE not in app.export_screenshot()
         assert VALUE not in page.plain
 
 
-async def test_a_signal_is_sent_after_a_question_to_the_process_under_the_cursor(make_app, on_cards, two) -> None:
+async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_a_question(make_app, on_cards, two) -> None:
     app = make_app(monitor=on_cards)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
@@ -152,7 +152,7 @@ async def test_a_signal_is_sent_after_a_question_to_the_process_under_the_cursor
         assert two[0].poll() is None
 
 
-async def test_a_rank_is_first_offered_to_stop_its_job(make_app, data, on_cards, two) -> None:
+async def test_for_a_rank_the_first_choice_is_to_stop_its_job(make_app, data, on_cards, two) -> None:
     job_id = rank_of(data, two[:1])
     app = make_app(monitor=on_cards)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -165,7 +165,7 @@ async def test_a_rank_is_first_offered_to_stop_its_job(make_app, data, on_cards,
         assert app.screen.question == f"Stop job {job_id} (minilm)? It saves a checkpoint first."
 
 
-async def test_who_only_looks_may_send_no_signal_and_change_no_job(make_app, data, on_cards, two) -> None:
+async def test_a_read_only_app_can_send_no_signal_and_change_no_job(make_app, data, on_cards, two) -> None:
     record_job(data, "done", JobState.FINISHED)
     app = make_app(monitor=on_cards, readonly=True)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -194,14 +194,14 @@ async def test_every_line_has_the_width_of_the_list_at_any_size(make_app, on_car
             assert table.render_line(y).cell_length == table.size.width
 
 
-async def test_a_box_without_gpus_says_what_tells_why(make_app) -> None:
+async def test_without_gpus_the_process_list_refers_to_the_doctor(make_app) -> None:
     app = make_app(monitor=StillMonitor(source=Simulated(1, clock=lambda: 0.0, faults={0: "lost"}), samples=1))
     app.session.monitor._latest = ()
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, "There is no GPU here; d says why.")
 
 
-async def test_hung_reads_are_reported_do_not_pile_up_and_block_no_action(make_app, on_cards, monkeypatch) -> None:
+async def test_hung_reads_are_reported_do_not_accumulate_and_block_no_action(make_app, on_cards, monkeypatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(ProcessReader, "read", lambda *_: released.wait(60) and ())
     monkeypatch.setattr(process_list, "_READ_EVERY_S", 0.0)
@@ -216,14 +216,14 @@ async def test_hung_reads_are_reported_do_not_pile_up_and_block_no_action(make_a
             await pilot.pause()
         assert threading.active_count() <= n_before + 1
         assert "the system does not answer" in listed.query_one(Found).text
-        for _ in range(50):  # other hung work
+        for _ in range(50):  # other work that hangs
             app.run_worker(lambda: released.wait(60), thread=True)
         app.session.actions.do(lambda: "it was done")
         await wait_until(pilot, lambda: "It was done." in [note.message for note in app._notifications])
         released.set()
 
 
-async def test_an_action_without_a_free_thread_or_with_an_unforeseen_error_is_reported(make_app, monkeypatch) -> None:
+async def test_an_action_without_a_free_thread_or_with_an_unexpected_error_is_reported(make_app, monkeypatch) -> None:
     monkeypatch.setattr(front, "_BEGINS_WITHIN_S", 0.01)
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:

@@ -1,4 +1,4 @@
-"""A panel of a job's screen is one file and one entry of the registry."""
+"""A panel of the job screen is one file and one entry of the registry."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_a_registered_panel_is_on_the_job_screen(make_app, data, monkeypat
 
 
 @pytest.mark.parametrize("name", PANELS)
-def test_every_panel_can_be_loaded_and_draws_a_job(name) -> None:
+def test_every_panel_can_be_loaded(name) -> None:
     panel = PANELS[name].make(name)
     assert panel.id == name
     assert callable(panel.show_detail)

@@ -46,7 +46,7 @@ def told(app) -> str:
     return " | ".join(str(notice.message) for notice in app.notices)
 
 
-async def test_every_setting_can_be_changed_and_counts_at_once(make_app, file, tmp_path) -> None:
+async def test_every_setting_can_be_changed_and_takes_effect_at_once(make_app, file, tmp_path) -> None:
     app = make_app()
     there = far_side(tmp_path / "far", "say(HELLO); say({'type': 'gpus', 'cards': [CARD]}); stay()")
     async with app.run_test(size=SIZE) as pilot:
@@ -80,7 +80,7 @@ async def test_every_setting_can_be_changed_and_counts_at_once(make_app, file, t
         assert app.session.hosts is None
 
 
-async def test_what_is_wrong_is_said_at_its_field_and_is_not_saved(make_app, file) -> None:
+async def test_an_invalid_value_is_reported_at_its_field_and_not_saved(make_app, file) -> None:
     app = make_app()
     before = file.read_text()
     async with app.run_test(size=SIZE) as pilot:
@@ -96,7 +96,7 @@ async def test_what_is_wrong_is_said_at_its_field_and_is_not_saved(make_app, fil
         assert row_of(app, "sampling_interval_s").has_focus_within
 
 
-async def test_a_field_goes_back_to_what_is_saved_and_then_to_its_default(make_app, file) -> None:
+async def test_a_field_can_be_reset_to_its_saved_value_and_then_to_its_default(make_app, file) -> None:
     file.write_text("price_per_kwh = 0.31\n")
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
@@ -112,7 +112,7 @@ async def test_a_field_goes_back_to_what_is_saved_and_then_to_its_default(make_a
         assert row_of(app, "price_per_kwh").text == "0.0"
 
 
-async def test_a_draft_is_kept_and_told_and_what_the_file_says_meanwhile_stays(make_app, file) -> None:
+async def test_a_draft_is_kept_and_saved_without_losing_other_changes_to_the_file(make_app, file) -> None:
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
@@ -132,7 +132,7 @@ async def test_a_draft_is_kept_and_told_and_what_the_file_says_meanwhile_stays(m
         assert app.screen._draft == {}
 
 
-async def test_a_wrong_line_of_the_file_is_shown_and_stays_when_others_are_saved(make_app, file) -> None:
+async def test_an_invalid_line_of_the_file_is_shown_and_kept_when_others_are_saved(make_app, file) -> None:
     file.write_text('theme = "[pink=\\u001b[2J]"\nhistory_hours = "long"\n')
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
@@ -148,7 +148,7 @@ async def test_a_wrong_line_of_the_file_is_shown_and_stays_when_others_are_saved
         )
 
 
-async def test_a_broken_file_is_told_and_not_overwritten(make_app, file) -> None:
+async def test_a_broken_file_is_reported_and_not_overwritten(make_app, file) -> None:
     file.write_text("theme = ")
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
@@ -161,7 +161,7 @@ async def test_a_broken_file_is_told_and_not_overwritten(make_app, file) -> None
         assert file.read_text() == "theme = "
 
 
-async def test_where_nothing_may_be_changed_settings_are_shown_and_not_saved(make_app, file) -> None:
+async def test_a_read_only_app_shows_settings_but_does_not_save_them(make_app, file) -> None:
     before = file.read_text()
     app = make_app(readonly=True)
     async with app.run_test(size=SIZE) as pilot:
@@ -175,7 +175,7 @@ async def test_where_nothing_may_be_changed_settings_are_shown_and_not_saved(mak
         assert file.read_text() == before
 
 
-async def test_what_flags_make_of_a_setting_is_said_and_search_finds_one(make_app, file) -> None:
+async def test_a_setting_shows_the_flag_that_overrides_it_and_search_finds_it(make_app, file) -> None:
     app = make_app()
     app.session.given = {"look": "plain now, by --plain"}
     async with app.run_test(size=(80, 24)) as pilot:

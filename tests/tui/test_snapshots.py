@@ -1,4 +1,4 @@
-"""How the screens look. After a deliberate change: `pytest tests/tui/test_snapshots.py --snapshot-update`."""
+"""Snapshots of the screens. After a deliberate change: `pytest tests/tui/test_snapshots.py --snapshot-update`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_settings(snap_compare, make_app, data, size) -> None:
     async def ready(pilot) -> None:
         await pilot.press("comma")
         await wait_until(pilot, lambda: app.screen.name == "settings")
-        # A folder of its own for every run.
+        # The real folder differs between runs.
         app.screen._path = "~/.local/share/sae-tui/settings.toml"
         app.screen._entitle()
         await pilot.pause()

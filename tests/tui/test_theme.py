@@ -1,4 +1,4 @@
-"""Themes: what is written in them can be read, by eyes of every kind, in terminals of 16 colours and more."""
+"""Themes are readable, also for colour-blind users, in terminals with 16 colours and more."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ MakeApp = Callable[..., SaeApp]
 TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
-# The least contrast of text, in 24 bits and in 256 colours. The line under the cursor, which is blue, is a bright teal
-# in 256, on which dim words of the dark theme are less than they should be.
+# The minimum contrast of text with 24-bit and with 256 colours. With 256 colours the line under the cursor is bright
+# teal instead of blue; on it, dim text of the dark theme has less contrast than recommended.
 LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
 
 
 @pytest.mark.parametrize("theme", [DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND], ids=lambda theme: theme.name)
-def test_page_surface_and_panel_are_three_colours_in_256_too(theme: Theme) -> None:
+def test_page_surface_and_panel_differ_in_256_colours_too(theme: Theme) -> None:
     surfaces = [Paint.parse(text or "") for text in (theme.background, theme.surface, theme.panel)]
-    # A field that has the focus is tinted.
+    # A focused field is tinted.
     tinted = [surfaces[1].tint(Paint.parse(theme.foreground or "").with_alpha(0.05))]
     numbers = [Color.parse(one.hex).downgrade(ColorSystem.EIGHT_BIT).number for one in (*surfaces, *tinted)]
     assert len({*numbers[:3]}) == 3
     assert numbers[3] != numbers[0]
 
 
-def test_a_terminal_of_16_colours_gets_a_theme_of_its_colours_whatever_was_chosen() -> None:
+def test_a_terminal_with_16_colours_gets_a_16_colour_theme_for_any_choice() -> None:
     assert shown_theme("dark", "standard") == shown_theme("light", "standard") == "ansi-dark"
     assert shown_theme("colour-blind", "standard") == "sae-colour-blind-16"
     assert shown_theme("dark", "256") == "sae-dark"
     assert shown_theme("light", "truecolor") == "sae-light"
 
 
-async def test_what_is_written_has_contrast_with_what_it_stands_on_in_every_theme(make_app: MakeApp) -> None:
+async def test_text_has_enough_contrast_with_its_background_in_every_theme(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         for theme, least in LEAST.items():
@@ -61,7 +61,7 @@ async def test_what_is_written_has_contrast_with_what_it_stands_on_in_every_them
 
 
 def written(app: SaeApp) -> Iterator[tuple[str, Style]]:
-    """Yield each style of text with what it stands on: page, line under the cursor, field, head and foot."""
+    """Yield each text style on each background: page, line under the cursor, field, header and footer."""
     for name in TEXT:
         style = styled(app, name)
         yield name, style
@@ -86,7 +86,7 @@ def styled(app: SaeApp, names: str) -> Style:
     [(COLOUR_BLIND, False), (COLOUR_BLIND, True), (COLOUR_BLIND_16, False)],
     ids=["24", "256", "16"],
 )
-async def test_good_bad_and_warning_differ_for_an_eye_without_a_cone(
+async def test_good_bad_and_warning_differ_for_each_kind_of_colour_blindness(
     make_app: MakeApp, eye: str, theme: Theme, of_256: bool
 ) -> None:
     app = make_app()
@@ -100,7 +100,7 @@ async def test_good_bad_and_warning_differ_for_an_eye_without_a_cone(
             assert difference(seen[one], seen[other]) >= least, (one, other)
 
 
-def test_the_measure_knows_black_from_white_and_that_some_take_red_for_green() -> None:
+def test_the_colour_measures_match_known_values() -> None:
     black, white, red, green = (Color.parse(text) for text in ("#000000", "#ffffff", "#d04040", "#8a7a30"))
     assert contrast(Style(color="#ffffff", bgcolor="#000000")) == pytest.approx(21, abs=0.05)
     assert difference(linear(black), linear(white)) == pytest.approx(100, abs=0.1)
@@ -109,7 +109,7 @@ def test_the_measure_knows_black_from_white_and_that_some_take_red_for_green() -
     )
 
 
-async def test_a_theme_is_chosen_in_the_palette_and_kept_and_titles_follow_it(make_app: MakeApp) -> None:
+async def test_a_theme_chosen_in_the_palette_is_saved_and_titles_follow_it(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         for name in THEMES:

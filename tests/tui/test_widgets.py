@@ -32,7 +32,7 @@ def test_every_point_of_a_curve_is_a_dot_in_its_cell(points: list, width: int, h
         assert rows[row][column] != "\u2800"
 
 
-def test_a_flat_curve_has_room_around_it_and_zero_is_kept_as_the_floor() -> None:
+def test_a_flat_curve_has_a_margin_and_zero_stays_the_lower_bound() -> None:
     assert y_range([5.0, 5.0], from_zero=False) == (4.5, 5.5)
     assert y_range([0.2, 0.4], from_zero=True) == (0.0, 0.4)
     low, high = y_range([0.0, 0.0], from_zero=True)
@@ -54,7 +54,7 @@ def rows(*keys: str) -> list[Row]:
     return [Row(key, ((key, "text"), (f"name {key}", "text"), ("more", "dim"), ("most", "dim"))) for key in keys]
 
 
-async def test_the_cursor_follows_its_key_through_sorting_and_goes_to_a_neighbour_when_it_is_gone() -> None:
+async def test_the_cursor_follows_its_row_through_sorting_and_moves_on_if_it_is_removed() -> None:
     app = TableApp()
     async with app.run_test(size=(60, 10)) as pilot:
         table = app.query_one(KeyedTable)
@@ -71,7 +71,7 @@ async def test_the_cursor_follows_its_key_through_sorting_and_goes_to_a_neighbou
         assert "nothing here" in table.plain
 
 
-async def test_the_cursor_stays_in_view_in_a_long_list() -> None:
+async def test_the_cursor_stays_visible_in_a_long_list() -> None:
     app = TableApp()
     async with app.run_test(size=(60, 10)) as pilot:
         table = app.query_one(KeyedTable)
@@ -89,7 +89,7 @@ async def test_the_cursor_stays_in_view_in_a_long_list() -> None:
         assert "name 0" in "".join(segment.text for segment in table.render_line(1))
 
 
-async def test_columns_drop_by_their_order_and_nothing_wraps() -> None:
+async def test_columns_are_dropped_in_order_and_nothing_wraps() -> None:
     for width, titles in ((60, {"ID", "NAME", "MORE", "MOST"}), (30, {"ID", "NAME", "MORE"}), (16, {"ID", "NAME"})):
         app = TableApp()
         async with app.run_test(size=(width, 10)) as pilot:
@@ -99,7 +99,7 @@ async def test_columns_drop_by_their_order_and_nothing_wraps() -> None:
             assert set(table.plain.splitlines()[0].split()) == titles
 
 
-def test_a_cell_that_spills_takes_the_room_of_the_empty_ones_after_it_and_no_more() -> None:
+def test_a_long_cell_extends_only_into_the_empty_cells_after_it() -> None:
     columns = [Column("A", 3), Column("B", 4), Column("C", 4, right=True), Column("D", 4)]
     widths = {column: column.width for column in columns}
     cells = tuple((text, "text") for text in ("one", "a long story", "", "end"))
@@ -110,7 +110,7 @@ def test_a_cell_that_spills_takes_the_room_of_the_empty_ones_after_it_and_no_mor
     assert cell_text == "one a l… end  "
 
 
-def test_lines_that_are_lazy_are_made_only_when_they_are_looked_at() -> None:
+def test_lazy_lines_are_created_only_when_they_are_read() -> None:
     made: list[int] = []
 
     def make(index: int) -> Line:
@@ -134,7 +134,7 @@ def test_a_legend_fits_its_width_and_its_rows(lengths: list, width: int, most_ro
     assert all(sum(len(text) for text, _ in row) <= width for row in rows)
 
 
-async def test_a_page_of_a_menu_in_a_window_without_room_for_it_does_nothing() -> None:
+async def test_paging_through_a_menu_without_space_has_no_effect() -> None:
     class OneMenu(App[None]):
         def compose(self) -> ComposeResult:
             yield Menu([("one", 1), ("two", 2)], value=1, allow_blank=False, compact=True)
@@ -155,7 +155,7 @@ async def test_a_page_of_a_menu_in_a_window_without_room_for_it_does_nothing() -
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(3, 60))
-def test_an_axis_ends_with_round_numbers_beyond_the_values(low: float, span: float, rows: int) -> None:
+def test_an_axis_ends_at_round_numbers_beyond_the_values(low: float, span: float, rows: int) -> None:
     assume(span > 1e-6 * abs(low))
     first, last, ticks = round_axis(low, low + span, rows)
     assert first <= low + 1e-6 * span
@@ -170,5 +170,5 @@ def test_an_axis_ends_with_round_numbers_beyond_the_values(low: float, span: flo
 
 
 @pytest.mark.parametrize(("low", "high", "rows"), [(-1e308, 1e308, 9), (1e9, 1e9 + 1e-7, 9), (0.0, 1.0, 1)])
-def test_an_axis_that_cannot_be_round_keeps_its_ends(low: float, high: float, rows: int) -> None:
+def test_an_axis_without_round_numbers_keeps_its_ends(low: float, high: float, rows: int) -> None:
     assert round_axis(low, high, rows) == (low, high, {rows - 1: low, 0: high})
