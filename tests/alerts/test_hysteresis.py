@@ -59,7 +59,7 @@ def test_a_flapping_alert_is_one_alert_and_ends_minutes_after_its_cause(away_s, 
     assert calm_s - away_s <= quiet[0] - begun <= calm_s + 2
 
 
-def test_an_alert_that_returns_without_a_rhythm_is_reported_only_a_few_times_an_hour():
+def test_an_alert_that_returns_irregularly_is_reported_only_a_few_times_an_hour():
     state, chance, now, changed_at = Hysteresis(RULE), random.Random(7), 0, []
     while now < 8 * 3600:
         for value, lasts_s in ((BAD, 20), (GOOD, int(chance.expovariate(1 / 300)))):

@@ -181,7 +181,7 @@ def lost(*indices: int, of: int = 64) -> Look:
     return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
 
-def test_gpus_that_are_lost_together_begin_and_end_as_one_alert():
+def test_gpus_that_are_lost_together_share_one_alert():
     days = Days()
     said = days.last(5, lost()) + days.last(60, lost(*range(64)))
     assert said == [f"GPUs 0-63 cannot be read: {faults.LOST}"]
@@ -288,7 +288,7 @@ def test_alerts_are_kept_for_a_day_after_they_end(data):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '[{"kind": "heat"}]', "null"])
-def test_a_damaged_file_holds_no_alerts(data, content):
+def test_a_damaged_file_is_read_as_no_alerts(data, content):
     data.alerts("box").write_text(content)
     assert read_alerts(data) == []
 

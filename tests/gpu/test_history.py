@@ -120,7 +120,7 @@ def test_the_energy_counter_is_stored_with_the_samples_that_have_it(data_dir: Da
     assert {(row["gpu_index"], row["energy"]) for row in rows(data_dir)} == {(0, None), (1, 4.5e6)}
 
 
-def test_minutes_are_the_means_of_their_samples(
+def test_stored_minutes_are_the_means_of_their_samples(
     data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
 ) -> None:
     recorder = record()

@@ -176,7 +176,7 @@ def test_a_process_has_user_command_and_memory(with_process_faults: dict[str, di
 
 
 @pytest.mark.parametrize(("fault", "words"), [("no_procs", None), ("perm_procs", "no permission")])
-def test_processes_that_cannot_be_listed_are_not_an_empty_list(
+def test_processes_that_cannot_be_listed_are_none_not_an_empty_list(
     with_process_faults: dict[str, dict[str, Any]], fault: str, words: str | None
 ) -> None:
     sample = with_process_faults[fault]

@@ -26,7 +26,7 @@ def test_a_driver_that_never_opens_is_reported_as_broken() -> None:
     released.set()
 
 
-def test_the_reader_of_the_queue_reports_why_it_read_nothing(on_nvml) -> None:
+def test_the_gpu_reader_of_the_queue_reports_why_it_read_nothing(on_nvml) -> None:
     script = """
 import contextlib, io, json
 from sae_tui.gpu import once, read

@@ -62,11 +62,11 @@ def test_a_late_gpu_holds_its_value_and_a_silent_one_has_a_gap() -> None:
     assert drawn(of(others, long_ago, now=120.6, n=20), 1, 20) == "5555................"
 
 
-def test_the_newest_column_is_the_latest_interval_with_a_sample() -> None:
+def test_the_newest_column_is_the_current_interval_or_the_one_before() -> None:
     card = every_second(100.1, 110.1)
     assert of(card, now=110.9).column(0, "timestamp", 2) == [109.1, 110.1]
     assert of(card, now=111.05).column(0, "timestamp", 2) == [109.1, 110.1]
-    assert of(card, now=112.05).column(0, "timestamp", 2) == [110.1, 110.1]  # late
+    assert of(card, now=112.05).column(0, "timestamp", 2) == [110.1, 110.1]  # the GPU is late
 
 
 def test_samples_of_one_interval_share_a_column_even_after_the_clock_was_set_back() -> None:

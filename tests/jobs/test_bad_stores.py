@@ -79,7 +79,7 @@ def tried(examples: int) -> Callable:
 
 @pytest.fixture
 def two_runs(box, monkeypatch) -> tuple[int, int]:
-    """Record two running jobs with good metrics; the test corrupts those of the second."""
+    """Record two running jobs with good metrics; the test corrupts the metrics of the second."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id, "attempt": 1}

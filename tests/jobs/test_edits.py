@@ -112,7 +112,7 @@ def test_dependencies_between_jobs_cannot_form_a_cycle(box):
     assert edit(box, edits.come_after, first, [third]) == f"job {first} comes after job {third}"
 
 
-def test_a_job_may_come_after_one_whose_own_predecessor_was_deleted(box):
+def test_a_job_may_depend_on_one_whose_own_dependency_was_deleted(box):
     first, second, third = (box.record() for _ in range(3))
     edit(box, edits.come_after, second, [first])
     box.control.transition(first, JobState.FINISHED)

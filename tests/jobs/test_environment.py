@@ -39,7 +39,7 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_environment_reports_its_versions_and_is_asked_only_once(
     trains: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The Python of the other environment would fail with this variable.
+    # The other Python would not start with this variable.
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     there = look(str(trains))
     assert there.lack() == ""

@@ -33,7 +33,7 @@ def on_network(monkeypatch):
 
 
 def away(box, silent_s: float = 3600.0, **fields) -> int:
-    """Record a job of another host whose last sign of life is this old."""
+    """Record a job of another host that was last heard of `silent_s` seconds ago."""
     job_id = box.record(**AWAY | fields)
     paths = box.data.run(job_id)
     paths.create()

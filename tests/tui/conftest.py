@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def make_app(data: DataDir) -> Callable[..., SaeApp]:
-    """Return `make_app(gpus=8, view="per_gpu")`, which creates an app that changes only when the test acts."""
+    """Return `make_app(gpus=8, theme="light")`, which creates an app that changes only when the test acts."""
 
     def make(
         gpus: int = 4,

@@ -68,7 +68,7 @@ async def test_all_figures_of_a_report_card_fit_on_one_screen(
         assert isinstance(app.screen, FeaturesScreen)
 
 
-async def test_the_card_of_each_sae_of_a_sweep_is_shown(make_app: MakeApp, data: DataDir, job_id: int) -> None:
+async def test_the_report_card_of_each_sae_of_a_sweep_is_shown(make_app: MakeApp, data: DataDir, job_id: int) -> None:
     for label, fvu in (("k=16", 0.5), ("k=8", 0.75)):
         table = {"n_tokens": 9, "d_in": 2, "d_sae": 4, "fvu": fvu, "l0_quantiles": [1.0] * 5, "dead": 0.0,
                  "dense_1": 0.0, "dense_10": 0.0, "density_histogram": [1]}  # fmt: skip

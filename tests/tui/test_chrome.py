@@ -226,7 +226,7 @@ async def found(app, pilot, query: str) -> list[str]:
     return shown
 
 
-async def test_the_palette_lists_keys_and_only_lists_jobs_that_match_the_query(make_app, data) -> None:
+async def test_the_palette_lists_all_keys_but_only_jobs_that_match_the_query(make_app, data) -> None:
     for number in range(12):
         record_job(data, f"theme of a long name {number}" if number == 3 else f"run {number}", JobState.FINISHED)
     app = make_app(2)

@@ -147,7 +147,7 @@ async def test_lost_metric_rows_are_reported_next_to_the_phase(make_app, data) -
         assert re.fullmatch(r" training +1234 rows of metrics were lost", last.rstrip())
 
 
-async def test_everything_fits_80_by_24(make_app, data) -> None:
+async def test_the_job_screen_fits_80_by_24(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
     record_metrics(data, job_id)
     app = make_app(4)

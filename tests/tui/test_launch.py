@@ -287,7 +287,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
         await type_into(pilot, screen, "sae.k", "24")
         await type_into(pilot, screen, "train.lr", "fast")
         await reviewed(pilot, screen, "train.lr")
-        # The app is not closed in an orderly way.
+        # The app ends here without a quit command.
     left = kept_draft.file_of(data, "train")
     assert left.stat().st_mode & 0o777 == 0o600
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
@@ -445,7 +445,7 @@ async def test_a_review_may_arrive_while_the_form_is_removed(make_app) -> None:
 
 
 def model_of(folder: Path, n_parameters: int) -> Path:
-    """Write the files from which a review reads the size of a language model."""
+    """Write the files that a review reads to estimate the size of a language model."""
     folder.mkdir()
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -112,7 +112,7 @@ async def test_only_a_few_sessions_are_open_at_a_time_and_one_more_gets_a_messag
             await later.wait_for("here")
 
 
-def test_excess_connections_are_dropped_without_a_server_message(serve_fake: ServeFake) -> None:
+def test_excess_connections_are_dropped_silently(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     requests = (
         b"",

@@ -105,7 +105,7 @@ def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
         ("true", "is evaluated, but "),
     ],
 )
-def test_a_failure_is_recorded_in_a_sentence(box: Box, job_id: int, monkeypatch, script: str, reason: str) -> None:
+def test_a_failure_is_recorded_in_one_sentence(box: Box, job_id: int, monkeypatch, script: str, reason: str) -> None:
     evaluate(box, monkeypatch, job_id, script)
     went_well, message = request.wait_for_end(box.data, job_id)
     assert not went_well
@@ -247,7 +247,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
     assert message == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
-    # The job ran on the CPU, so that it gets none of the GPUs.
+    # The job ran on the CPU, so it gets none of the GPUs.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
     assert now

@@ -20,7 +20,7 @@ def write(folder: Path, **parts: Any) -> None:
     (folder / CARD).write_bytes(msgspec.json.encode(card))
 
 
-def test_figures_are_compared_with_their_standard_errors(tmp_path: Path) -> None:
+def test_report_card_values_include_standard_errors(tmp_path: Path) -> None:
     auc = {"auc": 0.8, "seed_error": 0.02, "set_error": 0.1, "of_sets": {"a": 0.8}}
     spliced = {"ce_score": 0.9, "ce_score_error": 0.004, "kl_score": 0.8, "kl_score_error": 0.003}
     write(tmp_path, spliced=spliced, probing={"k": {"1": auc, "16": auc | {"auc": 0.9}}, "dense": auc})

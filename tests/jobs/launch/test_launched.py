@@ -35,7 +35,7 @@ def test_a_warning_replaces_the_promise_to_continue_if_jobs_end_at_logout(box):
     assert message == 'Job 1 "quick" started on the CPU. But jobs end with your logout.'
 
 
-def test_several_jobs_are_counted(box):
+def test_the_message_about_several_jobs_counts_them(box):
     ids = [box.record(state=state, waits_for="GPU 0") for state in (JobState.RUNNING, JobState.QUEUED, JobState.QUEUED)]
     assert (
         launched.describe_launch(box.data, ids)
