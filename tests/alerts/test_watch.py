@@ -40,14 +40,14 @@ def data(tmp_path):
 
 
 class Days:
-    """Alerts with a clock that the test advances."""
+    """Alerts whose clock the test advances."""
 
     def __init__(self, settings: Settings = Settings(), stored: tuple[Alert, ...] = ()) -> None:  # noqa: B008
         self.now = 0.0
         self.alerts = Alerts(settings, stored, clock=lambda: self.now, wall=lambda: BEGIN + self.now)
 
     def last(self, seconds: int, look: Look) -> list[str]:
-        """Check the same readings once a second, for this number of seconds, and return the messages."""
+        """Check these readings once a second for `seconds` seconds, and return the messages."""
         said = []
         for _ in range(seconds):
             said += [sentence_of(alert) for alert in self.alerts.turn(look)]
@@ -176,7 +176,7 @@ def test_the_alert_of_a_removed_gpu_ends():
 
 
 def lost(*indices: int, of: int = 64) -> Look:
-    """Return the readings of `of` GPUs, with these ones lost."""
+    """Return readings of `of` GPUs; the GPUs with these indices are lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
     return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
@@ -393,7 +393,7 @@ def test_a_second_app_and_a_read_only_app_write_nothing(watch, data):
     lock = FileLock(data.locks / f"alerts-{alert().host}.lock")
     assert lock.acquire()
     reports = report()._to_write
-    # The writer takes a second report only after it has processed the alert.
+    # The queue is empty only after the writer has processed the alert.
     reports.put(([], []))
     wait_until(reports.empty)
     report(readonly=True)

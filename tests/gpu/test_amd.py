@@ -326,7 +326,7 @@ def test_the_sampler_recovers_from_a_reload_of_the_amd_driver(
     if OTHER in uuids:
         assert not all(rings[0])
         assert rings[1]
-        assert all(rings[1])  # not readings of the previous GPU
+        assert all(rings[1])  # no readings of the previous GPU
 
 
 @pytest.mark.parametrize("change", [RELOADED, RELOADED | {"FAKE_AMD_SMI_GPUS": "1"}], ids=["reset", "removed"])

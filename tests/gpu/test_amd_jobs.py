@@ -13,7 +13,7 @@ import pytest
 from support.amd_driver import build_library, environment, module_folder
 from support.driver import ROOT
 
-# Each process runs it at startup; a rank stores the variables that it was given.
+# Each Python process runs this code at startup; a rank also stores its environment variables.
 START = """
 import os, pathlib
 from msgspec.structs import replace

@@ -25,7 +25,7 @@ GOOD = "def amdsmi_get_gpu_vram_usage(): ...\nclass AmdSmiLibraryException(Excep
 
 
 def load(rocm: Path, installed: Path) -> Any:
-    """Return the mark of the loaded module, or the reason if none could be loaded."""
+    """Return `MARK` of the loaded module, or the reason why none could be loaded."""
     env = os.environ | {"ROCM_PATH": str(rocm), "PYTHONPATH": f"{installed}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", LOAD], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Versions and links, from the fake driver through the real pynvml and from the simulated machine."""
+"""Versions and links: from the fake driver through the real pynvml, and from the simulated machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Impossible readings: such a value becomes unknown, only for that sensor of that GPU."""
+"""An impossible reading is unknown, only for that sensor of that GPU."""
 
 from __future__ import annotations
 

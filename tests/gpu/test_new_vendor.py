@@ -44,7 +44,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.rows import Job
 
-# Each process of a machine with abacuses starts with the line that registers them; a rank stores its variables.
+# Each process on a machine with abacuses starts with this code, which registers them; a rank stores its variables.
 START = """
 import os, pathlib, support.abacus
 support.abacus.register({folder!r})

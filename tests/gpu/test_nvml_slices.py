@@ -37,7 +37,7 @@ def test_measurements_of_a_physical_gpu_are_not_reported_for_its_slices(read_all
         assert (one["utilization"], one["temperature_c"], one["power_w"]) == (None, None, None)
         assert (one["failed"], one["healthy"], one["unusable"]) == ({}, True, "")
     assert split["temperature_c"] is not None
-    # Memory counts only once, for the slices.
+    # The memory is counted only once, for the slices.
     assert split["memory_total_bytes"] is None
     assert split["unusable"].startswith("it is split into MIG slices, which are GPUs of their own")
 
@@ -63,7 +63,7 @@ def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
     assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
-    # They are not repeated for the physical GPU, although the driver lists all of them there.
+    # The physical GPU does not repeat them, although its driver lists all of them.
     assert split["processes"] == []
 
 

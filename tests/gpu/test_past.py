@@ -25,7 +25,7 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
 
 
 def of(*cards: Mapping[float, int | None], now: float, n: int = 8) -> Past:
-    """Return the past of GPUs with the given utilisation by time."""
+    """Return the past of GPUs, given the utilisation of each by time."""
     rings = []
     for index, card in enumerate(cards):
         rings.append(Ring())
@@ -66,7 +66,10 @@ def test_the_newest_column_is_the_current_interval_or_the_one_before() -> None:
     card = every_second(100.1, 110.1)
     assert of(card, now=110.9).column(0, "timestamp", 2) == [109.1, 110.1]
     assert of(card, now=111.05).column(0, "timestamp", 2) == [109.1, 110.1]
-    assert of(card, now=112.05).column(0, "timestamp", 2) == [110.1, 110.1]  # the GPU is late
+    assert of(card, now=112.05).column(0, "timestamp", 2) == [
+        110.1,
+        110.1,
+    ]  # the GPU is late, so its last value is repeated
 
 
 def test_samples_of_one_interval_share_a_column_even_after_the_clock_was_set_back() -> None:

@@ -1,4 +1,4 @@
-"""GPU processes: real ones, on a fake driver and without one, and signals to them."""
+"""GPU processes, with and without a fake driver, and signals to them."""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-# Follows a sampler and prints each distinct state: the end of each GPU's UUID, whether the GPU can be read, and the
-# sampler's problem. Faults of the driver begin and end by its `fake_time`. It advances to the next stage's time only
-# after the sampler has reached the state that the stage waits for, so that a slow machine misses no state.
+# Follows a sampler and prints each distinct state: the UUID of each GPU, whether the GPU can be read, and the sampler's
+# problem. Faults of the driver begin and end at times of its clock, `fake_time`. The script advances this clock to the
+# next stage only after the sampler has reached the state that the stage waits for, so that a slow machine misses no
+# state.
 FOLLOW = """
 import ctypes, json, time
 from sae_tui.gpu import read, sampler as module
@@ -55,7 +56,7 @@ def follow(
 
 
 def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
-    # Each GPU keeps its row meanwhile, with the reason why it cannot be read.
+    # While the driver is unloaded, each GPU keeps its row, with the reason why it cannot be read.
     away = "'not loaded' in problem and len(rows) == 3 and all('not loaded' in reason for *_, reason in rows)"
     stages = [("are_read", 1.5), (away, 3.0), ("are_read and not problem", END)]
     pictures, _, _ = follow(on_nvml, stages, GPUS=3, FAULTS="*:unload@1-2")

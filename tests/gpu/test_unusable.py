@@ -214,7 +214,7 @@ def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> 
     assert choice.may_be_offered
     assert "stale reading until a program uses CUDA" in choice.reason
     assert aggregate([idle, busy]).average_utilization == 40
-    # The reading counts if use cannot be ruled out.
+    # The reading is included in the mean unless use can be ruled out.
     for one in (
         replace(idle, processes=None),
         replace(idle, memory_used_bytes=2 * GIB),

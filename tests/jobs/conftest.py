@@ -76,7 +76,7 @@ class Box:
     def launch(
         self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
     ) -> int:
-        """Launch fake ranks whose behaviour the job name defines; `place` holds queue options."""
+        """Launch a job with fake ranks, whose behaviour the job's name defines; `place` holds queue options."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
         self.make_store()
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})

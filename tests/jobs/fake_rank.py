@@ -117,7 +117,7 @@ def _last_word(spec, rank, run_dir, error):
 def _asked_to_stop(spec):
     import sqlite3
 
-    # A store that was deleted contains no requests.
+    # A deleted store contains no requests.
     with (
         contextlib.suppress(sqlite3.OperationalError),
         contextlib.closing(sqlite3.connect(f"file:{spec['control_db']}?mode=ro", uri=True, timeout=5)) as db,
@@ -135,14 +135,14 @@ def _number(words, name, default):
 
 @contextlib.contextmanager
 def _exclusive(uuids, rank, run_dir):
-    """Leave a file if two jobs use one GPU at the same time."""
+    """Create the file `double-booking` if two jobs use one GPU at the same time."""
     marks = [run_dir.parent / f"in-use-{uuid}" for uuid in uuids] if rank == 0 else []
     for mark in marks:
         try:
             with mark.open("x") as stream:
                 stream.write(run_dir.name)
         except FileExistsError:
-            # A killed attempt may have left this file.
+            # An earlier attempt of this job that was killed may have left the file.
             if mark.read_text() != run_dir.name:
                 (run_dir.parent / "double-booking").touch()
     yield

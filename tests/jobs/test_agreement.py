@@ -89,7 +89,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
     assert f", {look.mode} · " in review.summary
     assert f"needs {gibibytes(look.needs_bytes)}" in review.summary
-    # Real GPUs without CUDA in torch: no other problem is reported.
+    # With real GPUs and a torch without CUDA, the review reports only that problem.
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
     # The doctor, for the same number of these GPUs.
@@ -119,7 +119,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # The ranks, on GPUs with exactly the free memory that the job waited for.
+    # The ranks, on GPUs that have exactly the memory that the job waited for.
     own = settle(Workload(job, ranks, shape), Place(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes))
     assert own.fits
     assert own.needs_bytes <= row.card_memory_bytes

@@ -85,17 +85,17 @@ def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") ->
 
 
 def no_supervisor(*_: object) -> None:
-    """Start no supervisor."""
+    """Replace the start of a supervisor."""
 
 
-# Created once, because that takes ten times as long as a command.
+# Created once, because creating it takes ten times as long as a command.
 PARSER = cli.make_parser(no_supervisor)
 
 
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
     """Record a job that finished long ago, a queued one, and one with a run folder, whose row the test corrupts."""
-    # This check starts a process at each opening, and there are thousands of openings here.
+    # This check starts a process whenever a store is opened, which happens thousands of times here.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
     finished = box.record(
@@ -188,7 +188,7 @@ GOOD = {
 
 
 def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jobs, capsys):
-    # In one process: corrupt a row, use everything, and restore the rows.
+    # Everything runs in one process: corrupt a row, use everything, and restore the rows.
     finished, waiting, bad = three_jobs
     pristine = sqlite3.connect(":memory:")
     with contextlib.closing(sqlite3.connect(box.data.control_db)) as db:

@@ -140,7 +140,7 @@ def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_run
         shutil.copy(pristine, file)
         put(file, rows)
         look_at(box, good, bad)
-        # As its supervisor, and as a rank or supervisor that resumes the run.
+        # Use the run as its supervisor does, and as a rank or supervisor that resumes it.
         run = LiveRun(box.data.run(bad))
         run.poll()
         box.control.update(bad, **run.fields())
@@ -186,11 +186,11 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
             Path(f"{gpu_db}{beside}").unlink(missing_ok=True)
         shutil.copy(pristine, gpu_db)
         put(gpu_db, rows)
-        # The last day up to now; NOW is when the module was imported, which may be a while ago.
+        # Read the last day, because NOW is the time of the import, which may be a while ago.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))
-            # Minute means replace the samples from their time on, even if they are from 1970.
+            # If there are minute means, even from 1970, they replace the samples after them.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):
                 assert f"{total.average_utilization or 0:.0f} {total.power_w or 0:.0f}"

@@ -27,7 +27,7 @@ def test_app_doctor_and_commands_name_a_halted_process_that_locks_the_store(box,
     looks = examined.Box(box.data, NoGpus())
     with locked_store(box.data.control_db) as holder:
         watcher._look(JobsReader(box.data))
-        assert watcher.problem == ""  # it may release the lock in a moment
+        assert watcher.problem == ""  # the process may release the lock in a moment
         assert list(check_store_lock(looks)) == []
         holder.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
@@ -54,7 +54,7 @@ def test_a_launch_that_fails_on_a_full_disk_leaves_no_job_and_no_file(box, monke
         with pytest.raises(UserError, match=f"the job cannot be recorded in {box.data.root}: No space left"):
             box.launch("files")
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Less than one page of the store.
+    # The limit is less than one page of the store.
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
         with pytest.raises(UserError, match="is full or fails"):

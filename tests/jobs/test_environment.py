@@ -1,4 +1,4 @@
-"""The Python of another environment: its packages, as it reports them, and when it must not be run."""
+"""The Python of another environment: the packages that it reports, and when it must not be run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_environment_is_asked_again_after_it_or_a_package_folder_has_changed(
         change()
         for _ in range(2):
             assert look(str(python)).lack() == ""
-    # Each rewrite of the fake Python was a change too, but nothing asked in between.
+    # Rewriting the fake Python was a change too, but nothing asked it in between.
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 3
 
 

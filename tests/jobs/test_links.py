@@ -178,7 +178,7 @@ def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: Use
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """Replace the folder by a link to another one with private files, and return the other one."""
+    """Replace a folder by a link to a folder with private files, and return the latter."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -279,7 +279,7 @@ def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, dept
         with pytest.raises((OSError, UserError), match="is a link, which is not followed; remove it"):
             use()
     assert as_it_is(private) == before
-    # Outside a data folder, and through a data folder that is itself a link, files can be opened.
+    # Files outside a data folder can be opened, also through a data folder that is itself a link.
     assert open_plain(private / "/".join(below[depth:])).read() == b"private"
     (tmp_path / "again").symlink_to(private)
     follow_no_link_below(tmp_path / "again")

@@ -90,7 +90,7 @@ def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     assert waits(views[job_id]).startswith("its host gpu7 has not been heard of for 1 h 00 min; if gpu7 is gone")
     assert waits(views[heard]) == ""
     assert views[job_id].eta_s is None
-    # The same holds for scripts and for the app on another host.
+    # Scripts and the app on another host show the same.
     assert [_fields(views[one])["silent"] for one in (job_id, heard)] == [waits(views[job_id]), None]
     assert waits(far_job(views[job_id])) == waits(views[job_id])
     one = JobReader(box.data, job_id)
@@ -122,7 +122,7 @@ def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_n
 
 
 def test_repair_ends_a_job_at_once_if_no_other_machine_can_run_it(box):
-    # Without a network file system, a job with another host name is from before this machine was renamed.
+    # On a local disk, a job with another host name is from before this machine was renamed.
     dead, alive = away(box, silent_s=5, state=JobState.RUNNING), away(box, silent_s=5, state=JobState.RUNNING)
     with pytest.raises(UserError, match=f"job {dead} is not here, and nothing was done: its host gpu7 has not been"):
         edits.stop(box.data, dead)

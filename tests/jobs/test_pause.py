@@ -377,7 +377,7 @@ def test_a_setting_that_affects_placement_causes_a_new_placement(box, override):
     assert prepare(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
     again = prepare(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement
     assert (again.gpus, again.world_size, again.device) == (((0, "GPU-0"),), 1, "cuda")
-    # The state of these GPUs is unknown, so the job reserves the memory that it had before.
+    # The current state of these GPUs is unknown, so the job reserves as much memory as before.
     assert again.had_bytes == job.card_memory_bytes
 
 

@@ -22,7 +22,7 @@ from trainer.contract.store.states import JobState
 RACER = str(Path(__file__).with_name("racer.py"))
 ROUNDS = 25
 RACERS = 8
-# Of the five simulated GPUs, another user has the fourth.
+# Another user occupies the fourth of the five simulated GPUs.
 SOURCE = "simulated:5"
 
 
@@ -105,7 +105,7 @@ def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
         ]
         got = race(box, racers, job_ids)
         assert_booked_once(got)
-        # A launcher that loses a race would normally try again after a second; here none does.
+        # A launcher that loses a race would normally try again after a second; these do not.
         assert 1 <= sum(map(len, got)) <= 4
 
 
@@ -124,9 +124,9 @@ def cards_seen(*indices: int) -> tuple[GpuSample, ...]:
 
 @pytest.fixture
 def two_users(tmp_path, monkeypatch):
-    """Create two data folders on one machine, whose locks of real GPUs are in one folder."""
+    """Create two data folders on one machine, with a common folder for locks of real GPUs."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
-    # GPU samples, because this machine may have no driver.
+    # Inject samples, because this machine may have no GPU driver.
     monkeypatch.setattr(CardReader, "samples", lambda *_: cards_seen(0, 1))
     folders = []
     for name in ("ann", "bob"):

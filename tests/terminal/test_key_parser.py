@@ -58,7 +58,7 @@ def seen(message: Message) -> str:
 
 
 def sent_bytes(clock: Clock, *pieces: bytes, pause_s: float = 0.05) -> list[str]:
-    """Return the events for these pieces of bytes, through the driver's decoder and parser."""
+    """Return the events for these chunks of bytes, through the driver's decoder and parser."""
     parser, decoder = PacketParser(), TerminalDecoder()
     messages: list[Message] = []
     for piece in pieces:
@@ -118,7 +118,7 @@ def test_a_digit_after_escape_is_alt_and_that_digit(clock: Clock) -> None:
     assert sent(clock, PacketParser(), "x\x1b1y\x1b\x1b2") == ["x", "alt+1", "y", "escape", "alt+2"]
 
 
-# Complete and partial terminal sequences; hypothesis combines them into random input.
+# Complete and partial terminal sequences, which Hypothesis combines into random input.
 BYTES = [
     b"\xff", b"\xe9", b"\xc3", b"\x9b", b"\0", b"\r", b"q", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[M\x20\xff\xff",
     b"\x1b[<35;168;10M", b"\x1b[<0;99999999999999;-1M", b"\x1b[32;400;2M", b"\x1b[200~", b"\x1b[201~", b"\x1b]11;rgb:",

@@ -212,7 +212,7 @@ async def test_help_lists_the_keys_of_its_screen_by_topic(make_app) -> None:
 
 
 async def found(app, pilot, query: str) -> list[str]:
-    """Return the titles that the palette lists for a query, from the top."""
+    """Return the titles that the palette lists for a query, in order."""
     await pilot.press("ctrl+p")
     await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
     listed = app.screen.query_one("CommandList")

@@ -97,7 +97,7 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
     async with app.run_test(size=(120, 40)) as pilot:
         await far_jobs(pilot)
         table = app.screen.query_one(JobsPanel)
-        # Which host reported its jobs first does not matter.
+        # Hosts may report their jobs in any order.
         await wait_until(pilot, lambda: table.cursor == "1")
         await pilot.press("down")
         assert table.cursor == "gpu1 9"

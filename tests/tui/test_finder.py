@@ -30,7 +30,7 @@ def table(app) -> JobsPanel:
 
 
 def shown(app) -> list[str]:
-    """Return the job names in the table, from the top."""
+    """Return the job names in the table, in order."""
     return [line.split()[1] for line in table(app).plain.splitlines()[1:]]
 
 
@@ -238,5 +238,5 @@ async def test_a_deleted_job_can_be_restored_until_the_app_exits(make_app, data,
         await pilot.press("end", "D", "y")
         await wait_until(pilot, lambda: app.session.actions.thrown_away)
     app.session.actions.empty_trash()
-    # The number remains reserved, and the files are deleted.
+    # The job number stays reserved although the files are deleted.
     assert [file for file in data.trash.rglob("*") if file.is_file()] == []

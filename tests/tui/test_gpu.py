@@ -64,7 +64,7 @@ async def test_a_gpu_is_read_again_if_the_previous_screen_closes_late(make_app) 
         await pilot.pause()
         await pilot.press("0", "escape", "1")
         await shown(pilot, 1)
-        app.session.monitor.look_at(None)  # as the previous screen does when it is removed
+        app.session.monitor.look_at(None)  # as the previous screen does after its removal
         app.redraw.show_gpus()
         assert app.session.monitor.looked_at == 1
 
@@ -157,7 +157,7 @@ async def test_the_dashboard_shows_longer_spans_of_all_gpus_in_full(make_app, da
         newest = text(app, AggregatePanel)
         await pilot.press(">", ">", ">")
         await wait_until(pilot, lambda: title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 1 h 00")
-        # The GPU was in use only for some minutes at the beginning of the hour.
+        # The GPU was in use only for a few minutes at the beginning of the hour.
         await wait_until(pilot, lambda: re.search("[^█]███+   ", text(app, GpuPanel)))
         assert text(app, AggregatePanel) != newest
         await pilot.press("<", "<", "<")

@@ -38,7 +38,7 @@ def test_a_finished_job_shows_its_duration_instead_of_a_full_bar() -> None:
     took = {"started": 100.0, "ended": 129.0, "attempt": 1, "progress": 1.0}
     assert cells(job(JobState.FINISHED, **took))["PROGRESS"] == ("29 s", "dim")
     assert "━" in cells(job(JobState.STOPPED, **took))["PROGRESS"][0]
-    # `started` is the start of the latest attempt here.
+    # With several attempts, `started` is the start of the latest one.
     assert "━" in cells(job(JobState.FINISHED, **(took | {"attempt": 2})))["PROGRESS"][0]
 
 

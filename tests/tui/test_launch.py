@@ -455,7 +455,7 @@ def model_of(folder: Path, n_parameters: int) -> Path:
 
 
 async def pick_extraction(pilot, screen: LaunchScreen) -> None:
-    """Choose the preset of an extraction by keys."""
+    """Choose the extraction preset with keys."""
     screen.query_one("#preset").focus()
     await pilot.press("enter", "home", "down", "enter")
     await wait_until(pilot, lambda: "Model and text" in title_of(screen.query_one("#settings-panel")))

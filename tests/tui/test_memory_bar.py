@@ -34,7 +34,7 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     screen = app.screen
     panel = screen.query_one(MemoryBar)
     await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and "Weights" in panel.plain)
-    # Steps are large enough for replicas to be the fastest parallel mode.
+    # With a batch of this size, replicas are the fastest parallel mode.
     screen.query_one("#row-train-batch_size Input", Input).value = "1024"
     await wait_until(pilot, lambda: (job := screen.form.review.job) and job.train.batch_size == 1024)
     return screen, panel

@@ -24,7 +24,7 @@ TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
 # The minimum contrast of text with 24-bit and with 256 colours. With 256 colours the line under the cursor is bright
-# teal instead of blue; on it, dim text of the dark theme has less contrast than recommended.
+# teal instead of blue, so dim text of the dark theme has too little contrast on it.
 LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
 
 

@@ -46,7 +46,7 @@ async def test_a_job_outlives_its_browser_session_and_only_write_mode_can_stop_i
         await look.wait_for("▶ running")
         for key in ("s", "p", "D", "y", "n", "R", "#"):
             await look.press(key)
-        # The list of messages; if one of the keys before had opened a question, it would be in front of this list.
+        # Open the list of messages. If an earlier key had opened a question, it would cover this list.
         await look.press("!")
         await look.wait_for("only shown here")
         assert "Stop job" not in look.text

@@ -25,7 +25,7 @@ ServeFake = Callable[[str], Served]
 
 
 def listening(port: int) -> list[str]:
-    """Return the listening addresses of a port, as the kernel lists them."""
+    """Return the addresses on which a port listens, as listed by the kernel."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
@@ -128,7 +128,7 @@ def test_excess_connections_are_dropped_silently(serve_fake: ServeFake) -> None:
                 with suppress(OSError):
                     stranger.connect(("127.0.0.1", served.port))
                     stranger.sendall(requests[n % len(requests)])
-                    if n % 2:  # close with a reset
+                    if n % 2:  # close the connection with a reset
                         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     # The server may still count earlier connections, so it may drop any of these.
     with ExitStack() as stack:

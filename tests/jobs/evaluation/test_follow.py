@@ -216,7 +216,7 @@ def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id
 
 
 def seen(box: Box, job_id: int) -> Going | None:
-    """Return the evaluation of a job as the list of jobs shows it."""
+    """Return the evaluation of a job as shown in the list of jobs, or None."""
     reader = JobsReader(box.data)
     reader.poll()
     reader.close()
@@ -325,7 +325,7 @@ def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: P
     (folder / "cfg.json").touch()
     box.control.transition(job_id, JobState.STOPPED)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
-    # Every finished run has a report card; the card does not state whether the data has tokens.
+    # Every finished run has a report card, which does not record whether the data has tokens.
     write_card(folder)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
     rows.mkdir()

@@ -1,4 +1,4 @@
-"""Reads report cards of evaluations that were stored before."""
+"""Reads the stored report card of a run."""
 
 from __future__ import annotations
 

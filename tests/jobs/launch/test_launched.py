@@ -1,4 +1,4 @@
-"""The messages about jobs that were just launched."""
+"""The messages shown after a launch."""
 
 from __future__ import annotations
 

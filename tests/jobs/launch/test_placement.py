@@ -341,7 +341,7 @@ DATA = DataShape(8, None, 100_000)
 
 
 def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) -> str:
-    """Return the summary of a job on this number of GPUs; 0 keeps the CPU ranks of the job."""
+    """Return the summary of a job on `gpus` GPUs; with 0 the job keeps its CPU ranks."""
     cards = cards or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
@@ -356,7 +356,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     assert said(config) == f"{settled} · about 1 s, estimated"
     alike = {"tokens_per_s": 2000.0, "d_in": 8, "world_size": 2, "mode": "ddp", "config": dump_job(config)}
     past = job(1, state=JobState.FINISHED, **alike)
-    # 819,200 tokens.
+    # 819,200 tokens at 2,000 tokens/s.
     assert said(config, past=[past]).endswith(" · about 7 min")
     slow = alike | {"tokens_per_s": 9.0}
     others = [

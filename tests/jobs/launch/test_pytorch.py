@@ -1,4 +1,4 @@
-"""The facts about the installed PyTorch that can be read without importing it."""
+"""Finds out the build of the installed PyTorch without importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SLURM job with a scripted controller that is busy, unreachable or has forgotten the job."""
+"""A SLURM job whose controller, a script, is busy or unreachable or has forgotten the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 def looked(job: SlurmJob, times: int = 1) -> Seen | None:
-    """Poll the controller this number of times, and return the last known state of the job."""
+    """Poll the controller `times` times, and return the last known state of the job."""
     for _ in range(times):
         job._begun = 0.0
         job.look()

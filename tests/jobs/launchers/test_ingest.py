@@ -1,4 +1,4 @@
-"""Progress lines of a rank on another host are stored in the run's store."""
+"""Reads the progress lines of a rank on another host into the run's store."""
 
 from __future__ import annotations
 

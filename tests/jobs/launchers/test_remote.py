@@ -1,4 +1,4 @@
-"""A rank on another host, reconstructed from its files."""
+"""The state of a rank on another host, according to its files."""
 
 from __future__ import annotations
 

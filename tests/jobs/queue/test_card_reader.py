@@ -29,7 +29,7 @@ UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:
 
 @pytest.fixture
 def on_driver(monkeypatch, drivers, tmp_path):
-    """Return a function that makes this process and its readers use the fake driver with these variables."""
+    """Return a function that points this process and its readers to the fake driver."""
 
     def put(**variables):
         for name, value in environment(drivers, **variables).items():

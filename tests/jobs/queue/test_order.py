@@ -98,7 +98,7 @@ def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, Card]
 
 
 def could_have(one: Job, where: Card) -> bool:
-    """Return whether a job could use a GPU now, by the rules alone and without the plan."""
+    """Return whether the rules, without a plan, allow a job to use a GPU now."""
     if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
         return False
     if where.stranger and not one.shares_gpus:

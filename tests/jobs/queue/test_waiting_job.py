@@ -77,7 +77,7 @@ def test_an_older_job_that_waits_for_another_gpu_does_not_block_a_younger_one(bo
 
 @pytest.fixture
 def halted(monkeypatch):
-    """Start a process that stands in for a supervisor, and halt it by SIGSTOP."""
+    """Start a process that stands in for a supervisor, and halt it with SIGSTOP."""
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
     monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
     supervisor = subprocess.Popen(["sleep", "60"])
@@ -114,7 +114,7 @@ def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_called_silent(box,
     second = line(box, queued(box))
     assert not second.try_start()
     assert (box.job(first).waits_for, box.control.events(first)) == ("its own reason", [])
-    # No new sign of life: the supervisor is halted.
+    # The last sign of life is old now, because the supervisor is halted.
     os.utime(sign, (1, 1))
     assert second.try_start()
     assert [event.kind for event in box.control.events(first)] == ["silent"]

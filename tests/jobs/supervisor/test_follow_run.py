@@ -1,4 +1,4 @@
-"""How the watch of a running job reacts to requests, to a locked store and to missing progress."""
+"""How a supervisor's watch of a running job reacts to requests, a locked store and missing progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU history while no app runs."""
+"""A supervisor records the GPU history while no app runs."""
 
 from __future__ import annotations
 

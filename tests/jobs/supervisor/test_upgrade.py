@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a copy of the packages, which all programs started from now on use."""
+    """Install a copy of the packages; all programs that are started afterwards use it."""
     folder = tmp_path / "installed"
     for name in ("sae_tui", "trainer"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("data"))

@@ -127,7 +127,7 @@ def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
     assert str(error.value).startswith(f"{run} cannot be moved back to {back}: ")
     assert "\n" not in str(error.value)
     assert run.is_dir()
-    # Everything else is restored; these files stay in the trash.
+    # Everything else is restored, and only these files stay in the trash.
     assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
     with pytest.raises(trash.FilesLeft, match=str(run)):
         trash.empty(box.data, [job_id])
@@ -243,7 +243,7 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 
 @pytest.mark.parametrize("step", range(6))
 def test_an_interrupted_deletion_leaves_all_of_the_job_or_nothing(box, step):
-    # The process is killed at call number `step`, from 0, of the functions that write, move or forget; step 5 is past
+    # The process is killed at call number `step`, from 0, of the functions that write, move or forget. Step 5 is after
     # the last call.
     other, job_id = ended(box), ended(box)
     command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]

@@ -57,7 +57,7 @@ def test_a_killed_extraction_resumes_after_its_stored_rows_not_its_reported_ones
     write_own(data.run(job_id).job_file, job.config)
 
     def promised(n_told: int) -> tuple[str, str]:
-        """Return the announcement of the failure report, and that of the resume itself."""
+        """Return the messages of the failure report and of the resume itself."""
         one = msgspec.structs.replace(job, step=n_told)
         told = examine(data, one)
         assert told
