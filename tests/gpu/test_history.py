@@ -487,7 +487,7 @@ def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypat
     monkeypatch.setattr(upkeep, "BATCH_PAGES", 10)
     filled(data_dir, 8)
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
-        db.execute("PRAGMA wal_autocheckpoint=20")  # the same share of this file as 1000 pages of the file of a week
+        db.execute("PRAGMA wal_autocheckpoint=20")  # scaled from 1000 pages for the file of a week
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         before = data_dir.gpu_db.stat().st_size
         sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)

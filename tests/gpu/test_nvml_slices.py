@@ -63,7 +63,7 @@ def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
     assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
-    # The physical GPU does not repeat them, although its driver lists all of them.
+    # The physical GPU does not repeat these processes, although its driver lists all of them.
     assert split["processes"] == []
 
 

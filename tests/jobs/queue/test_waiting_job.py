@@ -114,7 +114,7 @@ def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_called_silent(box,
     second = line(box, queued(box))
     assert not second.try_start()
     assert (box.job(first).waits_for, box.control.events(first)) == ("its own reason", [])
-    # The last sign of life is old now, because the supervisor is halted.
+    # The supervisor is halted now, so its last sign of life is old.
     os.utime(sign, (1, 1))
     assert second.try_start()
     assert [event.kind for event in box.control.events(first)] == ["silent"]
