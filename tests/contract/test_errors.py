@@ -1,4 +1,4 @@
-"""How bad input is reported."""
+"""Tests of error reports for bad input."""
 
 import io
 import os
@@ -10,24 +10,24 @@ from trainer.contract.errors import JobFileError, Problem, UserError, errors, fi
 from trainer.contract.wording import distinct_sizes
 
 
-def test_a_problem_reads_as_its_setting_and_what_is_wrong() -> None:
+def test_a_problem_prints_its_setting_and_its_message() -> None:
     assert str(Problem("train.lr", "must be positive")) == "train.lr: must be positive"
     assert str(Problem("", "nothing to do")) == "nothing to do"
 
 
-def test_a_job_that_cannot_run_tells_every_reason_on_its_own_line() -> None:
+def test_a_job_file_error_lists_each_problem_on_its_own_line() -> None:
     error = JobFileError(iter([Problem("a", "x"), Problem("b", "y")]))
     assert isinstance(error, UserError)
     assert str(error) == "a: x\nb: y"
     assert [problem.path for problem in error.problems] == ["a", "b"]
 
 
-def test_a_warning_does_not_keep_a_job_from_running() -> None:
+def test_a_warning_does_not_stop_a_job_from_running() -> None:
     error = Problem("a", "x")
     assert errors([Problem("b", "y", "warning"), error]) == [error]
 
 
-def test_the_advice_of_torch_to_load_an_unsafe_pickle_is_not_shown() -> None:
+def test_the_advice_of_torch_to_load_an_unsafe_pickle_is_hidden() -> None:
     class Own:
         def __reduce__(self) -> tuple[object, ...]:
             return os.system, ("true",)

@@ -1,4 +1,4 @@
-"""The table of exit codes, against processes that end."""
+"""Tests of the exit codes with real processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def end_of(*arguments: str, **environ: str) -> int:
     return done.returncode
 
 
-def test_no_two_ends_share_a_number_and_each_is_told_in_a_sentence() -> None:
+def test_each_exit_has_a_unique_code_and_a_full_sentence() -> None:
     assert len({one.value for one in Exit}) == len(Exit)
     assert all(one.short and one.meaning.endswith(".") for one in Exit)
     assert in_short(Exit.DONE, Exit.STOPPED) == "Exit codes: 0 done, 3 stopped."
 
 
-def test_both_programs_end_by_the_table(tmp_path) -> None:
+def test_both_programs_use_the_documented_exit_codes(tmp_path) -> None:
     data = {"SAE_TUI_DATA_DIR": str(tmp_path / "data")}
     assert end_of("sae_tui", "jobs", **data) == Exit.DONE
     assert end_of("sae_tui", "job", "7", **data) == Exit.FAILED
@@ -31,7 +31,7 @@ def test_both_programs_end_by_the_table(tmp_path) -> None:
     assert end_of("trainer", "resume", str(tmp_path / "nothing")) == Exit.USAGE
 
 
-def test_an_end_by_a_signal_has_the_number_that_a_shell_gives_it() -> None:
+def test_exit_codes_for_signals_follow_the_shell_convention() -> None:
     signals = {Exit.HUNG_UP: signal.SIGHUP, Exit.INTERRUPTED: signal.SIGINT, Exit.UNREAD: signal.SIGPIPE}
     signals[Exit.TERMINATED] = signal.SIGTERM
     assert all(one == 128 + number for one, number in signals.items())

@@ -1,4 +1,4 @@
-"""What of the optional packages is missing is told with the command that adds it to this very installation."""
+"""Missing optional packages are reported with the install command for the current environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASK = "import sys; sys.path[:] = sys.argv[1:]; from trainer.contract.extras impo
 ROOT = Path(__file__).parents[2]
 
 
-def test_where_the_trainer_can_run_nothing_is_lacking() -> None:
+def test_nothing_is_missing_when_the_trainer_can_run() -> None:
     assert lack_of_trainer() == ""
 
 
@@ -25,10 +25,10 @@ def test_where_the_trainer_can_run_nothing_is_lacking() -> None:
         (("torch", "numpy"), "safetensors: `pip install 'sae-tui[train]'` adds it"),
     ],
 )
-def test_only_what_is_missing_is_named(tmp_path, there, told) -> None:
+def test_only_missing_packages_are_named(tmp_path, there, told) -> None:
     for name in there:
         (tmp_path / f"{name}.py").touch()
-    # A folder that only has the name is no package.
+    # A folder with the name alone is not a package.
     (tmp_path / "safetensors").mkdir()
     code = "import sys, os, re, pathlib, msgspec, importlib.util"
     path = [str(tmp_path), str(ROOT), *(entry for entry in sys.path if "site-packages" not in entry and entry)]
@@ -45,7 +45,7 @@ def test_only_what_is_missing_is_named(tmp_path, there, told) -> None:
         ("env/pipx_metadata.json", "pipx install --force"),
     ],
 )
-def test_an_extra_is_added_by_the_tool_that_made_the_environment(tmp_path, monkeypatch, mark, command) -> None:
+def test_an_extra_is_installed_with_the_tool_that_made_the_environment(tmp_path, monkeypatch, mark, command) -> None:
     folder = (tmp_path / mark).parent / "of-sae-tui"
     folder.mkdir(parents=True)
     (folder / Path(mark).name).touch()

@@ -1,4 +1,4 @@
-"""What went wrong, as a script is told it."""
+"""Tests of failures as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainer.contract.output import Parser
         ("a sentence: with a colon", None, "a sentence: with a colon", None),
     ],
 )  # fmt: skip
-def test_a_sentence_is_split_into_where_what_and_what_to_do(sentence, field, message, fix) -> None:
+def test_a_sentence_is_split_into_field_message_and_fix(sentence, field, message, fix) -> None:
     failure = refusal(UserError(sentence)).error
     assert (failure.field, failure.message, failure.fix) == (field, message, fix)
     assert told_failure(msgspec.json.encode(refusal(UserError(sentence)))) == sentence
 
 
-def test_of_several_problems_the_first_is_the_error_and_none_is_lost(capsys) -> None:
+def test_the_first_of_several_problems_is_the_error_and_the_rest_are_kept(capsys) -> None:
     show_failure(JobFileError([Problem("sae.k", "is too large; take 4"), Problem("", "nothing fits")]))
     assert json.loads(capsys.readouterr().out) == {
         "error": {"field": "sae.k", "message": "is too large", "fix": "take 4"},
@@ -37,14 +37,14 @@ def test_of_several_problems_the_first_is_the_error_and_none_is_lost(capsys) -> 
     }
 
 
-def test_names_that_steer_a_terminal_or_are_no_text_are_told_as_json(capsys) -> None:
+def test_control_characters_and_invalid_text_are_encoded_as_JSON(capsys) -> None:
     show_failure(UserError("file \x1b[2J\udcff is odd"))
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert json.loads(out)["error"]["message"] == "file \x1b[2J? is odd"
 
 
-def test_bad_usage_is_safe_to_print_and_told_to_a_script_as_it_was_given(capsys) -> None:
+def test_bad_usage_prints_safely_and_keeps_its_text_in_json(capsys) -> None:
     with pytest.raises(BadUsage) as refused:
         Parser(prog="p").parse_args(["\x1b[2J\udcff"])
     assert "\x1b" not in refused.value.told
@@ -53,10 +53,10 @@ def test_bad_usage_is_safe_to_print_and_told_to_a_script_as_it_was_given(capsys)
     assert error == {"field": None, "message": "unrecognized arguments: \x1b[2J?", "fix": "see p --help"}
 
 
-def test_what_is_no_refusal_tells_nothing() -> None:
+def test_other_output_is_not_read_as_a_failure() -> None:
     assert [told_failure(text) for text in ("", "{}", "[1]", b"\xff", '{"error": "x"}', "words")] == [""] * 6
 
 
-def test_json_is_asked_for_by_its_flag_before_the_two_dashes() -> None:
+def test_the_json_flag_counts_only_before_a_double_dash() -> None:
     assert asks_for_json(["gpus", "--json", "--", "x"])
     assert not asks_for_json(["gpus", "--", "--json"])

@@ -1,4 +1,4 @@
-"""Files that are written in one step: old or new after any kill, and never through a link."""
+"""Tests of atomic writes: a killed writer leaves the old or the new file, and links are never followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.files import lfs_pointer_in, open_plain, write_own, write_
 from trainer.contract.paths import DataDir
 
 OLD, NEW = b"old " * 10_000, b"new " * 20_000
-# Kills a writer at each of its calls into C, so before and after every system call, and says what each left.
+# Kills a writer before and after each of its calls into C, which include all system calls, and prints the state left.
 KILLED = """
 import itertools, os, signal, sys
 from pathlib import Path
@@ -49,19 +49,19 @@ for n_calls in itertools.count(1):
 Become = Callable[[], AbstractContextManager[None]]
 
 
-def test_a_writer_killed_at_any_call_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_call_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, tmp_path / "file.json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     contents = [line.split() for line in done.stdout.splitlines()]
     assert {content for content, _ in contents} == {"old", "new"}
     assert {int(n_beside) for _, n_beside in contents} == {0, 1}
-    # Once the file is the new one it stays so, and no temporary file is left beside it.
+    # After the switch to the new file nothing changes, and no temporary file remains.
     first = contents.index(["new", "0"])
     assert {tuple(one) for one in contents[first:]} == {("new", "0")}
     assert len(contents) > 30
 
 
-def test_a_file_and_its_name_are_on_the_disk_unless_that_is_not_asked_for(
+def test_a_file_and_its_name_are_synced_to_disk_unless_durable_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -78,7 +78,7 @@ def test_a_file_and_its_name_are_on_the_disk_unless_that_is_not_asked_for(
     assert (tmp_path / "b").read_text() == "text"
 
 
-def test_a_folder_that_cannot_be_read_takes_a_file_all_the_same(open_folder: Path, ordinary_user: Become) -> None:
+def test_a_file_can_be_written_to_an_unreadable_folder(open_folder: Path, ordinary_user: Become) -> None:
     open_folder.chmod(0o333)
     with ordinary_user():
         write_whole(open_folder / "a", "text")
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_read_takes_a_file_all_the_same(open_folder: Pat
     assert (open_folder / "a").read_text() == "text"
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_its_target_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret")
     (tmp_path / "file").symlink_to(tmp_path / "key")
     write_whole(tmp_path / "file", "text")
@@ -94,7 +94,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path: Path) -
     assert ((tmp_path / "file").read_text(), (tmp_path / "key").read_text()) == ("text", "secret")
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path / "folder", "text")
@@ -102,7 +102,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: 
 
 
 @pytest.mark.parametrize(("shared", "whole", "own"), [(False, 0o600, 0o600), (True, 0o660, 0o640)])
-def test_only_a_group_that_shares_the_folder_may_read_a_file(
+def test_a_group_can_read_a_file_only_if_it_shares_the_folder(
     shared: bool, whole: int, own: int, tmp_path: Path
 ) -> None:
     data = DataDir(tmp_path / "data")
@@ -115,7 +115,7 @@ def test_only_a_group_that_shares_the_folder_may_read_a_file(
     assert modes == [whole, own]
 
 
-def test_only_a_plain_file_is_opened(tmp_path: Path) -> None:
+def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(OSError, match="it is not a plain file"):

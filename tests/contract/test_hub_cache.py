@@ -1,4 +1,4 @@
-"""Links in the hub's cache lead to its own blobs; all others are refused."""
+"""Links in the hub's cache may lead only to blobs of the same model; all others are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.language import lack_of_model
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Make the cache of a model: a snapshot of `layers.10/cfg.json`, which is a link to a blob."""
+    """Make the cache of a model with one snapshot, whose `layers.10/cfg.json` is a link to a blob."""
     model = tmp_path / "hub" / "models--a--b"
     (model / "blobs").mkdir(parents=True)
     (model / "blobs" / "abc").write_text("{}")
@@ -27,11 +27,11 @@ def snapshot(model: Path) -> Path:
     return model / "snapshots" / "0123" / "layers.10"
 
 
-def test_a_file_and_a_link_to_a_blob_of_the_same_model_are_taken(model: Path, tmp_path: Path) -> None:
+def test_a_file_and_a_link_to_a_blob_of_the_same_model_are_accepted(model: Path, tmp_path: Path) -> None:
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     assert plain_file(blob) == blob
     assert plain_file(link) == blob
-    # The client writes an absolute path where no relative one exists.
+    # The client writes an absolute path if no relative path exists.
     absolute = snapshot(model) / "absolute"
     absolute.symlink_to(blob)
     assert plain_file(absolute) == blob
@@ -113,7 +113,7 @@ def test_any_other_link_is_refused(target: Callable[[Path], str], model: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_a_blob_of_another_user_is_refused_unless_they_own_the_link_as_in_a_shared_cache(model: Path) -> None:
+def test_a_blob_of_another_user_needs_a_link_of_the_same_user(model: Path) -> None:
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     os.chown(blob, 54321, -1)
     with pytest.raises(ValueError, match="is a link to a file of another user"):
@@ -134,7 +134,7 @@ def test_a_link_in_any_other_folder_is_refused(place: str, tmp_path: Path) -> No
         plain_file(link)
 
 
-def test_a_model_whose_download_was_interrupted_is_refused_with_the_missing_file(model: Path) -> None:
+def test_an_interrupted_download_is_refused_and_the_missing_file_named(model: Path) -> None:
     folder = model / "snapshots" / "0123"
     (folder / "config.json").symlink_to("../../blobs/abc")
     (folder / "README.md").symlink_to("/nothing")

@@ -1,4 +1,4 @@
-"""JSON files that hold any bytes, or are no files at all: a value or nothing, never an exception."""
+"""JSON files with arbitrary bytes, and paths that are not files: reading returns a value or None, and never raises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A value of every type that our files hold."""
+    """A record with every type that our files use."""
 
     name: str = ""
     number: int = 0
@@ -64,7 +64,7 @@ TRIED = settings(max_examples=80, database=None, suppress_health_check=list(Heal
 @example(b'{"name": "\xed\xa0\x80"}')
 @example(b'{"path": "a\\u0000b"}')
 @example(b'\xef\xbb\xbf{"name": "a"}')
-def test_a_file_of_any_bytes_is_a_value_of_its_type_or_none(tmp_path: Path, content: bytes) -> None:
+def test_any_bytes_are_read_as_a_record_or_none(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(content)
     record = read_json(file, Record)
@@ -86,12 +86,12 @@ def test_a_file_of_any_bytes_is_a_value_of_its_type_or_none(tmp_path: Path, cont
         words=st.dictionaries(st.text(), st.none() | st.text()),
     )
 )
-def test_what_was_written_is_read(tmp_path: Path, record: Record) -> None:
+def test_a_written_record_is_read_back_unchanged(tmp_path: Path, record: Record) -> None:
     write_json(tmp_path / "file.json", record)
     assert read_json(tmp_path / "file.json", Record) == record
 
 
-def test_what_is_no_file_that_can_be_read_is_none(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_readable_file_is_read_as_none(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -102,7 +102,7 @@ def test_what_is_no_file_that_can_be_read_is_none(tmp_path: Path) -> None:
     assert read_json("/dev/zero", Record) is None
 
 
-def test_a_file_that_may_not_be_read_is_none(open_folder: Path, ordinary_user: Become) -> None:
+def test_a_file_without_read_permission_is_read_as_none(open_folder: Path, ordinary_user: Become) -> None:
     file = open_folder / "file.json"
     write_json(file, Record("a"))
     with ordinary_user():
@@ -110,9 +110,9 @@ def test_a_file_that_may_not_be_read_is_none(open_folder: Path, ordinary_user: B
     assert read_json(file, Record) == Record("a")
 
 
-def test_a_file_far_larger_than_ours_is_refused_without_reading_it_all(tmp_path: Path) -> None:
+def test_a_huge_file_is_refused_without_reading_it_all(tmp_path: Path) -> None:
     with (tmp_path / "file.json").open("wb") as stream:
-        # A hole: it takes no room on the disk.
+        # A sparse file takes no disk space.
         stream.truncate(1 << 40)
     with pytest.raises(ValueError, match=f"it is larger than {json_file.LARGEST >> 20} MiB"):
         load_json(tmp_path / "file.json", Record)
@@ -151,6 +151,6 @@ for number in range(200):
 """
 
 
-def test_threads_may_be_the_first_to_use_a_type_together() -> None:
+def test_several_threads_may_use_a_type_for_the_first_time_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Locks between real processes, which are free as soon as their holders are gone."""
+"""Tests of locks between real processes, which are released when their holders die."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ input()
 
 
 @pytest.mark.parametrize(("theirs", "shared", "alone"), [("shared", True, False), ("alone", False, False)])
-def test_a_lock_is_had_beside_others_that_share_it_and_alone_after_they_died(
+def test_a_lock_is_shared_on_request_and_exclusive_once_others_have_died(
     theirs: str, shared: bool, alone: bool, tmp_path: Path, child: Callable[..., Any]
 ) -> None:
     (tmp_path / "lock").touch()
@@ -37,7 +37,7 @@ def test_a_lock_is_had_beside_others_that_share_it_and_alone_after_they_died(
     os.close(descriptor)
 
 
-def test_one_of_two_is_elected_and_the_other_when_it_lets_go(tmp_path: Path) -> None:
+def test_only_one_of_two_acquires_a_lock_until_it_is_released(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "data")
     data.create()
     first, second = (FileLock(data.locks / "a.lock") for _ in range(2))
@@ -48,7 +48,7 @@ def test_one_of_two_is_elected_and_the_other_when_it_lets_go(tmp_path: Path) -> 
     second.release()
 
 
-def test_a_lock_that_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
+def test_a_lock_that_cannot_be_opened_raises_a_user_error(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "data")
     data.create()
     (data.locks / "a.lock").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The memory of this machine against what another library reads."""
+"""Compares this machine's memory with the values that psutil reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from trainer.contract.machine_memory import machine_memory
 
 
-def test_it_is_what_psutil_says() -> None:
+def test_memory_matches_psutil() -> None:
     memory = machine_memory()
     assert memory.total_bytes == psutil.virtual_memory().total
     assert memory.available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)

@@ -1,4 +1,4 @@
-"""Finding the file system of a path in the kernel's list of mounts."""
+"""Tests of finding the file system of a path in the kernel's list of mounts."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def test_this_machines_temporary_folder_is_local(tmp_path: Path) -> None:
         ("fuseblk", "FUSE"), ("a-file-system-of-next-year", "a-file-system-of-next-year"),
     ],
 )  # fmt: skip
-def test_every_other_file_system_type_is_not_local(as_if, tmp_path: Path, kind: str, name: str) -> None:
+def test_all_other_file_system_types_are_not_local(as_if, tmp_path: Path, kind: str, name: str) -> None:
     as_if(kind)
     (tmp_path / "file").touch()
     assert network_file_system(tmp_path) == network_file_system(tmp_path / "file") == name
 
 
-def test_a_path_whose_mount_is_unknown_is_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_with_an_unknown_mount_is_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert network_file_system(tmp_path / "missing") == "an unknown file system"
     monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "no-proc")
     assert network_file_system(tmp_path) == "an unknown file system"
 
 
-def test_the_device_number_matches_that_in_proc_locks(tmp_path: Path) -> None:
+def test_the_device_number_matches_the_entry_in_proc_locks(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with subprocess.Popen(["flock", lock, "sleep", "60"]) as holder:
         place = b""

@@ -1,4 +1,4 @@
-"""What commands print of texts that strangers wrote, whatever these contain."""
+"""Tests of how commands print untrusted text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainer import cli
 from trainer.contract.errors import BadUsage
 from trainer.contract.output import Parser, run_command
 
-# And the surrogates that stand for bytes of a name that is not UTF-8.
+# Includes surrogates, which stand for the bytes of a name that is not UTF-8.
 TEXTS = st.text(st.characters())
 EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 
 
 def printed(act) -> str:
-    """Return what is written to both outputs; raise if a UTF-8 terminal could not be sent it."""
+    """Return everything written to both outputs; raise if it cannot be encoded for a UTF-8 terminal."""
     written = io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
         act()
@@ -31,7 +31,7 @@ def printed(act) -> str:
 
 @given(TEXTS)
 @example(EVIL)
-def test_no_way_of_printing_hands_on_what_steers_a_terminal(text: str) -> None:
+def test_no_output_function_prints_control_characters(text: str) -> None:
     ways = [
         lambda: shell.say(text),
         lambda: shell.warn(text),
@@ -48,7 +48,7 @@ def test_no_way_of_printing_hands_on_what_steers_a_terminal(text: str) -> None:
 
 @given(TEXTS)
 @example(EVIL)
-def test_bad_usage_hands_on_nothing_that_steers_a_terminal(text: str) -> None:
+def test_bad_usage_prints_no_control_characters(text: str) -> None:
     with pytest.raises(BadUsage) as refused:
         Parser(prog="p").parse_args([f"x{text}"])
     output = refused.value.told
@@ -57,7 +57,7 @@ def test_bad_usage_hands_on_nothing_that_steers_a_terminal(text: str) -> None:
 
 
 @pytest.mark.parametrize(("leaving", "code"), [(SystemExit(2), 2), (SystemExit(), 0)])
-def test_however_a_command_leaves_there_is_an_exit_code(leaving: BaseException, code: int) -> None:
+def test_every_kind_of_system_exit_gives_an_exit_code(leaving: BaseException, code: int) -> None:
     def command() -> int:
         raise leaving
 

@@ -1,4 +1,4 @@
-"""Where every file is kept."""
+"""Tests of the paths of all files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.ranks.foreground import own_box_file
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> None:
-    """Set the usual umask: folders have to be private because they are made so, not because of a strict umask."""
+    """Set the usual umask, so that folders are private through their own mode and not through a strict umask."""
     before = os.umask(0o022)
     yield
     os.umask(before)
@@ -25,7 +25,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_flag_wins_over_the_environment_and_both_over_the_platform(
+def test_the_flag_overrides_the_environment_and_both_override_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
@@ -36,7 +36,7 @@ def test_the_flag_wins_over_the_environment_and_both_over_the_platform(
     assert data_dir().root == tmp_path / "xdg" / "sae-tui"
 
 
-def test_the_folder_is_absolute_and_home_is_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_folder_is_absolute_with_home_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ada")
     assert data_dir("here").root == tmp_path / "here"
@@ -44,7 +44,7 @@ def test_the_folder_is_absolute_and_home_is_spelled_out(tmp_path: Path, monkeypa
     assert data_dir("~nosuchuser/x").root == tmp_path / "~nosuchuser" / "x"
 
 
-def test_a_user_without_a_home_folder_gets_a_sentence_and_can_train_without_a_data_folder(
+def test_a_user_without_a_home_folder_gets_an_error_but_can_still_train(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def nameless(uid: int) -> None:
@@ -62,7 +62,7 @@ def test_a_user_without_a_home_folder_gets_a_sentence_and_can_train_without_a_da
     assert data_dir("/somewhere").root == Path("/somewhere")
 
 
-def test_asking_for_names_creates_nothing(tmp_path: Path) -> None:
+def test_building_paths_creates_no_folder(tmp_path: Path) -> None:
     paths = data_dir(tmp_path / "data")
     assert paths.run(7).rank_exit(2, 1) == tmp_path / "data/runs/7/attempt2/rank1.exit.json"
     assert paths.run(7).log(0) == tmp_path / "data/runs/7/logs/rank0.log"
@@ -71,7 +71,7 @@ def test_asking_for_names_creates_nothing(tmp_path: Path) -> None:
     assert not paths.root.exists()
 
 
-def test_every_folder_is_private_and_so_are_missing_parents(tmp_path: Path) -> None:
+def test_all_new_folders_are_private_including_missing_parents(tmp_path: Path) -> None:
     paths = data_dir(tmp_path / "new" / "data")
     paths.run(1).create()
     paths.create()
@@ -80,14 +80,14 @@ def test_every_folder_is_private_and_so_are_missing_parents(tmp_path: Path) -> N
     assert {mode(folder) for folder in folders} == {0o700}
 
 
-def test_a_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
+def test_an_existing_folder_keeps_its_mode(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o750)
     private_folder(shared)
     assert mode(shared) == 0o750
 
 
-def test_a_file_in_the_way_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_reported_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError) as caught:
         data_dir(tmp_path / "file" / "data").create()
@@ -98,9 +98,7 @@ def test_a_file_in_the_way_is_told_with_the_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("made", "found"), [([], False), (["cfg.json"], True), (["k=4/cfg.json", "k=8/x"], True)])
-def test_an_sae_or_those_of_a_sweep_are_found_where_they_are_exported(
-    made: list[str], found: bool, tmp_path: Path
-) -> None:
+def test_exported_saes_are_found_alone_and_in_a_sweep(made: list[str], found: bool, tmp_path: Path) -> None:
     data = DataDir(tmp_path)
     for name in made:
         file = data.sae(3) / name

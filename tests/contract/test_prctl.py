@@ -1,4 +1,4 @@
-"""Real processes whose parents die."""
+"""Tests with real processes whose parents die."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.contract.process import ProcessRef
 
-# A process that starts another, which ends with it, and says its pid.
+# Starts a process that ends with its parent, and prints its pid.
 PARENT = """
 import subprocess, sys
 code = "import os, signal, sys; from trainer.contract.prctl import end_with_parent; " \\
@@ -38,10 +38,10 @@ def test_a_process_ends_with_its_parent(child: Callable[..., Any], eventually: C
     eventually(lambda: not process.is_alive())
 
 
-def test_a_process_whose_parent_has_died_just_before_ends_at_once() -> None:
+def test_a_process_ends_at_once_if_its_parent_died_before_the_call() -> None:
     code = "from trainer.contract.prctl import end_with_parent; end_with_parent(1 << 22); raise SystemExit(5)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 1
 
 
-def test_a_subreaper_gets_the_orphans_below_it(child: Callable[..., Any]) -> None:
+def test_a_subreaper_adopts_the_orphans_below_it(child: Callable[..., Any]) -> None:
     assert child(ORPHANED).hear() == "True"

@@ -1,4 +1,4 @@
-"""Strangers' text, made safe to show in a terminal."""
+"""Tests of untrusted text that is made safe to show in a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 @given(TEXTS)
 @example("\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\n")
-def test_what_is_left_is_printable_as_long_as_before_and_otherwise_the_same(text: str) -> None:
+def test_printable_text_keeps_its_length_and_changes_only_unsafe_characters(text: str) -> None:
     shown = printable(text)
     assert shown.replace("\t", "").isprintable()
     assert len(shown) == len(text)
@@ -24,13 +24,13 @@ def test_what_is_left_is_printable_as_long_as_before_and_otherwise_the_same(text
     assert printable(shown) == shown
 
 
-def test_lines_and_tabs_stay() -> None:
+def test_line_feeds_and_tabs_are_kept() -> None:
     assert printable_lines("a\tb\nc\r\nd\x85") == f"a\tb\nc{MARK}\nd{MARK}"
 
 
 @given(TEXTS)
 @example("\U000e0001\x9b\u202e")
-def test_escaped_json_and_toml_are_printable_and_of_the_same_value(text: str) -> None:
+def test_escaped_json_and_toml_are_printable_and_keep_their_value(text: str) -> None:
     as_json = printable_json(json.dumps({"a": text}, ensure_ascii=False, indent=2))
     as_toml = printable_toml(tomli_w.dumps({"a": text}))
     assert json.loads(as_json) == tomllib.loads(as_toml) == {"a": text}

@@ -1,4 +1,4 @@
-"""How a process is identified: a pid alone is not enough."""
+"""Tests of process identity: a pid alone is not enough."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def test_the_current_process_is_alive() -> None:
     assert ProcessRef.current().is_alive()
 
 
-def test_a_child_that_was_killed_and_not_waited_for_counts_as_gone(
-    sleeper: subprocess.Popen[bytes], eventually: Callable[..., None]
-) -> None:
+def test_a_zombie_counts_as_gone(sleeper: subprocess.Popen[bytes], eventually: Callable[..., None]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     assert process.send(signal.SIGKILL)
@@ -47,7 +45,7 @@ def test_a_child_that_was_killed_and_not_waited_for_counts_as_gone(
     assert not process.send(signal.SIGTERM)
 
 
-def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
+def test_an_ended_process_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     sleeper.kill()
@@ -58,7 +56,7 @@ def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> N
 
 
 @pytest.mark.parametrize("changes", [{"start_ticks": 1}, {"boot_id": "before the restart"}])
-def test_a_stranger_with_the_same_pid_is_never_signalled(
+def test_another_process_with_the_same_pid_is_never_signalled(
     sleeper: subprocess.Popen[bytes], changes: dict[str, object]
 ) -> None:
     process = ProcessRef.of(sleeper.pid)
@@ -66,24 +64,24 @@ def test_a_stranger_with_the_same_pid_is_never_signalled(
     old = msgspec.structs.replace(process, **changes)
     assert not old.is_alive()
     assert not old.send(signal.SIGKILL)
-    # Had the signal gone out, this one would find it dead: signals are delivered in order.
+    # If the process had received SIGKILL, it would be dead now: signals are delivered in order.
     assert process.send(signal.SIGSTOP)
     assert process.is_alive()
     assert sleeper.poll() is None
 
 
-def test_a_process_as_an_older_version_stored_it_is_alive(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_stored_by_an_older_version_is_found_alive(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     old = msgspec.structs.replace(process, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    # In a container it may be one outside.
+    # In a container, the old reference may refer to a process outside.
     is_outside = os.stat("/proc/self/ns/pid").st_ino == 0xEFFFFFFC
     assert (old.is_alive(), old.is_elsewhere) == (is_outside, not is_outside)
-    # And the older version finds what this one stores.
+    # The older version also recognises what this version stores.
     assert (old == process) == is_outside
 
 
-def test_of_a_process_of_another_pid_namespace_nothing_is_said(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_of_another_pid_namespace_is_neither_alive_nor_signalled(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     inside = msgspec.structs.replace(process, boot_id=process.boot_id.partition("/")[0] + "/1")
@@ -92,7 +90,7 @@ def test_of_a_process_of_another_pid_namespace_nothing_is_said(sleeper: subproce
     assert (process.is_elsewhere, before.is_elsewhere) == (False, False)
 
 
-def test_a_name_with_brackets_and_spaces_does_not_confuse_it(tmp_path: Path) -> None:
+def test_a_name_with_brackets_and_spaces_is_parsed(tmp_path: Path) -> None:
     odd = tmp_path / "a) Z 1 (b"
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:
@@ -103,12 +101,12 @@ def test_a_name_with_brackets_and_spaces_does_not_confuse_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**22 + 1])
-def test_a_pid_that_nobody_can_have_is_nobody(pid: int) -> None:
+def test_an_impossible_pid_refers_to_no_process(pid: int) -> None:
     assert ProcessRef.of(pid) is None
     assert not ProcessRef(pid, 1, boot_id()).send(signal.SIGTERM)
 
 
-def test_state_and_parent_of_a_process_are_told(
+def test_state_and_parent_of_a_process_are_returned(
     sleeper: subprocess.Popen[bytes], eventually: Callable[..., None]
 ) -> None:
     assert parent_of(sleeper.pid) == os.getpid()

@@ -1,4 +1,4 @@
-"""The progress of a command, as JSON for a parent, as lines in a pipe and as a bar on a terminal."""
+"""Tests of a command's progress: JSON for a parent process, lines in a pipe, a bar in a terminal."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ print("done")
 """
 
 
-def test_the_share_is_of_all_stages_and_the_time_left_by_the_pace_of_the_one_at_hand() -> None:
+def test_share_counts_all_stages_and_time_left_follows_the_current_pace() -> None:
     with Progress("x", {"rows": Planned(10.0, 2), "probes": Planned(10.0)}) as shown:
         assert shown.reached == Reached("", 0.0, 20.0)
         assert list(track([1, 2], "rows")) == [1, 2]
         stage("rows", 4)
         advance()
-        # One pass of two is done, and a quarter of the second one.
+        # One of two passes is done, and a quarter of the second.
         assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
         shown._stage.began = time.monotonic() - 5
-        # A quarter took 5 s, and 1.25 s were planned: the rest takes 15 s, and the probes 40 s.
+        # A quarter took 5 s where 1.25 s were planned, so the rest takes 15 s and the probes 40 s.
         assert shown.reached.left_s == pytest.approx(15 + 40, rel=0.01)
         stage("something else")
         assert shown.reached.share == pytest.approx(10 / 20)
 
 
 class ChangingTotal(float):
-    """A number of units; while it is read, the work begins another stage."""
+    """A number of units that starts another stage when it is read."""
 
     def __bool__(self) -> bool:
         stage("writing")
@@ -70,7 +70,7 @@ def test_the_stage_may_change_while_another_thread_reads_the_progress() -> None:
         assert shown.reached == Reached("writing")
 
 
-def test_a_process_that_was_suspended_writes_one_line_and_not_all_that_it_missed(
+def test_a_suspended_process_writes_one_line_for_all_it_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show = _Lines("evaluating")
@@ -79,7 +79,7 @@ def test_a_process_that_was_suspended_writes_one_line_and_not_all_that_it_missed
     assert capsys.readouterr().err == 2 * "evaluating: rows\n"
 
 
-def test_without_a_progress_nothing_is_counted_and_without_a_plan_a_stage_stands_for_all() -> None:
+def test_progress_is_optional_and_without_a_plan_a_stage_is_the_whole() -> None:
     stage("rows", 4)
     advance()
     assert list(track(iter([1]), "rows")) == [1]
@@ -92,7 +92,7 @@ def test_without_a_progress_nothing_is_counted_and_without_a_plan_a_stage_stands
     assert Reached("rows", 0.41, 180).words == "rows, 41 %, 3 min left"
 
 
-def test_a_pipe_gets_lines_on_standard_error_alone() -> None:
+def test_a_pipe_gets_lines_only_on_standard_error() -> None:
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True)
     assert done.stdout == "done\n"
     lines = done.stderr.splitlines()
@@ -136,7 +136,7 @@ def test_a_line_that_is_not_progress_is_ignored(line: bytes) -> None:
     assert read_reached(line) is None
 
 
-def test_a_strange_stage_cannot_reach_the_terminal() -> None:
+def test_control_characters_in_a_stage_are_removed() -> None:
     reached = read_reached(b'{"stage": "\\u001b[31mred' + b"x" * 500 + b'"}')
     assert reached
     assert "\x1b" not in reached.stage

@@ -1,4 +1,4 @@
-"""Who owns a file, and who else may write to it."""
+"""Tests of file ownership and write permissions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    """Return a project folder as on a cluster: setgid, and writable for its group."""
+    """Return a project folder as on a cluster: setgid and writable for its group."""
     tmp_path.chmod(0o2775)
     return tmp_path
 
 
-def test_below_a_lab_s_folder_nothing_is_shared_unless_somebody_asks_for_it(lab: Path) -> None:
+def test_folders_below_a_project_folder_are_private_by_default(lab: Path) -> None:
     data = DataDir(lab / "direct")
     data.create()
     Control(data.control_db).close()
@@ -40,7 +40,7 @@ def test_below_a_lab_s_folder_nothing_is_shared_unless_somebody_asks_for_it(lab:
     assert sharing(data.root) == ""
 
 
-def test_in_a_data_folder_that_was_shared_on_purpose_all_is(lab: Path) -> None:
+def test_everything_in_an_explicitly_shared_data_folder_is_shared(lab: Path) -> None:
     data = DataDir(lab / "ours")
     data.root.mkdir()
     data.root.chmod(0o2770)
@@ -52,14 +52,14 @@ def test_in_a_data_folder_that_was_shared_on_purpose_all_is(lab: Path) -> None:
     assert sharing(data.root).startswith("group ")
 
 
-def test_a_folder_that_anybody_may_write_to_is_not_trusted(tmp_path: Path) -> None:
+def test_a_world_writable_folder_is_not_trusted(tmp_path: Path) -> None:
     assert distrust_of_folder(tmp_path) == distrust_of_folder(tmp_path / "none") == ""
     tmp_path.chmod(0o1777)
     assert distrust_of_folder(tmp_path) == f"anybody may write to {tmp_path}; `chmod o-w` it"
 
 
 @as_root
-def test_a_folder_of_a_stranger_is_not_trusted_unless_a_group_shares_it(tmp_path: Path) -> None:
+def test_another_user_s_folder_is_trusted_only_if_shared_with_a_group(tmp_path: Path) -> None:
     os.chown(tmp_path, STRANGER, STRANGER)
     assert distrust_of_folder(tmp_path) == f"{tmp_path} belongs to uid {STRANGER} and is shared with no group"
     tmp_path.chmod(0o2770)
@@ -67,7 +67,7 @@ def test_a_folder_of_a_stranger_is_not_trusted_unless_a_group_shares_it(tmp_path
     assert sharing(tmp_path) == f"group {STRANGER}"
 
 
-def test_a_command_at_the_end_of_a_job_is_only_run_from_a_file_that_nobody_else_writes(tmp_path: Path) -> None:
+def test_the_job_end_command_runs_only_from_a_file_nobody_else_can_write(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('on_job_end = ["id"]\ntheme = "light"\n')
     file.chmod(0o600)
@@ -80,7 +80,7 @@ def test_a_command_at_the_end_of_a_job_is_only_run_from_a_file_that_nobody_else_
 
 
 @as_root
-def test_a_file_of_a_stranger_says_nothing_that_is_done(tmp_path: Path) -> None:
+def test_settings_in_a_file_of_another_user_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('on_job_end = ["id"]\n')
     os.chown(file, STRANGER, STRANGER)
@@ -88,11 +88,11 @@ def test_a_file_of_a_stranger_says_nothing_that_is_done(tmp_path: Path) -> None:
     assert load_settings(file)[0].on_job_end == []
 
 
-def test_a_program_is_trusted_if_no_step_of_its_way_can_be_changed_by_others(tmp_path: Path) -> None:
+def test_a_program_is_trusted_if_others_cannot_change_any_step_of_its_path(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (program := tmp_path / "a" / "program").touch()
     (tmp_path / "link").symlink_to("a/b/../program")
-    # As /tmp is: there only the owner of an entry can replace it.
+    # Like /tmp: only the owner of an entry can replace it.
     tmp_path.chmod(0o1777)
     ways = (program, tmp_path / "link", tmp_path / "a" / "b" / ".." / "program")
     assert [distrust_of_program(way) for way in ways] == ["", "", ""]
@@ -107,7 +107,7 @@ def test_a_program_is_trusted_if_no_step_of_its_way_can_be_changed_by_others(tmp
 
 
 @as_root
-def test_a_program_that_a_stranger_leads_to_is_not_trusted(tmp_path: Path) -> None:
+def test_a_program_behind_a_link_of_another_user_is_not_trusted(tmp_path: Path) -> None:
     (program := tmp_path / "program").touch()
     (link := tmp_path / "link").symlink_to(program)
     os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
@@ -115,13 +115,13 @@ def test_a_program_that_a_stranger_leads_to_is_not_trusted(tmp_path: Path) -> No
     assert distrust_of_program(link) == f"{link} belongs to uid {STRANGER}"
 
 
-def test_a_text_is_judged_by_the_file_that_was_read_and_not_by_its_name(tmp_path: Path) -> None:
+def test_a_text_is_trusted_by_the_file_that_was_read_and_not_by_its_name(tmp_path: Path) -> None:
     (theirs := tmp_path / "theirs").write_text("python = 1")
     theirs.chmod(0o666)
     (file := tmp_path / "job.toml").write_text("name = 1")
 
     class Swapping(type(file)):
-        """A path under which there is another file as soon as it has been opened."""
+        """A path whose file is replaced as soon as it has been opened."""
 
         def open(self, *arguments, **options):
             stream = super().open(*arguments, **options)
@@ -134,7 +134,7 @@ def test_a_text_is_judged_by_the_file_that_was_read_and_not_by_its_name(tmp_path
     assert distrust_of_file(theirs) == ""
 
 
-def test_a_text_from_a_pipe_of_one_s_own_is_trusted() -> None:
+def test_a_text_from_the_user_s_own_pipe_is_trusted() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"name = 1")
     os.close(writer)

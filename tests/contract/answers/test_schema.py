@@ -1,4 +1,4 @@
-"""The schemas of answers: one for each command, strict, and with words for each field."""
+"""Tests of the JSON schemas of command output: one per command, strict, with a description of each field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sae_tui.cli_commands.parser import make_parser
 from sae_tui.cli_commands.schema import schemas
 from trainer.parser import make_parser as make_trainer_parser
 
-# They print what another program reads, which is not JSON.
+# Their output is in a format of another program, not JSON.
 WITHOUT = {"export-metrics", "trainer join", "trainer rank"}
 
 
@@ -22,7 +22,7 @@ def parts(schema: Any) -> Iterator[dict[str, Any]]:
         yield from parts(inner)
 
 
-def test_every_command_that_answers_in_json_has_a_schema() -> None:
+def test_every_command_with_json_output_has_a_schema() -> None:
     commands = set()
     for prefix, parser in (("", make_parser(lambda *_: 0)), ("trainer ", make_trainer_parser())):
         (choices,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
@@ -30,7 +30,7 @@ def test_every_command_that_answers_in_json_has_a_schema() -> None:
     assert commands - WITHOUT | {"error"} == schemas().keys()
 
 
-def test_every_object_is_strict_and_says_what_each_field_is() -> None:
+def test_every_object_is_strict_and_describes_each_field() -> None:
     for name, schema in schemas().items():
         Draft202012Validator.check_schema(schema)
         assert schema["title"]
@@ -40,7 +40,7 @@ def test_every_object_is_strict_and_says_what_each_field_is() -> None:
             if isinstance(properties := part.get("properties"), dict):
                 assert part["additionalProperties"] is False, (name, part["title"])
                 assert [key for key, one in properties.items() if not one["description"].endswith(".")] == [], name
-                # What may be null says when.
+                # The description of a nullable field states when it is null.
                 nullable = {
                     key: one["description"]
                     for key, one in properties.items()

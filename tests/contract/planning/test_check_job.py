@@ -1,4 +1,4 @@
-"""Everything that would keep a job from running is reported before it is launched."""
+"""Everything that would prevent a job from running is reported before launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ N_TOKENS, D_IN = 20_000, 8
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Return a free card, one in use, a broken one, one without a memory sensor and one that is nearly full."""
+    """Return a machine with a free GPU, a busy one, a broken one, one without a memory sensor and one that is nearly
+    full.
+    """
     gpus = (
         MachineGpu(0, "RTX 3090", 23 * GIB),
         MachineGpu(1, "RTX 3090", 20 * GIB, busy="python of bob, pid 12"),
@@ -52,7 +54,7 @@ SMALL = {"n_tokens": 40_000}  # two passes over the shards
 
 
 @pytest.mark.parametrize("gpus", ["auto", "auto:2", "cpu", "cpu:2", [0], [0, 3]])
-def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], gpus: Any) -> None:
+def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], gpus: Any) -> None:
     assert checked(train=SMALL, launch={"gpus": gpus}) == []
 
 
@@ -162,7 +164,7 @@ def test_each_obstacle_is_one_problem(
         ({"batch_size": 1, "accumulate": 30_000}, "auto", 19_000),
     ],
 )
-def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
+def test_a_step_larger_than_the_data_is_refused_with_the_largest_that_fits(
     checked: Callable[..., list[Problem]], train: dict[str, int], gpus: str, most: int
 ) -> None:
     (problem,) = checked(train=train, launch={"gpus": gpus})
@@ -174,7 +176,7 @@ def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
     assert checked(train={"batch_size": most // ranks + 1, "accumulate": ranks}, launch={"gpus": gpus}) != []
 
 
-def test_a_machine_without_gpus_still_takes_auto(checked: Callable[..., list[Problem]], tmp_path: Path) -> None:
+def test_a_machine_without_gpus_accepts_auto(checked: Callable[..., list[Problem]], tmp_path: Path) -> None:
     bare = Machine((), cpu_count=2, output_root=tmp_path)
     assert checked(bare, train=SMALL) == []
     (problem,) = checked(bare, train=SMALL, launch={"gpus": [0]})
@@ -182,7 +184,7 @@ def test_a_machine_without_gpus_still_takes_auto(checked: Callable[..., list[Pro
 
 
 @pytest.mark.parametrize(("ranks", "asked"), [(1, "1 GPU"), (2, "2 GPUs")])
-def test_a_number_of_gpus_is_not_had_from_a_machine_without(
+def test_a_number_of_gpus_is_refused_on_a_machine_without_gpus(
     checked: Callable[..., list[Problem]], tmp_path: Path, ranks: int, asked: str
 ) -> None:
     (problem,) = checked(Machine((), cpu_count=2, output_root=tmp_path), train=SMALL, launch={"gpus": f"auto:{ranks}"})
@@ -199,7 +201,7 @@ def test_a_number_of_gpus_is_not_had_from_a_machine_without(
         ("auto:2", "asks for 2 GPUs, but this machine has 1 that can be used; slices of cards run a job alone"),
     ],
 )
-def test_a_training_has_one_slice_or_whole_gpus(
+def test_a_training_uses_one_slice_or_only_full_gpus(
     checked: Callable[..., list[Problem]], machine: Machine, gpus: Any, message: str
 ) -> None:
     cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (2, 3))
@@ -212,12 +214,12 @@ def test_a_training_has_one_slice_or_whole_gpus(
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
-    # 17e13 parameters with the encoder's bias, as four checkpoints of 8 bytes each and the SAE of 4.
+    # 17e13 parameters with the encoder's bias: four checkpoints of 8 bytes each, and the SAE of 4 bytes.
     assert f"checkpoints and SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
 
-def test_everything_is_told_at_once(checked: Callable[..., list[Problem]]) -> None:
+def test_all_problems_are_reported_at_once(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(
         launch={"gpus": [1, 2, 9]}, parallel={"mode": "single"}, sae={"k": 99}, train={"batch_size": 10**6}
     )
@@ -232,17 +234,15 @@ def test_everything_is_told_at_once(checked: Callable[..., list[Problem]]) -> No
     assert len(errors(problems)) == 5
 
 
-def test_devices_are_checked_even_where_the_data_is_missing(
-    machine: Machine, make_job: Callable[..., JobConfig]
-) -> None:
+def test_devices_are_checked_even_if_the_data_is_missing(machine: Machine, make_job: Callable[..., JobConfig]) -> None:
     problems = check(make_job(data={"path": "/nowhere"}, launch={"gpus": [9]}), machine)
     assert [problem.path for problem in problems] == ["data.path", "launch.gpus"]
 
 
-def test_every_sae_of_a_sweep_counts(
+def test_all_saes_of_a_sweep_count_towards_memory(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    # A sweep is not recorded, for which an SAE alone takes memory of its own.
+    # Deterministic mode, because a single SAE would otherwise need extra memory for CUDA graphs, and a sweep would not.
     sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64, "deterministic": True}
     enough = memory.estimate(workload(make_job(sae=sae, train=alone), D_IN, 1)).total + 1
     machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)
@@ -252,7 +252,7 @@ def test_every_sae_of_a_sweep_counts(
     assert "lower train.batch_size or sae.d_sae, make the sweep smaller, or choose other GPUs" in problem.message
 
 
-def test_rows_that_are_given_twice_are_refused_in_one_sentence(
+def test_duplicate_rows_are_refused_in_one_sentence(
     make_job: Callable[..., JobConfig], machine: Machine, write_shard: Callable[..., Path], tmp_path: Path
 ) -> None:
     first = write_shard(N_TOKENS, D_IN)
@@ -277,7 +277,7 @@ def test_rows_that_are_given_twice_are_refused_in_one_sentence(
     assert refusals(first, copied) == []
 
 
-def test_texts_are_only_held_out_where_the_shards_store_them(checked: Callable[..., list[Problem]]) -> None:
+def test_texts_can_be_held_out_only_if_the_shards_store_them(checked: Callable[..., list[Problem]]) -> None:
     (problem,) = checked(data={"hold_out": "texts"}, train=SMALL)
     assert str(problem).startswith("data.hold_out: not all shards store the text of each row (a tensor `document`)")
 
@@ -286,7 +286,7 @@ def test_texts_are_only_held_out_where_the_shards_store_them(checked: Callable[.
     ("architecture", "steps", "warned"),
     [("jumprelu", 49, True), ("gated", 299, True), ("standard", 300, False), ("topk", 49, False)],
 )
-def test_a_run_too_short_to_steer_its_l0_gets_a_warning(
+def test_a_run_too_short_to_control_its_l0_gives_a_warning(
     checked: Callable[..., list[Problem]], architecture: str, steps: int, warned: bool
 ) -> None:
     train, launch = {"n_steps": steps, "batch_size": 128}, {"gpus": "cpu"}
@@ -303,16 +303,16 @@ def test_a_run_too_short_to_steer_its_l0_gets_a_warning(
     [
         ({"parallel": {"mode": "ddp"}}, 2, ""),
         ({"parallel": {"mode": "ddp"}}, 3, "64 latents do not divide evenly over 3 GPUs"),
-        # Their sums are whole for any number of latents.
+        # Without ZeRO, all-reduce works for any number of latents.
         ({"parallel": {"mode": "ddp", "zero": False}}, 3, ""),
         ({"parallel": {"mode": "ddp"}, "launch": {"gpus": "cpu:3"}}, 3, ""),
-        # Ranks with latents of their own exchange no gradients of weights.
+        # Ranks that each hold different latents exchange no weight gradients.
         ({"parallel": {"mode": "tensor"}}, 3, ""),
         ({"parallel": {"mode": "hybrid", "latent_ranks": 3}}, 6, "64 latents do not divide evenly over 6 GPUs"),
         ({"parallel": {"mode": "ddp"}, "sae": {"d_sae": [64, 66]}}, 3, "64 latents do not divide evenly over 3 GPUs"),
     ],
 )
-def test_latents_that_do_not_divide_evenly_over_replicas_get_a_warning(
+def test_latents_that_do_not_divide_evenly_over_replicas_give_a_warning(
     settings: dict[str, Any], n_gpus: int, warned: str, checked: Callable[..., list[Problem]], tmp_path: Path
 ) -> None:
     gpus = tuple(MachineGpu(index, "RTX 3090", 23 * GIB) for index in range(n_gpus))
@@ -324,12 +324,12 @@ def test_latents_that_do_not_divide_evenly_over_replicas_get_a_warning(
         assert problems[0].message.endswith(f"choose {64 - 64 % n_gpus} or 66")
 
 
-def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:
+def test_without_held_out_tokens_all_tokens_are_for_training(checked: Callable[..., list[Problem]]) -> None:
     (problem,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
     assert problem.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")
 
 
-def test_an_architecture_without_a_format_for_transcoders_is_told_with_those_that_have_one(
+def test_a_transcoder_without_an_export_format_is_refused_with_those_that_have_one(
     checked: Callable[..., list[Problem]], write_shard: Callable[..., Path], tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"
@@ -346,7 +346,7 @@ def test_an_architecture_without_a_format_for_transcoders_is_told_with_those_tha
     assert (problem.path, problem.severity) == ("sae.skip", "error")
 
 
-def test_made_up_data_needs_no_file(machine: Machine, make_job: Callable[..., JobConfig]) -> None:
+def test_synthetic_data_needs_no_file(machine: Machine, make_job: Callable[..., JobConfig]) -> None:
     assert check(make_job(data={"source": "synthetic"}), machine) == []
     (problem,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
     assert str(problem) == "data.active: must be at most 0.9 of data.n_features, 256, not 300"
@@ -358,7 +358,7 @@ def test_made_up_data_needs_no_file(machine: Machine, make_job: Callable[..., Jo
     ("gpus", "indices", "ranks"),
     [("auto", [], 1), ("auto:3", [], 3), ("cpu", [], 1), ("cpu:2", [], 2), ([5, 0], [5, 0], 2)],
 )
-def test_how_many_devices_a_job_asks_for(
+def test_the_number_of_devices_follows_from_launch_gpus(
     make_job: Callable[..., JobConfig], gpus: Any, indices: list[int], ranks: int
 ) -> None:
     job = make_job(launch={"gpus": gpus})

@@ -21,7 +21,7 @@ from trainer.contract.settings.sources import DataShape
 MakeJob = Callable[..., JobConfig]
 NVLINK = Speeds(700e12, 4e12, 360e9, 25e-6, is_measured=True)
 STAGED = Speeds(60e12, 0.8e12, 10e9, 25e-6, is_measured=True)
-# A core of two, and what both sum.
+# The speeds of one of two cores, and the bandwidth of their reduction.
 CORE = Speeds(100e9, 15e9, 2e9, 1e-4, is_measured=True)
 GPT2_XL = DataShape(2304, None, 10**9)
 
@@ -30,7 +30,7 @@ def wide(make_job: MakeJob, **train: Any) -> JobConfig:
     return make_job(sae={"d_sae": 65536, "k": 64}, train={"precision": "bf16", "batch_size": 4096} | train)
 
 
-def test_a_wide_sae_is_dealt_out_and_the_reason_is_one_line(make_job: MakeJob) -> None:
+def test_tensor_mode_is_chosen_for_a_wide_sae_and_explained_on_one_line(make_job: MakeJob) -> None:
     settled = settle(Workload(wide(make_job), 4, GPT2_XL), Place(STAGED))
     assert settled.job.parallel.mode == "tensor"
     assert settled.reason.startswith("tensor on 4: ")
@@ -45,16 +45,16 @@ def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> Non
 
 @pytest.mark.parametrize("flag", ["amx_bf16", "avx512_bf16"])
 @pytest.mark.parametrize(("d_sae", "mode"), [(3072, "ddp"), (16384, "tensor")])
-def test_two_cpu_processes_take_the_mode_that_was_faster_when_measured(
+def test_two_cpu_processes_use_the_mode_that_measured_faster(
     make_job: MakeJob, d_sae: int, mode: str, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Measured on CPUs with these units; the CPU of the test may have neither.
+    # Measured on CPUs with these instruction sets; the test's CPU may have neither.
     monkeypatch.setattr(first_look, "costs", lambda: first_look._COSTS[flag])
     job = make_job(sae={"d_sae": d_sae, "k": 32}, train={"batch_size": 2048, "precision": "fp32"})
     assert settle(Workload(job, 2, DataShape(384, None, 10**9), CPU), Place(CORE)).job.parallel.mode == mode
 
 
-def test_what_does_not_fit_is_not_chosen_however_fast(make_job: MakeJob) -> None:
+def test_a_mode_that_does_not_fit_is_not_chosen_even_if_it_is_fastest(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 16384, "k": 8}, train={"batch_size": 2**16})
     shape = DataShape(256, None, 10**9)
     work, free = Workload(job, 4, shape), Place(STAGED)
@@ -65,13 +65,13 @@ def test_what_does_not_fit_is_not_chosen_however_fast(make_job: MakeJob) -> None
     assert narrow.needs_bytes < needs
 
 
-def test_where_nothing_fits_the_least_is_tried_and_said(make_job: MakeJob) -> None:
+def test_if_nothing_fits_the_smallest_mode_is_tried_and_explained(make_job: MakeJob) -> None:
     settled = settle(Workload(wide(make_job), 2, GPT2_XL), Place(STAGED, free_bytes=10**9))
     assert not settled.fits
     assert settled.reason.endswith(" GiB, but each rank may take only 0.9 GiB")
 
 
-def test_a_mode_that_was_asked_for_stays(make_job: MakeJob) -> None:
+def test_a_requested_mode_is_kept(make_job: MakeJob) -> None:
     job = wide(make_job).replace("parallel", mode="ddp")
     settled = settle(Workload(job, 4, GPT2_XL), Place(STAGED))
     assert (settled.job, settled.reason) == (job, "")
@@ -95,7 +95,7 @@ def test_an_automatic_batch_is_the_largest_that_fits(make_job: MakeJob) -> None:
     mode=st.sampled_from(["auto", "auto", "ddp", "tensor"]),
     free_gb=st.one_of(st.none(), st.floats(0.1, 100)),
 )
-def test_how_a_step_is_shared_never_changes_its_tokens(
+def test_the_way_a_step_is_divided_never_changes_its_tokens(
     make_job: MakeJob, ranks: int, batch: Any, accumulate: int, fixed: int | None, mode: str, free_gb: float | None
 ) -> None:
     train = {"batch_size": batch, "accumulate": accumulate} | ({"global_batch_size": fixed} if fixed else {})
@@ -110,22 +110,22 @@ def test_how_a_step_is_shared_never_changes_its_tokens(
     assert 0 <= tokens - chosen.tokens_per_step < chosen.micro_batches * chosen.data_ranks
 
 
-def test_the_bytes_on_the_wire_are_those_of_a_ring_and_of_candidates(make_job: MakeJob) -> None:
+def test_exchanged_bytes_are_those_of_a_ring_and_of_candidates(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072, "k": 32}, train={"batch_size": 4096, "precision": "fp32"})
     ddp, tensor = (wire_of(workload(job.replace("parallel", mode=mode), 384, 4)).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
     assert ddp == ring * (2 * 384 * 3072 + 3072 + 384)
-    # Each rank chooses for its share of the tokens, and answers with a byte for each candidate.
+    # Each rank chooses latents for its share of the tokens, and returns one byte per candidate.
     assert tensor == ring * 4096 * 384 + 3 / 4 * 4096 * 32 * (4 + 1)
 
 
-def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:
+def test_bf16_gradients_halve_the_bytes_that_replicas_send(make_job: MakeJob) -> None:
     job = make_job(parallel={"mode": "ddp", "zero": False})
     whole, half = (
         wire_of(workload(job.replace("parallel", gradients=kind), 16, 2)).n_bytes for kind in ("fp32", "bf16")
     )
     assert half == whole / 2
-    # With ZeRO, 16-bit copies of stepped weights come back in place of the second half of the gradient's exchange.
+    # With ZeRO, an all-gather of 16-bit weights replaces the second half of the gradients' all-reduce.
     dealt = (
         wire_of(workload(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2)).n_bytes
         for kind in ("fp32", "bf16")
@@ -133,18 +133,18 @@ def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:
     assert list(dealt) == [0.75 * whole, 0.5 * whole]
 
 
-def test_the_model_is_no_faster_than_the_least_that_a_step_can_take(make_job: MakeJob) -> None:
-    # The least is 4.07 ms on an H200: 1.57 product, 0.25 activations, 1.97 Adam, 0.28 gradients. Ours has to stay below
-    # twice that.
+def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -> None:
+    # The ideal is 4.07 ms on an H200: 1.57 matmuls, 0.25 activations, 1.97 Adam, 0.28 gradients. The estimate has to
+    # stay below twice that.
     time = step_time(workload(wide(make_job, batch_size=4096), 2304, 1), Speeds(788e12, 4.3e12, 1, 0))
     assert 4.07e-3 < time.passes_s + time.update_s < 2 * 4.07e-3
 
 
 @pytest.mark.parametrize(("mode", "added"), [("ddp", (0.3e-3, 0.8e-3)), ("tensor", (0.3e-3, 1e-3))])
-def test_dead_latents_add_about_as_much_to_a_step_in_every_mode(
+def test_auxk_adds_a_similar_time_to_a_step_in_all_modes(
     make_job: MakeJob, mode: str, added: tuple[float, float]
 ) -> None:
-    # One H200 takes 0.5 ms for AuxK at this size. Ranks that share the latents exchange 75 MB more.
+    # AuxK takes 0.5 ms on one H200 at this size. Ranks that shard the latents exchange 75 MB more.
     batch_size = 4096 * (8 if mode == "tensor" else 1)
     job = wide(make_job, batch_size=batch_size).replace("parallel", mode=mode)
     time = step_time(workload(job, 2304, 8), NVLINK)
@@ -156,15 +156,13 @@ def test_dead_latents_add_about_as_much_to_a_step_in_every_mode(
 
 @pytest.mark.parametrize("speeds", [NVLINK, STAGED], ids=["nvlink", "staged"])
 @pytest.mark.parametrize("n_ranks", [2, 4, 8])
-def test_the_mode_that_is_chosen_is_not_much_slower_once_latents_die(
-    make_job: MakeJob, n_ranks: int, speeds: Speeds
-) -> None:
+def test_the_chosen_mode_is_not_much_slower_once_latents_die(make_job: MakeJob, n_ranks: int, speeds: Speeds) -> None:
     time = settle(Workload(wide(make_job), n_ranks, GPT2_XL), Place(speeds)).time
     assert time.total_s < time.with_dead_s < 1.3 * time.total_s
 
 
-def test_a_lone_gpu_that_replays_its_steps_waits_less_for_its_host(make_job: MakeJob) -> None:
-    # An H200 replayed such steps in 1.15 ms, with AuxK in 1.42; see docs/performance.md.
+def test_cuda_graphs_reduce_the_host_overhead_of_a_single_gpu(make_job: MakeJob) -> None:
+    # An H200 replayed such steps in 1.15 ms, or 1.42 ms with AuxK; see docs/performance.md.
     sae, h200 = {"d_sae": 24576, "k": 32}, Speeds(788e12, 4.3e12, 1, 0)
     train: dict[str, Any] = {"precision": "bf16", "batch_size": 4096}
     replayed = step_time(workload(make_job(sae=sae, train=train), 768), h200)
@@ -173,32 +171,30 @@ def test_a_lone_gpu_that_replays_its_steps_waits_less_for_its_host(make_job: Mak
     assert all(step_time(workload(one, 768), h200).total_s >= 1.5e-3 for one in plain)
     small = make_job(sae={"d_sae": 1024, "k": 8}, train=train)
     assert step_time(workload(small, 64), h200).total_s == pytest.approx(0.4e-3)
-    # A CPU has nothing to replay.
+    # A CPU has no CUDA graphs.
     assert step_time(workload(small, 64, device="cpu"), CORE).update_s > 0.5e-3
 
 
-def test_a_sweep_of_enough_saes_has_some_on_each_device(make_job: MakeJob) -> None:
+def test_a_sweep_with_enough_saes_is_distributed_over_devices(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": [61, 62, 63, 64]}, train={"precision": "bf16", "batch_size": 4096})
     settled = settle(Workload(job, 4, GPT2_XL), Place(NVLINK))
     assert settled.job.parallel.mode == "sweep"
     assert Layout(settled.job, 4).tokens_per_step == Layout(job, 4).tokens_per_step
     assert wire_of(workload(settled.job, 2304, 4)).n_bytes == 0
     alone, together = (memory.estimate(workload(one, 2304, 4)) for one in (settled.job, job))
-    # A rank has one of the four SAEs, or a quarter of the weights of each.
+    # A rank holds one of the four SAEs, or a quarter of each SAE's weights.
     assert alone.weights == together.weights
     assert alone.gradients * 4 == together.gradients
     assert settle(Workload(job, 8, GPT2_XL), Place(NVLINK)).job.parallel.mode != "sweep"
 
 
-def test_an_optimizer_that_needs_whole_matrices_is_never_given_a_part(make_job: MakeJob) -> None:
+def test_an_optimizer_for_full_matrices_never_gets_a_shard(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": 64}, train={"optimizer": ["adam", "muon"]})
     for free in (None, 8 * 10**9):
         assert settle(Workload(job, 4, GPT2_XL), Place(STAGED, free_bytes=free)).work.latent_ranks == 1
 
 
-def test_the_saes_of_a_sweep_are_parsed_once_however_many_ways_are_tried(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_saes_of_a_sweep_are_parsed_once_for_all_modes(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[JobConfig] = []
 
     def count(job: JobConfig) -> dict[str, JobConfig]:
@@ -212,13 +208,13 @@ def test_the_saes_of_a_sweep_are_parsed_once_however_many_ways_are_tried(
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_a_skip_connection_costs_its_two_products_and_the_sum_of_its_gradient(make_job: MakeJob, mode: str) -> None:
+def test_a_skip_connection_costs_two_matmuls_and_its_gradient_s_reduction(make_job: MakeJob, mode: str) -> None:
     train, parallel = {"batch_size": 4096}, {"mode": mode}
     works = [
         workload(make_job(sae={"d_sae": 4096, "skip": skip}, train=train, parallel=parallel), 512, 2, d_out=256)
         for skip in (False, True)
     ]
-    # Memory so fast that only products take time.
+    # Memory is so fast that only matmuls take time.
     without, with_skip = (step_time(work, Speeds(1e12, 1e30, 1e9, 0)).passes_s for work in works)
     tokens = 4096 if mode == "ddp" else 2048
     assert with_skip - without == pytest.approx(2 * 2 * tokens * 512 * 256 / 1e12)
@@ -234,19 +230,19 @@ def read_parts(make_job: MakeJob, ranks: int, speeds: Speeds, *, device: str = "
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_read_parts_where_their_bus_is_faster_than_the_hosts_memory(make_job: MakeJob, ranks: int) -> None:
+def test_ranks_read_shards_of_rows_if_their_bus_beats_host_memory(make_job: MakeJob, ranks: int) -> None:
     assert read_parts(make_job, ranks, NVLINK)
     assert not read_parts(make_job, ranks, STAGED)
 
 
-def test_ranks_read_all_rows_where_parts_would_delay_a_steps_exchanges(make_job: MakeJob) -> None:
-    # As fast as the host's memory for eight ranks, and slower than the product of the encoder.
+def test_ranks_read_all_rows_if_shards_would_delay_the_exchanges_of_a_step(make_job: MakeJob) -> None:
+    # As fast as host memory for eight ranks, but slower than the encoder's matmul.
     pcie = msgspec.structs.replace(NVLINK, bus_bytes_per_s=20e9)
     assert not read_parts(make_job, 8, pcie)
     assert not read_parts(make_job, 2, NVLINK, train={"batch_size": 16})
 
 
-def test_ranks_with_tokens_of_their_own_or_on_cpus_read_all_rows(make_job: MakeJob) -> None:
+def test_ranks_with_their_own_tokens_or_on_cpus_read_all_rows(make_job: MakeJob) -> None:
     assert not read_parts(make_job, 4, NVLINK, parallel={"mode": "ddp"})
     assert not read_parts(make_job, 4, NVLINK, device=CPU)
     assert not read_parts(make_job, 1, NVLINK)

@@ -1,4 +1,4 @@
-"""What an extraction is expected to take, and what is told where that is not there."""
+"""Tests of the expected resources of an extraction, and of the warnings if they are missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def machine(tmp_path: Path, *free_gib: float, cuda: bool = True) -> Machine:
     return Machine(cards, 2, tmp_path, memory=Room(20 * GIB, 24 * GIB), cuda=cuda)
 
 
-def test_disk_and_time_are_those_of_the_rows_and_of_the_products(job: ExtractJob) -> None:
+def test_disk_follows_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
     # A device of 1 GFLOP/s.
     box = Box(cards={CPU: Card({"fp32": 1e9}, 1e9)})
     look = outlook_of_extraction(job, [], speeds=box)
@@ -56,13 +56,13 @@ def test_disk_and_time_are_those_of_the_rows_and_of_the_products(job: ExtractJob
     assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
 
 
-def test_the_disk_is_told_with_what_is_free_of_it(job: ExtractJob, tmp_path: Path) -> None:
+def test_the_disk_estimate_is_shown_with_the_free_space(job: ExtractJob, tmp_path: Path) -> None:
     look = outlook_of_extraction(job, [])
     assert look.disk_free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     assert re.fullmatch(r"0\.3 GiB of disk, [\d.]+ GiB free", disk_words(look))
 
 
-def test_more_tokens_at_once_and_a_larger_context_take_more_memory(model: Path, tmp_path: Path) -> None:
+def test_more_tokens_per_batch_and_a_longer_context_take_more_memory(model: Path, tmp_path: Path) -> None:
     def needs(**settings: int) -> int:
         look = outlook_of_extraction(extraction_job(model, tmp_path, tmp_path / "rows", **settings), [])
         assert look.needs_bytes
@@ -72,9 +72,7 @@ def test_more_tokens_at_once_and_a_larger_context_take_more_memory(model: Path, 
     assert needs(batch_tokens=4096, context=4096) > needs(batch_tokens=4096, context=32)
 
 
-def test_a_card_that_is_too_full_now_is_a_warning_and_one_that_is_too_small_an_error(
-    job: ExtractJob, tmp_path: Path
-) -> None:
+def test_a_full_gpu_is_a_warning_and_a_gpu_that_is_too_small_an_error(job: ExtractJob, tmp_path: Path) -> None:
     named = on(job, [0])
     needs = (outlook_of(named, machine(tmp_path, 70)).needs_bytes or 0) / GIB
     assert check(named, machine(tmp_path, 70)) == []
@@ -86,14 +84,14 @@ def test_a_card_that_is_too_full_now_is_a_warning_and_one_that_is_too_small_an_e
     assert fatal.path == "model.path"
 
 
-def test_a_model_that_is_not_on_this_disk_is_launched_without_an_estimate(job: ExtractJob, tmp_path: Path) -> None:
+def test_a_model_that_is_not_on_disk_is_launched_without_an_estimate(job: ExtractJob, tmp_path: Path) -> None:
     hub = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="gpt2"))
     look = outlook_of(hub, machine(tmp_path, 70))
     assert (look.needs_bytes, look.seconds, look.disk_bytes) == (None, None, None)
     assert check(hub, machine(tmp_path, 70)) == []
 
 
-def test_a_missing_text_and_a_full_disk_are_told_at_their_settings(model: Path, tmp_path: Path) -> None:
+def test_missing_text_and_a_full_disk_are_reported_with_their_settings(model: Path, tmp_path: Path) -> None:
     job = extraction_job(model, tmp_path / "nothing.txt", tmp_path / "rows", n_tokens=10**13)
     problems = {problem.path: problem.message for problem in check(job, machine(tmp_path))}
     assert problems["text.path"] == f"there is nothing at {tmp_path}/nothing.txt"
@@ -101,7 +99,7 @@ def test_a_missing_text_and_a_full_disk_are_told_at_their_settings(model: Path, 
     assert "free; choose fewer" in problems["extract.n_tokens"]
 
 
-def test_what_the_files_of_a_model_tell_against_is_told_before_anything_runs(job: ExtractJob, tmp_path: Path) -> None:
+def test_conflicts_with_the_model_s_files_are_reported_before_the_launch(job: ExtractJob, tmp_path: Path) -> None:
     beyond = msgspec.structs.replace(job.model, hooks=[*job.model.hooks, "blocks.66.hook_resid_post"])
     (problem,) = check(msgspec.structs.replace(job, model=beyond), machine(tmp_path, 70))
     assert re.fullmatch(r"model.hooks: resid_post.66: the model has blocks 0 to \d; name one of them", str(problem))
@@ -114,7 +112,7 @@ def test_what_the_files_of_a_model_tell_against_is_told_before_anything_runs(job
     assert str(problem) == "model.path: there is nothing at nofile.gguf"
 
 
-def test_what_is_no_model_no_text_and_no_folder_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_an_invalid_model_or_text_or_folder_is_reported_before_the_launch(tmp_path: Path) -> None:
     (other := tmp_path / "weights.zip").write_bytes(b"")
     told = [str(problem) for problem in check(extraction_job(tmp_path, other, other), machine(tmp_path, 70))]
     assert told == [
@@ -131,14 +129,16 @@ def test_what_is_no_model_no_text_and_no_folder_is_told_before_anything_runs(tmp
     ]
 
 
-def test_a_spread_model_takes_a_share_of_each_card_and_the_time_of_one(job: ExtractJob, tmp_path: Path) -> None:
+def test_a_spread_model_shares_its_memory_over_gpus_and_runs_at_the_speed_of_one(
+    job: ExtractJob, tmp_path: Path
+) -> None:
     whole = on(job, "auto:3")
     spread = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, spread=True))
     each, shared = (outlook_of(one, machine(tmp_path, 70, 70, 70)) for one in (whole, spread))
     assert each.memory
     assert shared.memory
     assert (each.mode, shared.mode) == ("single", "spread")
-    # Of three blocks one on each card, and the place for one more.
+    # One of three blocks on each GPU, and space for one more.
     assert shared.memory.weights == pytest.approx(each.memory.weights * 2 / 3, rel=1e-3)
     assert shared.memory.activations == each.memory.activations
     assert (shared.seconds or 0) == pytest.approx(3 * (each.seconds or 0))
@@ -157,7 +157,7 @@ def test_a_spread_model_takes_a_share_of_each_card_and_the_time_of_one(job: Extr
         ),
     ],
 )
-def test_each_process_may_have_a_slice_of_a_card_but_no_model_is_spread_over_slices(
+def test_processes_may_use_slices_but_no_model_is_spread_over_slices(
     job: ExtractJob, tmp_path: Path, gpus: object, spread: bool, said: list[str]
 ) -> None:
     cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (0, 1))
@@ -169,7 +169,7 @@ def test_each_process_may_have_a_slice_of_a_card_but_no_model_is_spread_over_sli
     assert chosen(there, slices) == ([] if fewer else slices)
 
 
-def test_a_model_larger_than_a_card_may_be_spread_over_several(job: ExtractJob, tmp_path: Path) -> None:
+def test_a_model_larger_than_one_gpu_may_be_spread_over_several(job: ExtractJob, tmp_path: Path) -> None:
     small = Machine((MachineGpu(0, "NVIDIA T4", 10**6, memory_total_bytes=10**7),), 2, tmp_path)
     (lacking,) = check(on(job, [0]), small)
     assert "set model.spread and give it several GPUs" in lacking.message

@@ -14,7 +14,7 @@ MakeJob = Callable[..., JobConfig]
 SHAPE = DataShape(768, None, 10**9)
 
 
-def test_time_is_steps_and_cost_is_devices_by_time(make_job: MakeJob) -> None:
+def test_time_follows_from_steps_and_cost_from_devices_and_time(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576}, train={"batch_size": 4096, "n_steps": 1000})
     rows = forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), Box(), price_per_gpu_hour=3.6)
     assert tuple(row.ranks for row in rows) == COUNTS
@@ -25,20 +25,20 @@ def test_time_is_steps_and_cost_is_devices_by_time(make_job: MakeJob) -> None:
         assert row.efficiency == pytest.approx(row.tokens_per_s / rows[0].tokens_per_s / row.ranks)
 
 
-def test_a_fixed_step_is_never_sped_up_more_than_the_work_is_divided(make_job: MakeJob) -> None:
+def test_a_fixed_step_size_is_not_sped_up_beyond_the_number_of_ranks(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576}, train={"global_batch_size": 4096})
     for row in forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), Box()):
         assert row.speed_up <= row.ranks
 
 
-def test_what_was_measured_counts_and_is_told(make_job: MakeJob) -> None:
+def test_measured_speeds_are_used_and_marked(make_job: MakeJob) -> None:
     box = Box().with_measured("NVIDIA H200", "bf16", 2, Speeds(1e12, 1e12, 1e9, 1e-5, is_measured=True))
     rows = forecast(Workload(make_job(), 1, SHAPE, "NVIDIA H200"), box)
     assert [row.is_measured for row in rows] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor", "hybrid", "single"])
-def test_a_mode_that_was_asked_for_holds_where_it_can(mode: str, make_job: MakeJob) -> None:
+def test_a_requested_mode_is_kept_if_possible(mode: str, make_job: MakeJob) -> None:
     modes = [
         row.settled.job.parallel.mode
         for row in forecast(Workload(make_job(parallel={"mode": mode}), 1, SHAPE, CPU), Box())
@@ -48,7 +48,7 @@ def test_a_mode_that_was_asked_for_holds_where_it_can(mode: str, make_job: MakeJ
         assert set(modes[1:]) == {mode}
 
 
-def test_where_a_mode_cannot_be_the_time_is_that_of_the_mode_that_stands_in(make_job: MakeJob) -> None:
+def test_if_a_mode_is_impossible_the_forecast_is_for_its_replacement(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576, "k": [31, 32, 33]}, train={"batch_size": 4096}, parallel={"mode": "sweep"})
     rows = forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), Box(), counts=(8,))
     plain = forecast(Workload(job.replace("parallel", mode="auto"), 1, SHAPE, "NVIDIA H200"), Box(), counts=(8,))

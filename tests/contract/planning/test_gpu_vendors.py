@@ -1,4 +1,4 @@
-"""Which cards CUDA_VISIBLE_DEVICES leaves visible, as CUDA reads it."""
+"""Tests of CUDA_VISIBLE_DEVICES and its AMD counterparts: the visible GPUs are those that CUDA or ROCm would show."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CARDS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
         ("MIG-cc33", []),
     ],
 )
-def test_a_list_ends_before_what_names_no_card_and_twice_the_same_is_none(text, indices):
+def test_a_list_ends_at_the_first_unknown_gpu_and_duplicates_make_it_empty(text, indices):
     assert VENDORS["nvml"].visible_indices(text, CARDS) == indices
 
 
-def test_numbers_are_those_of_the_cards_that_can_be_read():
+def test_numbers_refer_to_the_indices_of_readable_gpus():
     assert VENDORS["nvml"].visible_indices("2,1", [(0, "GPU-a"), (2, "GPU-c")]) == [2]
 
 
@@ -50,7 +50,7 @@ def test_numbers_are_those_of_the_cards_that_can_be_read():
         ("1,2", [1]),
     ],
 )
-def test_slices_are_named_by_their_identity_and_by_no_number(text, indices):
+def test_slices_are_selected_by_uuid_and_not_by_index(text, indices):
     cards = [(0, "GPU-split"), (1, "GPU-whole"), (2, "MIG-a"), (3, "MIG-b")]
     assert VENDORS["nvml"].visible_indices(text, cards) == indices
 
@@ -60,11 +60,11 @@ def test_slices_are_named_by_their_identity_and_by_no_number(text, indices):
     [([], False), ([(2, True)], False), ([(0, False), (1, False)], False), ([(2, True), (3, True)], True),
      ([(0, False), (3, True)], True)],
 )  # fmt: skip
-def test_ranks_that_exchange_are_refused_more_than_one_gpu_where_one_is_a_slice(gpus, refused):
+def test_several_gpus_are_refused_for_ranks_if_one_is_a_slice(gpus, refused):
     assert ("NCCL cannot connect slices" in refusal_of_slices(gpus)) == refused
 
 
-def test_the_name_that_pytorch_has_for_a_slice_tells_it_from_a_card():
+def test_a_slice_is_recognised_by_its_name_in_pytorch():
     nvml, names = VENDORS["nvml"], ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb")
     assert [nvml.prefix_of(name) for name in names] == ["GPU-", "MIG-"]
     assert [is_slice_by_name(name) for name in (*names, "AMD Instinct MI300X")] == [False, True, False]
@@ -84,11 +84,11 @@ def test_the_name_that_pytorch_has_for_a_slice_tells_it_from_a_card():
         ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1,2"}, "3"),
     ],
 )
-def test_of_amd_the_second_variable_counts_the_cards_that_the_first_leaves(environ, text):
+def test_on_amd_the_second_variable_indexes_the_gpus_that_the_first_leaves(environ, text):
     assert VENDORS["amdsmi"].visible_devices(environ) == text
 
 
-def test_a_rank_on_cards_of_amd_is_not_kept_from_them_by_a_variable_that_it_inherits():
+def test_an_inherited_variable_does_not_hide_amd_gpus_from_a_rank():
     pinned = VENDORS["amdsmi"].pin(["GPU-cc33", "GPU-aa11"])
     assert pinned == {"ROCR_VISIBLE_DEVICES": "GPU-cc33,GPU-aa11", "HIP_VISIBLE_DEVICES": "0,1"}
     inherited = {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": ""}

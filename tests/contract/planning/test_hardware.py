@@ -10,7 +10,7 @@ from trainer.contract.planning.hardware import CPU, Box, Speeds, assumed_speeds,
 FOUND = Speeds(2e12, 3e11, 4e10, 5e-5, is_measured=True)
 
 
-def test_what_was_measured_is_kept_and_found_again(tmp_path: Path) -> None:
+def test_measured_speeds_are_stored_and_read_back(tmp_path: Path) -> None:
     file = tmp_path / "box.json"
     write_box(file, read_box(file).with_measured("NVIDIA H200", "bf16", 4, FOUND))
     write_box(file, read_box(file).with_measured("NVIDIA H200", "fp32", 1, FOUND))
@@ -20,7 +20,7 @@ def test_what_was_measured_is_kept_and_found_again(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_another_number_of_cards_has_a_bus_that_is_only_assumed() -> None:
+def test_another_number_of_gpus_has_only_an_assumed_bus_speed() -> None:
     box = Box().with_measured("NVIDIA H200", "bf16", 4, FOUND)
     two = box.speeds("NVIDIA H200", "bf16", 2)
     assert (two.flops_per_s, two.is_measured) == (FOUND.flops_per_s, False)
@@ -28,18 +28,18 @@ def test_another_number_of_cards_has_a_bus_that_is_only_assumed() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b'{"cards": 3}'])
-def test_a_file_that_is_not_whole_is_nothing_known(content: bytes | None, tmp_path: Path) -> None:
+def test_a_damaged_file_is_read_as_no_measurements(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "box.json").write_bytes(content)
     assert read_box(tmp_path / "box.json") == Box()
 
 
-def test_a_folder_that_takes_no_file_costs_nothing(tmp_path: Path) -> None:
+def test_an_unwritable_folder_raises_no_error(tmp_path: Path) -> None:
     write_box(tmp_path / "nowhere" / "box.json", Box())
     assert not list(tmp_path.iterdir())
 
 
-def test_cards_are_known_by_their_names() -> None:
+def test_gpus_are_recognised_by_name() -> None:
     h200, geforce, unknown = (assumed_speeds(name, "bf16") for name in ("NVIDIA H200", "NVIDIA GeForce RTX 3090", "X"))
     assert h200.bus_bytes_per_s > geforce.bus_bytes_per_s
     assert h200.flops_per_s > unknown.flops_per_s > assumed_speeds(CPU, "fp32").flops_per_s

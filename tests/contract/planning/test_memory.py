@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a job takes."""
+"""Tests of the estimated GPU memory of a job."""
 
 from __future__ import annotations
 
@@ -41,27 +41,28 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
 
 
 def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
-    """Return the total without NCCL's buffers, which a lone rank does without."""
+    """Return the total without NCCL's buffers, which a single rank does not need."""
     return total(make_job, *sizes, **train) - nccl_bytes(workload(make_job(), 1, sizes[-1]))
 
 
 @given(d_in=sizes, d_sae=sizes, batch_size=sizes, world_size=st.integers(1, 8), more=st.integers(1, 1000))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_more_of_anything_takes_more_and_more_ranks_never_take_more_each(
+def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_each(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
-    # Small steps of a lone GPU are recorded otherwise, for which they take memory that larger ones do not.
+    # Deterministic, because otherwise a single GPU captures small steps in CUDA graphs, which need memory that larger
+    # steps do not.
     of = partial(of_tensors, deterministic=True)
     least = of(make_job, d_in, d_sae, batch_size, world_size)
     assert of(make_job, d_in, d_sae + more, batch_size, world_size) > least
-    # A few tokens take less in their pass than the update of the weights, which is later.
+    # With few tokens, the passes need less memory than the later weight update.
     assert of(make_job, d_in, d_sae, batch_size + more, world_size) >= least
     assert of(make_job, d_in, d_sae, batch_size + 64 * d_sae, world_size) > least
     assert of(make_job, d_in + more, d_sae, batch_size, world_size) > least
     assert of(make_job, d_in, d_sae, batch_size, world_size + 1) <= least
 
 
-def test_the_parameters_are_counted_exactly(make_job: MakeJob) -> None:
+def test_parameters_are_counted_exactly(make_job: MakeJob) -> None:
     d_in, d_sae = 384, 3072
     parameters = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in), "b_enc": (d_sae,), "b_dec": (d_in,)}
     stored = sum(np.zeros(shape, np.float32).nbytes for shape in parameters.values())
@@ -69,32 +70,33 @@ def test_the_parameters_are_counted_exactly(make_job: MakeJob) -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (stored, stored, stored)
 
 
-def test_recorded_sparse_steps_take_no_more_than_dense_ones_unless_these_have_few_tokens(make_job: MakeJob) -> None:
+def test_captured_sparse_steps_need_extra_memory_only_for_few_tokens(make_job: MakeJob) -> None:
     def slack(n_tokens: int, **train: Any) -> int:
         job = make_job(
             sae={"architecture": "jumprelu", "d_sae": 24576, "k": 32}, train={"batch_size": n_tokens, **train}
         )
         return estimate(workload(job, 768, 1)).slack
 
-    # In deterministic mode nothing is recorded.
+    # Deterministic mode captures no CUDA graphs.
     assert slack(4096) == slack(4096, deterministic=True)
     assert slack(256) > slack(256, deterministic=True)
 
 
-def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_batch(make_job: MakeJob) -> None:
+def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_batch(make_job: MakeJob) -> None:
     sae, train = {"d_sae": 24576}, {"batch_size": 4096}
     alone_job = make_job(sae=sae, train=train)
     alone = estimate(workload(alone_job, 768, 1))
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
-    # Of the held-out rows each keeps its part; and only a lone GPU records its steps, beside which it evaluates.
+    # Each replica keeps its share of the held-out rows. Only a single GPU captures its steps, so only there evaluations
+    # need memory in addition to the captured steps.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))
     assert msgspec.structs.replace(replica, slack=alone.slack) == msgspec.structs.replace(alone, communication=nccl)
     dealt = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert dealt.optimizer == alone.optimizer / 4
-    # Passes read 16-bit copies of all weights, so that a rank keeps fp32 weights of its own latents only.
+    # Passes read 16-bit copies of all weights, so a rank keeps fp32 weights for its own latents only.
     assert dealt.weights == pytest.approx(alone.weights / 4, rel=1e-3)
     assert (dealt.gradients, dealt.activations) == (alone.gradients, alone.activations)
     in_fp32 = make_job(sae=sae, train=train | {"precision": "fp32"}, parallel={"mode": "ddp"})
@@ -117,9 +119,9 @@ def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_b
         ("NVIDIA A100-SXM4-80GB", 4, "ddp", 2.5),
         ("NVIDIA H100 80GB HBM3", 8, "ddp", 4.3),
         ("NVIDIA H100 80GB HBM3", 8, "tensor", 4.3),
-        # Eight, two groups of four, and four pairs.
+        # One group of eight, two groups of four, and four pairs.
         ("NVIDIA H100 80GB HBM3", 8, "hybrid", 4.3 + 2.5 + 0.8),
-        # The threads of one process exchange without NCCL.
+        # Threads of one process communicate without NCCL.
         ("NVIDIA H100 80GB HBM3", 8, "dp", 0),
         ("NVIDIA GeForce RTX 4090", 8, "ddp", 0.3),
         ("NVIDIA H100 PCIe", 8, "ddp", 0.3),
@@ -128,7 +130,7 @@ def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_b
         (CPU, 8, "ddp", 0),
     ],
 )
-def test_nccl_takes_memory_by_link_number_of_gpus_and_groups(
+def test_nccl_memory_depends_on_the_link_and_the_number_of_gpus_and_groups(
     make_job: MakeJob, name: str, n_gpus: int, mode: str, gigabytes: float
 ) -> None:
     parallel = {"mode": mode} | ({"latent_ranks": 4} if mode == "hybrid" else {})
@@ -137,7 +139,7 @@ def test_nccl_takes_memory_by_link_number_of_gpus_and_groups(
     assert estimate(work).communication >= nccl_bytes(work)
 
 
-def test_each_node_of_a_cluster_has_the_buffers_of_its_own_gpus(make_job: MakeJob) -> None:
+def test_a_node_of_a_cluster_needs_buffers_only_for_its_own_gpus(make_job: MakeJob) -> None:
     launch = {"backend": "slurm", "nodes": 2, "gpus": "auto:8"}
     name = "NVIDIA H100 80GB HBM3"
     of_two_nodes = workload(make_job(parallel={"mode": "ddp"}, launch=launch), 768, 16).on_device(name)
@@ -145,7 +147,7 @@ def test_each_node_of_a_cluster_has_the_buffers_of_its_own_gpus(make_job: MakeJo
     assert nccl_bytes(of_two_nodes) == nccl_bytes(of_one)
 
 
-def test_what_pytorch_counts_is_without_nccl(make_job: MakeJob) -> None:
+def test_memory_counted_by_pytorch_excludes_nccl(make_job: MakeJob) -> None:
     work = workload(make_job(parallel={"mode": "ddp"}), 768, 8)
     by_pcie, by_nvlink = (work.on_device(name) for name in ("RTX 4090", "NVIDIA H200"))
     assert estimate(by_nvlink).total - estimate(by_pcie).total == nccl_bytes(by_nvlink) - nccl_bytes(by_pcie) > 0
@@ -174,7 +176,7 @@ def test_an_optimizer_takes_the_bytes_of_its_state_on_each_device(
         assert checkpoint_bytes(work) == round((4 + n_bytes) * n_parameters)
 
 
-def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
+def test_a_transcoder_has_a_decoder_of_its_own_width(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 64})
     parameters = 8 * 64 + 64 * 24 + 64 + 24
     assert n_parameters(workload(job, 8, d_out=24), job.sae) == parameters
@@ -183,7 +185,7 @@ def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize("parallel", [{"mode": "tensor"}, {"mode": "ddp", "zero": True}], ids=str)
-def test_every_rank_has_the_whole_skip_connection(make_job: MakeJob, parallel: dict[str, Any]) -> None:
+def test_every_rank_holds_the_full_skip_connection(make_job: MakeJob, parallel: dict[str, Any]) -> None:
     without, with_skip = (
         estimate(workload(make_job(sae={"d_sae": 64, "skip": skip}, parallel=parallel), 8, 4, d_out=24))
         for skip in (False, True)
@@ -194,7 +196,7 @@ def test_every_rank_has_the_whole_skip_connection(make_job: MakeJob, parallel: d
 
 @given(widths=st.lists(st.integers(32, 4096), min_size=1, max_size=5, unique=True), d_in=st.integers(1, 512))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
+def test_a_sweep_holds_the_states_of_all_saes_and_the_activations_of_one(
     make_job: MakeJob, widths: list[int], d_in: int
 ) -> None:
     together = estimate(workload(make_job(sae={"d_sae": widths}), d_in, 2))
@@ -206,28 +208,28 @@ def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
     assert max(one.activations for one in alone) <= together.activations <= sum(one.activations for one in alone) + 5
 
 
-def test_a_choice_of_latents_holds_pre_activations_only_and_dense_ones_what_is_made_of_them(make_job: MakeJob) -> None:
+def test_sparse_architectures_hold_only_pre_activations_and_dense_ones_hold_more(make_job: MakeJob) -> None:
     wide = 4 * 4096 * 3072
     settings = {"sae": {"d_sae": 3072}, "train": {"batch_size": 4096, "precision": "fp32"}}
     chosen = estimate(workload(make_job(**settings), 384)).activations
     assert 1.2 * wide < chosen < 4 * wide
     settings["sae"]["architecture"] = "gated"
     assert 7 * wide < estimate(workload(make_job(**settings), 384)).activations < 9 * wide
-    # On a CPU they are chosen too.
+    # On a CPU, gated latents are selected sparsely too.
     assert estimate(workload(make_job(**settings), 384, device="cpu")).activations <= chosen
 
 
-def test_narrow_products_halve_the_pre_activations(make_job: MakeJob) -> None:
+def test_16_bit_matmuls_halve_the_pre_activations(make_job: MakeJob) -> None:
     def needed(precision: str, batch_size: int, device: str = "cuda") -> int:
         job = make_job(sae={"d_sae": 3072}, train={"batch_size": batch_size, "precision": precision})
         return estimate(workload(job, 384, 1, device=device)).activations
 
     assert needed("bf16", 8192) == needed("fp16", 8192) == needed("auto", 8192) < needed("fp32", 8192)
-    # A CPU keeps no maxima of groups.
+    # A CPU stores no group maxima.
     assert 0.9 * needed("fp32", 8192) < needed("auto", 8192, "cpu") <= needed("fp32", 8192)
 
 
-def test_the_disk_takes_the_newest_the_best_and_one_more_checkpoint_of_every_sae(make_job: MakeJob) -> None:
+def test_disk_space_covers_the_newest_and_best_and_one_spare_checkpoint_of_each_sae(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 64})
     parameters = n_parameters(workload(job, 8), job.sae)
     assert on_disk(workload(job, 8)) == (2 + 2) * 8 * parameters + 4 * parameters
@@ -237,15 +239,15 @@ def test_the_disk_takes_the_newest_the_best_and_one_more_checkpoint_of_every_sae
 
 
 @pytest.mark.parametrize(("device", "context"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", PROCESS_BYTES)])
-def test_a_gpu_pays_for_a_context_and_the_cpu_for_a_process(make_job: MakeJob, device: str, context: int) -> None:
+def test_a_gpu_needs_a_cuda_context_and_the_cpu_a_process(make_job: MakeJob, device: str, context: int) -> None:
     assert estimate(workload(make_job(), 384, 1, device=device)).context == context
 
 
-def test_a_usual_job_fits_a_usual_card(make_job: MakeJob) -> None:
+def test_a_typical_job_fits_a_typical_gpu(make_job: MakeJob) -> None:
     assert 1 < estimate(workload(make_job(sae={"d_sae": 16384}), 768, 1)).total / 2**30 < 8
 
 
-def test_what_is_said_to_make_a_job_fit_does(make_job: MakeJob) -> None:
+def test_suggested_remedies_make_a_job_fit(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536}, train={"precision": "fp32", "batch_size": 16384})
     needed = estimate(workload(job, 768, 4)).total
     assert remedies(workload(job, 768, 4), needed) == [
@@ -265,9 +267,9 @@ def test_what_is_said_to_make_a_job_fit_does(make_job: MakeJob) -> None:
     assert 'parallel.mode = "tensor"' not in remedies(workload(job, 768, 1), needed)
 
 
-def test_a_compiled_update_spares_signum_the_signs_of_a_matrix_and_muon_no_product(make_job: MakeJob) -> None:
+def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: MakeJob) -> None:
     def spared(optimizer: str) -> int:
-        # So few tokens that the update takes most.
+        # With so few tokens, the update needs the most memory.
         sae, train = {"d_sae": 4096, "auxk_alpha": 0.0}, {"batch_size": 64, "optimizer": optimizer}
         work = workload(make_job(sae=sae, train=train), 1024)
         plain, compiled = (of_plain_steps(work, is_compiled=one) for one in (False, True))
@@ -277,8 +279,8 @@ def test_a_compiled_update_spares_signum_the_signs_of_a_matrix_and_muon_no_produ
     assert 4 * 4096 * 1024 <= spared("signum") < 1.2 * 4 * 4096 * 1024
 
 
-# What an H200 reserved for four plain steps, MB (PyTorch 2.11, CUDA 13): d_in 768 to 24,576 latents with k 32, and
-# 2,304 to 65,536 with k 64. Signum's update, the only one that torch compiles, was compiled.
+# Memory that an H200 reserved for four plain steps, MB (PyTorch 2.11, CUDA 13): d_in 768 with 24,576 latents and k 32,
+# and d_in 2,304 with 65,536 latents and k 64. Signum's update was compiled; torch compiles no other.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),
@@ -295,7 +297,7 @@ RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
 
 
 @pytest.mark.parametrize(("d_in", "architecture", "train", "reserved"), RESERVED, ids=str)
-def test_an_h200_reserves_what_is_estimated_to_a_tenth(
+def test_the_memory_estimate_is_within_a_tenth_of_an_h200_s(
     make_job: MakeJob, d_in: int, architecture: str, train: dict[str, Any], reserved: float
 ) -> None:
     sizes = {768: {"d_sae": 24576, "k": 32}, 2304: {"d_sae": 65536, "k": 64}}[d_in]
@@ -306,7 +308,7 @@ def test_an_h200_reserves_what_is_estimated_to_a_tenth(
 
 
 @pytest.mark.parametrize(("ranks", "n_batches"), [(2, 2.5), (3, 2), (8, 2)])
-def test_readers_of_parts_hold_three_parts_and_a_whole_batch_ahead_of_a_step(
+def test_readers_of_row_shards_hold_three_shards_and_one_full_batch_ahead(
     make_job: MakeJob, ranks: int, n_batches: float
 ) -> None:
     job = make_job(data={"path": "acts", "held_out_tokens": 0}, train={"batch_size": 128}, parallel={"mode": "tensor"})

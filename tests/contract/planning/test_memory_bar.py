@@ -11,13 +11,13 @@ SIZES = st.one_of(st.just(0), st.integers(1, 2**40))
 PARTS = st.builds(Memory, *[SIZES] * len(LETTERS))
 
 
-def test_every_part_has_a_letter_of_its_own() -> None:
+def test_every_component_has_a_unique_letter() -> None:
     assert list(LETTERS) == [field.name for field in msgspec.structs.fields(Memory)]
     assert len(set(LETTERS.values())) == len(LETTERS)
 
 
 @given(PARTS, st.integers(len(LETTERS), 200))
-def test_the_parts_fill_the_bar_and_each_is_seen(parts: Memory, width: int) -> None:
+def test_components_fill_the_bar_and_each_is_visible(parts: Memory, width: int) -> None:
     widths = cells(parts, width)
     assert sum(widths.values()) == (width if parts.total else 0)
     assert widths.keys() == {name for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes}
@@ -25,10 +25,10 @@ def test_the_parts_fill_the_bar_and_each_is_seen(parts: Memory, width: int) -> N
 
 
 @given(PARTS, st.integers(0, len(LETTERS)))
-def test_a_bar_too_short_for_all_parts_is_not_exceeded(parts: Memory, width: int) -> None:
+def test_a_bar_too_short_for_all_components_is_not_exceeded(parts: Memory, width: int) -> None:
     assert sum(cells(parts, width).values()) <= width
 
 
-def test_widths_are_in_proportion_where_there_is_room() -> None:
+def test_widths_are_proportional_if_there_is_space() -> None:
     parts = Memory(3 << 30, 3 << 30, 6 << 30, 2 << 30, 0, 1 << 30, 1 << 30)
     assert list(cells(parts, 32).values()) == [6, 6, 12, 4, 2, 2]

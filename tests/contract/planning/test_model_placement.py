@@ -1,4 +1,4 @@
-"""Where the language model of a training runs: what fits, what is faster, and what cannot be."""
+"""Tests of where the language model of a training runs: what fits, what is faster, and what is impossible."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Make = Callable[..., JobConfig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Return a function that makes a job on a model of so many parameters, of which there are only the files' sizes."""
+    """Return a function that makes a job on a model with this many parameters, whose weight file is sparse."""
     (tmp_path / "text.txt").write_text("a cat sat")
 
     def make_job(n_parameters: float = 10.5e9, gpus: str = "auto:8", d_sae: int = 65536, **sections: Any) -> JobConfig:
@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Make:
         config = {"hidden_size": WIDTH, "num_hidden_layers": 40, "dtype": "bfloat16"}
         (model / "config.json").write_text(json.dumps(config))
         (model / "pytorch_model.bin").touch()
-        # Nothing but a hole.
+        # A sparse file.
         os.truncate(model / "pytorch_model.bin", 2 * int(n_parameters))
         data = {"source": "model", "model": str(model), "hook": "resid_post.20", "text": str(tmp_path / "text.txt")}
         table = {"data": data | sections.pop("data", {}), "sae": {"d_sae": d_sae, "k": 64}}
@@ -62,7 +62,7 @@ def place(job: JobConfig, name: str = RTX_3090, box: Box | None = None, **option
 
 
 @pytest.mark.parametrize(("devices", "counts"), [(1, []), (2, [1]), (3, [2]), (4, [2, 3]), (8, [4, 6, 7])])
-def test_each_gpu_that_trains_has_equally_many_that_read(devices: int, counts: list[int]) -> None:
+def test_each_training_gpu_has_the_same_number_of_model_gpus(devices: int, counts: list[int]) -> None:
     assert counts_that_work(devices) == counts
 
 
@@ -82,7 +82,7 @@ def test_each_gpu_that_trains_has_equally_many_that_read(devices: int, counts: l
         ("cpu:4", "auto", {}, ""),
     ],
 )
-def test_a_number_of_gpus_that_cannot_be_is_refused_with_those_that_can(
+def test_an_impossible_number_of_model_gpus_is_refused_with_the_possible_ones(
     gpus: str, asked: Any, changes: dict[str, Any], told: str, make: Make
 ) -> None:
     job = make(gpus=gpus, data={"model_gpus": asked}, **changes)
@@ -94,7 +94,7 @@ def test_a_number_of_gpus_that_cannot_be_is_refused_with_those_that_can(
     assert [problem.message for problem in problems] == ([refusal] if refusal else [])
 
 
-def test_a_model_that_fits_only_alone_on_a_card_gets_cards_of_its_own(make: Make) -> None:
+def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
     job, room = make(), Room(24 * GIB, 24 * GIB)
     chosen = place(job, room=room)
     beside = place(with_model_gpus(job, 8, 0), room=room)
@@ -107,24 +107,24 @@ def test_a_model_that_fits_only_alone_on_a_card_gets_cards_of_its_own(make: Make
     )
     assert chosen.reader
     assert chosen.reader.total > 2 * 10.5e9
-    # Of the two kinds of GPUs, those that train hold no model.
+    # The GPUs that train hold no language model.
     stored = memory.estimate(chosen.settled.held)
     assert stored.weights == stored.gradients
     assert chosen.needs_bytes == max(stored.total, chosen.reader.total)
 
 
-def test_what_is_free_now_counts_before_what_there_is_in_all(make: Make) -> None:
+def test_free_memory_counts_before_total_memory(make: Make) -> None:
     assert place(make(), room=Room(24 * GIB, 80 * GIB)).model_gpus
     assert place(make(), H100, room=Room(80 * GIB, 80 * GIB)).model_gpus == 0
 
 
-def test_where_both_fit_the_model_runs_on_the_gpus_that_train_unless_its_own_are_clearly_faster(make: Make) -> None:
+def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_faster(make: Make) -> None:
     together = place(make(), H100, room=Room(80 * GIB, 80 * GIB))
     assert together.model_gpus == 0
     assert together.reader is None
     assert together.sentence.startswith("the language model runs on the GPUs that train: on ")
     assert together.sentence.endswith(("× as long", "hardly less time"))
-    # A slow bus makes it dear to train on many.
+    # With a slow bus, training on many GPUs is expensive.
     fast = assumed_speeds(H100, "bf16")
     slow = {f"{H100} x{n}": Bus(5e8, 1e-3) for n in (2, 4, 8)}
     box = Box({H100: Card({"bf16": fast.flops_per_s}, fast.memory_bytes_per_s)}, slow)
@@ -135,7 +135,7 @@ def test_where_both_fit_the_model_runs_on_the_gpus_that_train_unless_its_own_are
     assert beside.settled.time.total_s >= 1.1 * apart.settled.time.total_s
 
 
-def test_where_nothing_fits_the_least_is_tried_and_said(make: Make) -> None:
+def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Make) -> None:
     chosen = place(make(), room=Room(8 * GIB, 8 * GIB))
     assert "needs least memory" in chosen.why
     assert chosen.needs_bytes <= place(with_model_gpus(make(), 8, 0)).needs_bytes
@@ -152,17 +152,17 @@ def test_where_nothing_fits_the_least_is_tried_and_said(make: Make) -> None:
         {"data": {"model_gpus": 0}},
     ],
 )
-def test_nothing_is_chosen_where_there_is_nothing_to_choose(changes: dict[str, Any], make: Make) -> None:
+def test_no_placement_is_chosen_if_there_is_no_choice(changes: dict[str, Any], make: Make) -> None:
     chosen = place(make(**changes), room=Room(24 * GIB, 24 * GIB))
     assert (chosen.model_gpus, chosen.why) == (0, "")
 
 
-def test_ranks_that_share_latents_in_groups_stay_whole_groups(make: Make) -> None:
+def test_ranks_that_share_latents_in_groups_stay_in_full_groups(make: Make) -> None:
     job = make(parallel={"mode": "hybrid", "latent_ranks": 2})
     assert place(job, room=Room(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
 
 
-def test_a_run_that_goes_on_keeps_its_ranks_where_it_can(make: Make) -> None:
+def test_a_resumed_run_keeps_its_ranks_if_possible(make: Make) -> None:
     room = Room(24 * GIB, 24 * GIB)
     for ranks, own in ((8, 0), (4, 4), (2, 6), (1, 7)):
         again = place(make(), room=room, ranks_before=ranks)
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_keeps_its_ranks_where_it_can(make: Make) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "ddp", "tensor"])
-def test_what_a_step_is_does_not_depend_on_a_choice_that_was_left_open(mode: str, make: Make) -> None:
+def test_an_automatic_placement_does_not_change_the_size_of_a_step(mode: str, make: Make) -> None:
     job = make(parallel={"mode": mode})
     plain = Layout(job, 8)
     assert ranks_of(job, 8) == 8
@@ -184,7 +184,7 @@ def test_what_a_step_is_does_not_depend_on_a_choice_that_was_left_open(mode: str
         assert layout.total_steps == steps_of(job, 8)
 
 
-def test_a_number_that_was_given_leaves_as_many_ranks_as_are_not_the_models(make: Make) -> None:
+def test_a_given_number_of_model_gpus_leaves_the_rest_as_ranks(make: Make) -> None:
     job = make(data={"model_gpus": 6})
     assert (wanted_devices(job), wanted_ranks(job)) == (8, 2)
     chosen = place(job)
@@ -193,7 +193,7 @@ def test_a_number_that_was_given_leaves_as_many_ranks_as_are_not_the_models(make
     assert steps_of(job, 8) == Layout(job, 2).total_steps
 
 
-def test_a_step_takes_as_long_as_reading_or_training_whichever_is_more(make: Make) -> None:
+def test_a_step_takes_the_longer_of_reading_and_training(make: Make) -> None:
     speeds = assumed_speeds(H100, "bf16")
     for n_parameters, reads_longer in ((10.5e9, True), (1e8, False)):
         job = make(n_parameters, parallel={"mode": "ddp"})
@@ -207,7 +207,7 @@ def test_a_step_takes_as_long_as_reading_or_training_whichever_is_more(make: Mak
         assert (reading > alone) == reads_longer
 
 
-def test_the_outlook_needs_the_larger_of_what_trains_and_what_reads(make: Make) -> None:
+def test_the_outlook_needs_the_larger_of_training_and_model_memory(make: Make) -> None:
     job = make(gpus="auto:2", data={"model_gpus": 1}, d_sae=4096)
     cards = [MachineGpu(index, RTX_3090, 16 * GIB, memory_total_bytes=16 * GIB) for index in range(2)]
     look = outlook(job, job.data_shape(), 2, cards)

@@ -1,4 +1,4 @@
-"""What is said of rows that lie where an extraction is to write, beside what a run makes of them."""
+"""Tests of the messages about rows already in an extraction's output folder, compared with what a run does to them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def stop_after(n: int) -> tuple[threading.Event, Callable[[int], object]]:
     return stop, lambda rows: stop.set() if rows >= n else None
 
 
-def test_nothing_is_said_of_a_folder_that_is_not_there_or_holds_no_row(make: Make) -> None:
+def test_a_missing_or_empty_folder_is_not_mentioned(make: Make) -> None:
     assert what_is_there(make()) == ""
     run(make(), *stop_after(1))
     assert what_is_there(make(n_tokens=200)) == ""
 
 
-def test_a_finished_extraction_is_told_before_another_is_launched_there(make: Make, tmp_path: Path) -> None:
+def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp_path: Path) -> None:
     run(job := make())
     told = f"{tmp_path / 'rows'} holds this extraction, finished with 300 rows: nothing is left to do"
     assert what_is_there(job) == told
@@ -50,7 +50,7 @@ def test_a_finished_extraction_is_told_before_another_is_launched_there(make: Ma
     assert [(problem.message, problem.severity) for problem in warnings] == [(told, "warning")]
 
 
-def test_the_folder_of_another_extraction_is_said_to_be_refused_as_it_is(make: Make, tmp_path: Path) -> None:
+def test_the_folder_of_another_extraction_is_reported_and_refused(make: Make, tmp_path: Path) -> None:
     run(make())
     other = make(n_tokens=200)
     assert "of another extract.n_tokens, 300: this one would be refused" in what_is_there(other)
@@ -60,17 +60,17 @@ def test_the_folder_of_another_extraction_is_said_to_be_refused_as_it_is(make: M
         run(other)
 
 
-def test_an_extraction_that_was_stopped_is_said_to_go_on(make: Make) -> None:
+def test_a_stopped_extraction_is_reported_as_resumable(make: Make) -> None:
     run(job := make(), *stop_after(150))
     assert what_is_there(job).endswith("holds the first 128 rows of this extraction: it goes on after them")
     assert (n_stored_rows(job), n_stored_rows(make(n_tokens=200))) == (128, 0)
 
 
-def test_the_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> None:
+def test_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> None:
     job, output = make(shard_rows=16), tmp_path / "rows"
     run_ranks(job, 2, tmp_path / "meet")
     assert "finished with 300 rows" in what_is_there(job)
-    # As each of them has written it down before the end.
+    # The state that each process writes before the end.
     state = json.loads((output / STATE).read_text()) | {"is_finished": False}
     (output / STATE).write_text(json.dumps(state | {"shards": [[], []]}))
     for rank, n in enumerate((2, 3)):
@@ -81,7 +81,7 @@ def test_the_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) 
     assert n_stored_rows(job) == 80
 
 
-def test_shards_of_something_else_are_said_to_be_refused(make: Make) -> None:
+def test_foreign_shards_are_reported_as_refused(make: Make) -> None:
     (folder := (job := make()).folder("mlp_out.0")).mkdir(parents=True)
     (folder / "acts.safetensors").touch()
     assert what_is_there(job).startswith(f"{folder} holds shards of something else: this extraction would be refused")

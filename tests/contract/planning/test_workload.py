@@ -15,7 +15,7 @@ MakeJob = Callable[..., JobConfig]
 SHAPE = DataShape(8, None, 10**6)
 
 
-def test_steps_tokens_and_mode_follow_from_job_and_ranks(make_job: MakeJob) -> None:
+def test_steps_and_tokens_and_mode_follow_from_the_job_and_its_ranks(make_job: MakeJob) -> None:
     job = make_job(train={"batch_size": 64, "accumulate": 3, "n_tokens": 1000})
     layout = Layout(job, 2)
     assert layout.tokens_per_step == 64 * 3 * 2
@@ -29,7 +29,7 @@ def test_steps_tokens_and_mode_follow_from_job_and_ranks(make_job: MakeJob) -> N
 @pytest.mark.parametrize(
     ("mode", "latent_ranks", "data_ranks"), [("ddp", 1, 4), ("tensor", 4, 1), ("hybrid", 2, 2), ("sweep", 1, 1)]
 )
-def test_a_mode_says_which_ranks_share_latents_and_which_tokens(
+def test_a_mode_determines_which_ranks_share_latents_and_which_share_tokens(
     make_job: MakeJob, mode: str, latent_ranks: int, data_ranks: int
 ) -> None:
     layout = Layout(make_job(parallel={"mode": mode}), 4)
@@ -37,7 +37,7 @@ def test_a_mode_says_which_ranks_share_latents_and_which_tokens(
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("off", 1), ("sqrt", 2), ("linear", 4)])
-def test_the_learning_rate_follows_the_tokens_of_a_step(make_job: MakeJob, scaling: str, factor: float) -> None:
+def test_the_learning_rate_scales_with_the_tokens_of_a_step(make_job: MakeJob, scaling: str, factor: float) -> None:
     job = make_job(train={"batch_size": 4096, "lr_scaling": scaling, "lr_tokens": 4096})
     assert Layout(job, 4).lr_scale == factor
 
@@ -49,7 +49,7 @@ def test_the_learning_rate_follows_the_tokens_of_a_step(make_job: MakeJob, scali
         ({"n_tokens": 1_000_000}, 1, 1984, 505),
         ({"n_tokens": 300_000}, 1, 576, 521),
         ({"n_tokens": 10_000}, 1, 512, 20),
-        # The ranks share what one would have, down to 64 tokens each.
+        # The ranks divide the tokens that a single rank would have, down to 64 tokens each.
         ({"n_tokens": 1_000_000}, 4, 1792, 559),
         ({"n_tokens": 10_000}, 3, 576, 18),
         ({"n_tokens": 10_000}, 16, 1024, 10),
@@ -58,7 +58,7 @@ def test_the_learning_rate_follows_the_tokens_of_a_step(make_job: MakeJob, scali
         ({"n_tokens": 1_000_000, "n_steps": 7}, 2, 8192, 7),
     ],
 )
-def test_a_run_of_few_tokens_has_small_steps_unless_it_says_how_large(
+def test_a_run_of_few_tokens_has_small_steps_unless_their_size_is_set(
     make_job: MakeJob, train: dict[str, int], ranks: int, tokens: int, steps: int
 ) -> None:
     layout = Layout(make_job(train=train), ranks)
@@ -69,14 +69,14 @@ def test_a_run_of_few_tokens_has_small_steps_unless_it_says_how_large(
     ("train", "factor"),
     [({"batch_size": 256}, 0.5), ({"batch_size": 2048}, 1), ({"batch_size": 256, "lr": 0.01}, 1)],
 )
-def test_only_a_rate_that_was_left_open_is_lower_for_small_steps(
+def test_only_an_automatic_rate_is_reduced_for_small_steps(
     make_job: MakeJob, train: dict[str, Any], factor: float
 ) -> None:
     assert Layout(make_job(train=train), 1).lr_scale == factor
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_adam_forgets_sooner_in_a_shorter_run(make_job: MakeJob, optimizer: str) -> None:
+def test_adam_has_shorter_averages_in_a_shorter_run(make_job: MakeJob, optimizer: str) -> None:
     knobs = make_job(train={"optimizer": optimizer}).train.knobs
     for_runs = [knobs.for_run(n_steps, "cpu") for n_steps in (10, 500, 10_000, 10**6)]
     assert [one.beta1 for one in for_runs] == [0.75, 0.75, 0.9, 0.9]
@@ -87,21 +87,19 @@ def test_adam_forgets_sooner_in_a_shorter_run(make_job: MakeJob, optimizer: str)
 
 
 @pytest.mark.parametrize(("optimizer", "shares"), [("adam", True), ("signum", False), ("muon", False)])
-def test_replicas_share_an_optimizer_that_steps_each_weight_alone(
-    make_job: MakeJob, optimizer: str, shares: bool
-) -> None:
+def test_replicas_shard_an_elementwise_optimizer(make_job: MakeJob, optimizer: str, shares: bool) -> None:
     job = make_job(train={"optimizer": optimizer})
     assert Layout(job, 2).uses_zero(job.train) is shares
     assert not Layout(job.replace("parallel", zero=False), 2).uses_zero(job.train)
 
 
-def test_each_sae_of_a_sweep_asks_for_its_own_optimizer(make_job: MakeJob) -> None:
+def test_each_sae_of_a_sweep_has_its_own_optimizer(make_job: MakeJob) -> None:
     layout = Layout(make_job(train={"optimizer": ["adam", "muon"]}), 2)
     assert [layout.uses_zero(member.train) for member in layout.members.values()] == [True, False]
     assert not layout.is_elementwise
 
 
-def test_saes_are_placed_so_that_no_rank_has_much_more(make_job: MakeJob) -> None:
+def test_saes_are_placed_so_that_ranks_are_balanced(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": [4096, 1024, 3072], "k": 8}, parallel={"mode": "sweep"})
     placed = Layout(job, 2).members_by_rank
     assert [sum(member.sae.d_sae or 0 for member in saes.values()) for saes in placed] == [4096, 4096]
@@ -111,7 +109,7 @@ def test_saes_are_placed_so_that_no_rank_has_much_more(make_job: MakeJob) -> Non
     ("section", "changes"),
     [("parallel", {"mode": "tensor"}), ("train", {"batch_size": 77, "global_batch_size": 154, "precision": "bf16"})],
 )
-def test_changed_settings_are_those_of_every_sae(make_job: MakeJob, section: str, changes: dict[str, Any]) -> None:
+def test_changed_settings_apply_to_each_sae(make_job: MakeJob, section: str, changes: dict[str, Any]) -> None:
     job = make_job(sae={"k": [4, 8]}, train={"seed": [0, 1]})
     work = Workload(job, 2, SHAPE)
     changed = work.with_settings(section, **changes).on(4).on_device(CPU)
@@ -139,7 +137,7 @@ def test_changed_settings_are_those_of_every_sae(make_job: MakeJob, section: str
         ("NVIDIA H200", "fp32", "fp32", 4),
     ],
 )
-def test_auto_precision_is_what_the_device_is_fast_at(
+def test_auto_precision_is_one_that_the_device_is_fast_at(
     make_job: MakeJob, name: str, asked: str, precision: str, n_bytes: int
 ) -> None:
     work = Workload(make_job(train={"precision": asked}), 1, SHAPE, name)

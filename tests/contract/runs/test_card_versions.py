@@ -1,4 +1,4 @@
-"""How older cards are stored next to the weights of an SAE."""
+"""Tests of older report cards, stored next to the weights of an SAE."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def refuse(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Make a folder with a card and features, on a file system without hard links."""
+    """Make a folder with a report card and features."""
     put_card(tmp_path)
     (tmp_path / FEATURES).write_bytes(features_file())
     return tmp_path
 
 
-def test_features_that_are_copied_are_private_and_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_features_are_private_and_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", refuse)
     before = os.umask(0o022)
     try:
@@ -40,7 +40,7 @@ def test_features_that_are_copied_are_private_and_complete(folder: Path, monkeyp
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
 
 
-def test_a_copy_that_fails_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_leaves_no_file_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "link", refuse)
     for name in ("copyfile", "copyfileobj"):
         monkeypatch.setattr(shutil, name, fails_halfway)

@@ -1,4 +1,4 @@
-"""Characters that are spread over tokens, against what Python makes of all bytes at once."""
+"""Tests of characters that span tokens, compared with Python's decoding of all bytes at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainer.contract.runs.characters import runs_of_tokens, without_cut_ends
 
 
 def cut(draw: Any, whole: bytes) -> list[bytes]:
-    """Return the bytes cut at any places, at some of them twice."""
+    """Return the bytes cut at random positions; a position may occur twice."""
     places = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     return [whole[first:last] for first, last in zip([0, *places], [*places, len(whole)], strict=True)]
 
 
 @given(st.data())
-def test_runs_of_any_text_are_text_each_and_as_short_as_can_be(data: Any) -> None:
+def test_runs_of_any_text_decode_alone_and_are_as_short_as_possible(data: Any) -> None:
     text = data.draw(st.text(st.characters(exclude_categories=["Cs"])))
     tokens = cut(data.draw, text.encode())
     runs = runs_of_tokens(tokens)
@@ -32,7 +32,7 @@ def test_runs_of_any_text_are_text_each_and_as_short_as_can_be(data: Any) -> Non
 
 
 @given(st.data())
-def test_of_any_bytes_every_token_is_in_one_run(data: Any) -> None:
+def test_every_token_of_any_bytes_is_in_exactly_one_run(data: Any) -> None:
     tokens = cut(data.draw, data.draw(st.binary()))
     assert [number for run in runs_of_tokens(tokens) for number in run] == list(range(len(tokens)))
     at = data.draw(st.integers(0, len(tokens) - 1))
@@ -40,17 +40,17 @@ def test_of_any_bytes_every_token_is_in_one_run(data: Any) -> None:
 
 
 @given(st.data())
-def test_characters_cut_at_the_ends_are_left_out(data: Any) -> None:
+def test_characters_cut_at_the_ends_are_dropped(data: Any) -> None:
     text = data.draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
     whole = text.encode()
     first = data.draw(st.integers(0, len(whole)))
     last = data.draw(st.integers(first, len(whole)))
-    # The token in the middle, on which a latent fires, is none of those that are cut.
+    # The middle token, on which a latent fires, is not cut.
     tokens = [whole[first:], b"!", whole[:last]]
     kept = without_cut_ends(tokens, 1)
     assert kept == [tokens[0].decode("utf-8", "ignore").encode(), b"!", tokens[2].decode("utf-8", "ignore").encode()]
 
 
-def test_a_byte_that_belongs_to_no_character_is_a_run_of_its_own() -> None:
+def test_a_byte_outside_any_character_is_its_own_run() -> None:
     assert runs_of_tokens([b"\xe5", b"the", b"\xa4", b"\xa9"]) == [range(1), range(1, 2), range(2, 3), range(3, 4)]
     assert runs_of_tokens([]) == []

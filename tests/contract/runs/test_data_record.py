@@ -1,4 +1,4 @@
-"""Shards as a checkpoint records them: which changes count as the same data, as grown data and as other data."""
+"""Tests of the shard record in a checkpoint: which changes count as the same, as grown and as different data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def recorded(folder: Path) -> DataRecord:
-    """Return the record as a checkpoint's JSON gives it back."""
+    """Return the record after a round trip through a checkpoint's JSON."""
     record = sampled(record_of([ShardKnobs(str(folder))]))
     return msgspec.json.decode(msgspec.json.encode(record), type=DataRecord)
 
@@ -77,7 +77,7 @@ def test_a_changed_shard_is_refused_with_its_name_and_the_change(change: str, fo
     assert f"the run was trained on {said.format(folder=folder)}" in refusal(folder, before)
 
 
-def test_copied_and_touched_files_of_the_same_content_are_the_same_data(folder: Path, tmp_path: Path) -> None:
+def test_copied_and_touched_files_with_the_same_content_are_the_same_data(folder: Path, tmp_path: Path) -> None:
     before = recorded(folder)
     os.utime(folder / "b.npy", ns=(1, 1))
     (folder / "d.npy").rename(tmp_path / "d.npy")
@@ -85,13 +85,13 @@ def test_copied_and_touched_files_of_the_same_content_are_the_same_data(folder: 
     os.utime(folder / "d.npy", ns=(2, 2))
     now = record_of([ShardKnobs(str(folder))], before)
     assert news_of_data(before, now) is None
-    # A copy of the whole folder; its shards keep their samples.
+    # In a copy of the folder, the shards keep their samples.
     shutil.copytree(folder, tmp_path / "elsewhere")
     moved = record_of([ShardKnobs(str(tmp_path / "elsewhere"))], before)
     assert [one.sample for one in moved[0].shards] == [one.sample for one in before[0].shards]
 
 
-def test_new_shards_of_any_name_follow_the_old_ones_and_are_not_split(
+def test_new_shards_follow_the_old_ones_and_are_not_split(
     folder: Path,
 ) -> None:
     before = recorded(folder)
@@ -124,7 +124,7 @@ def test_every_folder_of_inputs_and_targets_is_recorded(folder: Path, tmp_path: 
     assert record_of([SyntheticKnobs()]) == []
 
 
-def test_a_shard_with_another_sha256_in_meta_json_is_refused_although_size_and_time_are_the_same(folder: Path) -> None:
+def test_a_changed_sha256_in_meta_json_is_refused_despite_equal_size_and_time(folder: Path) -> None:
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("b.npy", "d.npy")}
     (folder / "meta.json").write_text(json.dumps({"shards": sums}))
     before = recorded(folder)
@@ -145,14 +145,14 @@ def test_the_sample_of_a_large_shard_detects_reordered_rows(folder: Path, monkey
 
 
 @given(size=st.integers(1, 10_000), n_blocks=st.integers(2, 60))
-def test_sampled_blocks_are_in_the_file_and_reach_both_ends(size: int, n_blocks: int) -> None:
+def test_sampled_blocks_are_in_the_file_and_include_both_ends(size: int, n_blocks: int) -> None:
     size += n_blocks * data_record.BLOCK
     places = data_record._places(size, n_blocks)
     assert (places[0], places[-1] + data_record.BLOCK) == (0, size)
     assert all(second - first >= data_record.BLOCK for first, second in itertools.pairwise(places))
 
 
-def test_a_shard_that_became_shorter_is_named(folder: Path) -> None:
+def test_a_truncated_shard_is_named(folder: Path) -> None:
     before = recorded(folder)
     assert cut_short(before) is None
     os.truncate(folder / "d.npy", 1000)
@@ -160,7 +160,7 @@ def test_a_shard_that_became_shorter_is_named(folder: Path) -> None:
     assert cut_short(before) == said
 
 
-def test_a_shard_that_changes_before_its_sample_is_read_is_not_taken_for_the_same(folder: Path) -> None:
+def test_a_shard_that_changes_before_it_is_sampled_is_not_the_same(folder: Path) -> None:
     record = record_of([ShardKnobs(str(folder))])
     save(folder / "d.npy", 60, 2)
     os.utime(folder / "d.npy", ns=(1, 1))
@@ -169,7 +169,7 @@ def test_a_shard_that_changes_before_its_sample_is_read_is_not_taken_for_the_sam
     assert "d.npy in" in refusal(folder, before)
 
 
-def test_a_file_that_cannot_be_sampled_is_recorded_without_and_then_its_time_decides(folder: Path) -> None:
+def test_a_file_that_cannot_be_sampled_is_identified_by_its_time(folder: Path) -> None:
     record = record_of([ShardKnobs(str(folder))])
     (folder / "d.npy").rename(folder / "d")
     before = sampled(record)

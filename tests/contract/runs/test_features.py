@@ -1,4 +1,4 @@
-"""What latents fire on, read from a file that anybody may have written or cut."""
+"""Tests of reading feature files that anyone may have written or truncated."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_latent_is_told_with_its_contexts(file: Path) -> None:
+def test_a_feature_contains_its_contexts(file: Path) -> None:
     feature = Features(file).feature(0)
     assert (feature.density, feature.largest, feature.mean) == (0.03, 4.0, 2.0)
     assert (feature.histogram, feature.nearest) == ((1, 2), ((1, 0.25),))
     first, second = feature.contexts
     assert [(token.text, token.act) for token in first.tokens] == [(" the", 0.0), (" Lämb", 4.0), ("s", 1.0)]
     assert (first.at, first.act) == (1, 4.0)
-    # Where the document begins or ends there are fewer tokens.
+    # A context has fewer tokens at the beginning or end of a document.
     assert ([token.text for token in second.tokens], second.at) == ([" Lämb"], 0)
     assert len(Features(file).feature(1).contexts) == 1
 
 
-def test_the_tokens_that_a_latent_promotes_are_told_where_they_are_known(file: Path) -> None:
+def test_promoted_tokens_are_included_if_the_file_has_them(file: Path) -> None:
     assert Features(file).feature(0).promoted == ()
     file.write_bytes(features_file(**MOVED))
     feature = Features(file).feature(0)
     assert [(one.text, one.logit) for one in (*feature.promoted, *feature.suppressed)] == [(" Lämb", 1.5), ("s", -2.5)]
-    # A part of them is none of what an evaluation writes; it is left alone.
+    # An evaluation writes all four tensors or none; an incomplete set is ignored.
     file.write_bytes(features_file(promoted=MOVED["promoted"]))
     assert Features(file).feature(0).promoted == ()
 
 
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("shape", [[1, 2], [2], []])
-def test_tokens_that_latents_promote_in_another_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
+def test_promoted_tokens_of_another_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
     kind, code, _, values = MOVED[name]
     file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
     with pytest.raises(UserError, match="is not what `sae-train eval` writes"):
         Features(file)
 
 
-def test_a_character_over_several_tokens_is_told_once_with_the_strongest_of_them(file: Path) -> None:
+def test_a_character_over_several_tokens_is_merged_with_the_largest_activation(file: Path) -> None:
     file.write_bytes(features_file(SPREAD))
     features = Features(file)
     (first, second), (third,) = features.feature(0).contexts, features.feature(1).contexts
     assert ([(one.text, one.act) for one in first.tokens], first.at) == ([(" 天", 4.0), ("气", 1.0)], 0)
-    # The token on which it fires most is told even where the rest of its character is missing.
+    # The most active token is kept even if the rest of its character is missing.
     assert ([one.text for one in second.tokens], second.at, second.act) == (["�"], 0, 2.0)
     assert ([(one.text, one.act) for one in third.tokens], third.at) == ([("气", 0.0), (" �", 3.0), (" ", 0.0)], 1)
 
@@ -67,18 +67,18 @@ def test_a_character_over_several_tokens_is_told_once_with_the_strongest_of_them
 @pytest.mark.parametrize(
     ("words", "latents"), [("天气", [0]), ("天", [0]), ("气", [1, 0]), ("气天", []), (" 天气", [0])]
 )
-def test_a_search_finds_what_is_spread_over_tokens(file: Path, words: str, latents: list[int]) -> None:
+def test_a_search_finds_text_that_spans_tokens(file: Path, words: str, latents: list[int]) -> None:
     file.write_bytes(features_file(SPREAD))
     assert Features(file).search(words) == latents
 
 
-def test_a_search_over_tokens_does_not_mind_case_and_ranks_by_what_fires_most(file: Path) -> None:
+def test_a_search_across_tokens_ignores_case_and_sorts_by_activation(file: Path) -> None:
     file.write_bytes(features_file({5: b"L\xc3", 7: b"\xa4M", 9: b"B"}))
     features = Features(file)
     assert [features.search(words) for words in ("lämb", "LÄMB", "mb", "bl", "ä")] == [[0], [0], [0], [1], [0]]
 
 
-def test_of_many_latents_only_the_most_frequent_are_looked_at_for_words_over_tokens(
+def test_a_search_across_tokens_checks_only_the_most_frequent_latents(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.contract.runs.features._MOST_JOINED", 1)
@@ -88,12 +88,12 @@ def test_of_many_latents_only_the_most_frequent_are_looked_at_for_words_over_tok
     assert [Features(file).search(words) for words in ("天气", "气")] == [[0], [0, 1]]
 
 
-def test_a_token_that_is_a_part_of_a_character_is_told_by_its_bytes(file: Path) -> None:
+def test_a_token_with_a_partial_character_is_shown_as_bytes(file: Path) -> None:
     file.write_bytes(features_file(SPREAD, **MOVED))
     assert [one.text for one in Features(file).feature(0).promoted] == ["\\xa9"]
 
 
-def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
+def test_latents_are_sorted_as_requested(file: Path) -> None:
     features = Features(file)
     assert (features.n_latents, features.n_rows) == (2, 100)
     orders = [features.order(by) for by in ("density", "largest", "latent")]
@@ -106,29 +106,29 @@ def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
 @pytest.mark.parametrize(
     ("fired", "order"),
     [
-        # Of 100,000 rows, with largest activations of 4 and 3: both on 0.01 to 1 %, or one is rarer or denser.
+        # For 100,000 rows and largest activations of 4 and 3: both fire on 0.01 to 1 %, or one is rarer or denser.
         ((10, 1000), [0, 1]),
         ((9, 10), [1, 0]),
         ((1001, 10), [1, 0]),
         ((5, 6), [0, 1]),
-        # The densest is last, after a rare one.
+        # The densest latent comes last, even after a rare one.
         ((20_000, 2000), [1, 0]),
         ((2000, 3), [1, 0]),
     ],
 )
-def test_sparse_latents_come_first_and_dense_ones_last(file: Path, fired: tuple[int, int], order: list[int]) -> None:
+def test_sparse_latents_come_first_and_dense_latents_last(file: Path, fired: tuple[int, int], order: list[int]) -> None:
     file.write_bytes(features_file(n_fired=("I32", "i", [2], [*fired]), n_rows=("I64", "q", [1], [100_000])))
     assert Features(file).order() == order
     assert Features(file).n_dense == (max(fired) > 10_000)
 
 
-def test_a_search_separates_latents_that_fire_on_the_words_from_latents_that_fire_near_them(file: Path) -> None:
+def test_a_search_separates_latents_that_fire_on_a_word_from_those_near_it(file: Path) -> None:
     features = Features(file)
     assert features.search_apart("the") == ([1], [0])
     assert features.search_apart("cow") == ([], [])
 
 
-def test_a_search_finds_first_what_fires_most_on_a_token_and_then_what_has_it_in_a_context(file: Path) -> None:
+def test_a_search_lists_latents_that_fire_on_a_token_before_its_contexts(file: Path) -> None:
     features = Features(file)
     latents = [features.search(words) for words in ("LÄMB", "the", "s", "cow")]
     # Latent 1 fires more often than latent 0.
@@ -136,22 +136,22 @@ def test_a_search_finds_first_what_fires_most_on_a_token_and_then_what_has_it_in
 
 
 @pytest.mark.parametrize("ends", [[2, 3, 99], [-5, 2, -1], [5, 0, 3]])
-def test_an_index_of_anything_makes_no_search_fail(file: Path, ends: list[int]) -> None:
+def test_a_corrupt_index_breaks_no_search(file: Path, ends: list[int]) -> None:
     latents = ("I32", "i", [5], [7, -1, 2**30, 0, 1])
     file.write_bytes(features_file(index_ends=("I64", "q", [3], ends), index_latents=latents))
     assert {latent for words in ("the", "s") for latent in Features(file).search(words)} <= {0, 1}
 
 
-def test_a_token_of_unknown_text_is_told_by_its_number(file: Path) -> None:
+def test_a_token_of_unknown_text_is_shown_as_its_id(file: Path) -> None:
     assert Features(file).text(6) == "[6]"
 
 
-def test_there_are_no_other_latents(file: Path) -> None:
+def test_a_latent_out_of_range_is_refused(file: Path) -> None:
     with pytest.raises(UserError, match="there is no latent 2; the SAE has latents 0 to 1"):
         Features(file).feature(2)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_raises_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read: No such file"):
         Features(tmp_path / "nothing")
 
@@ -174,7 +174,7 @@ def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_any_damage_is_one_sentence_or_another_answer(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_any_damage_gives_a_user_error_or_other_values(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     content = bytearray(features_file(data.draw(st.sampled_from([TEXTS, SPREAD]))))
     for _ in range(data.draw(st.integers(0, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -188,7 +188,7 @@ def test_any_damage_is_one_sentence_or_another_answer(tmp_path_factory: pytest.T
             features.search(words)
 
 
-def test_features_with_a_header_that_is_nested_too_deeply_belong_to_no_weights(file: Path) -> None:
+def test_a_deeply_nested_header_matches_no_weights(file: Path) -> None:
     header = b"[" * 100_000
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     assert not is_of_weights(file, "0123")

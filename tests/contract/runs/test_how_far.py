@@ -1,4 +1,4 @@
-"""How far the training of an SAE went, in words and in metadata."""
+"""Tests of the training progress of an SAE, in words and in metadata."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trainer.contract.runs.how_far import HowFar, from_metadata
         (0.141, 0.0, 100, False),
         (0.1341, 0.0, 32_768, False),
         (0.12, 0.0, 32_768, False),
-        # The learning rate is higher again, as in a run that was extended.
+        # The learning rate has risen again, as in an extended run.
         (0.2, 1.0, 32_768, False),
     ],
 )
-def test_a_rise_counts_beyond_noise_and_only_at_a_learning_rate_that_has_not_risen(
+def test_overfitting_is_reported_beyond_noise_and_before_the_learning_rate_rises(
     fvu: float, lr_share: float, n_rows: int, is_below: bool
 ) -> None:
     assert Best(300, 0.134, 0.5, n_rows).is_clearly_below(fvu, lr_share) is is_below
 
 
-def test_the_metadata_of_an_export_restores_how_far_the_run_was() -> None:
+def test_the_metadata_of_an_export_restores_the_progress_of_its_run() -> None:
     whole = HowFar(
         step=500, total_steps=500, lr_share=0.0, passes=18.2, fvu=0.08, heldout_fvu=0.141, best=Best(300, 0.134)
     )

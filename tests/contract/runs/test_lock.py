@@ -1,4 +1,4 @@
-"""The lock of a run, which tells everybody on the machine whether a process of the run lives."""
+"""Tests of a run's lock, which shows every user of the machine whether a process of the run is alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ while True:
 
 @pytest.fixture
 def looked_at(tmp_path: Path) -> Iterator[Path]:
-    """Yield the lock file of a run while another process keeps asking whether it is held."""
+    """Yield the lock file of a run while another process keeps checking whether it is held."""
     file = RunPaths(tmp_path).lock_file
     with subprocess.Popen([sys.executable, "-c", LOOKS, str(file)], stdout=subprocess.PIPE, text=True) as looking:
         assert looking.stdout
@@ -38,13 +38,13 @@ def looked_at(tmp_path: Path) -> Iterator[Path]:
         looking.kill()
 
 
-def test_who_looks_whether_a_run_lives_keeps_nobody_from_beginning_it(looked_at: Path) -> None:
+def test_checking_a_run_s_lock_does_not_prevent_its_start(looked_at: Path) -> None:
     for _ in range(3000):
         with RunLock(looked_at.parent) as run:
             run.share()
 
 
-def test_who_looks_whether_a_run_lives_is_not_taken_for_a_process_of_it(
+def test_a_check_of_the_lock_does_not_count_as_a_process_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking = RunLock(tmp_path)
@@ -53,7 +53,7 @@ def test_who_looks_whether_a_run_lives_is_not_taken_for_a_process_of_it(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_lock_that_another_member_made_for_himself_keeps_nobody_from_going_on() -> None:
+def test_a_lock_file_private_to_another_user_does_not_block_a_run() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         RunPaths(Path(folder)).lock_file.touch(0o600)
@@ -66,7 +66,7 @@ def test_a_lock_that_another_member_made_for_himself_keeps_nobody_from_going_on(
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_run_that_goes_is_not_begun_again(tmp_path: Path) -> None:
+def test_a_running_run_is_not_started_again(tmp_path: Path) -> None:
     with RunLock(tmp_path) as run:
         run.share()
         assert is_held(RunPaths(tmp_path).lock_file)

@@ -1,4 +1,4 @@
-"""Which devices of an attempt only run its language model, as its spec says it to all its ranks."""
+"""Tests of devices that run only the language model, and of the spec that passes their number to all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture
 def given(tmp_path: Path) -> RankSpec:
-    """Return the spec of an attempt with all devices of its job as ranks."""
+    """Return the spec of an attempt in which each device of the job is a rank."""
     return RankSpec(
         tmp_path, tmp_path / "sae", attempt=1, world_size=4, device="cuda", gpu_uuids=UUIDS, gpu_vendor="nvml"
     )
@@ -53,20 +53,20 @@ def test_gpus_of_the_model_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, 
     ("devices", "model_gpus", "of_ranks"),
     [(4, 2, [[2], [3]]), (4, 3, [[1, 2, 3]]), (8, 6, [[2, 4, 6], [3, 5, 7]]), (4, 0, [[], [], [], []])],
 )
-def test_every_gpu_of_the_model_is_that_of_one_rank(
+def test_each_gpu_of_the_model_belongs_to_one_rank(
     devices: int, model_gpus: int, of_ranks: list[list[int]], given: RankSpec
 ) -> None:
     spec = msgspec.structs.replace(given, world_size=devices - model_gpus, model_gpus=model_gpus)
     assert [spec.model_gpus_of(rank) for rank in range(spec.world_size)] == of_ranks
 
 
-def test_what_was_left_open_is_settled_with_its_reason(job: JobConfig, given: RankSpec) -> None:
+def test_an_automatic_number_of_model_gpus_is_resolved_with_its_reason(job: JobConfig, given: RankSpec) -> None:
     spec = placed(given, job, "auto")
     assert (spec.world_size, spec.model_gpus) == (4, 0)
     assert spec.model_gpus_why.startswith("on ")
 
 
-def test_a_run_that_is_resumed_keeps_the_ranks_it_had(job: JobConfig, given: RankSpec, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_number_of_ranks(job: JobConfig, given: RankSpec, tmp_path: Path) -> None:
     write_spec(placed(given, job, 2))
     again = msgspec.structs.replace(given, attempt=2, resume_from=tmp_path / "checkpoints" / "step-1")
     assert placed(again, job, "auto").model_gpus == 2
@@ -74,7 +74,7 @@ def test_a_run_that_is_resumed_keeps_the_ranks_it_had(job: JobConfig, given: Ran
     assert placed(msgspec.structs.replace(given, attempt=2), job, "auto").model_gpus == 0
 
 
-def test_the_spec_of_stored_rows_stays_as_it_is(given: RankSpec) -> None:
+def test_the_spec_for_stored_rows_is_unchanged(given: RankSpec) -> None:
     job, _ = parse_job({"data": {"path": "acts"}})
     assert job
     assert with_model_placed(given, job, "", Box(), Room()) is given

@@ -1,4 +1,4 @@
-"""Which of several real processes that ended is to blame."""
+"""Tests that find the process that caused a failure among several that ended, with real processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def leave_word(tmp_path: Path, rank: int, error: str) -> None:
     (tmp_path / f"rank{rank}.exit.json").write_text(json.dumps({"error": error, "traceback": ""}))
 
 
-def test_a_killed_rank_is_the_first_although_its_peer_left_its_word_before_anybody_looked(start, tmp_path):
+def test_a_killed_rank_is_blamed_even_if_its_peer_reported_an_error_first(start, tmp_path):
     ranks = [start("raise SystemExit(1)"), start(SLEEPS)]
     leave_word(tmp_path, 0, "the connection to another rank was lost")
     (tmp_path / "rank1.log").write_text("step 4\nstep 5\n\n")
@@ -94,14 +94,14 @@ ABORTS = [
 
 
 @pytest.mark.parametrize(("log", "said"), ABORTS)
-def test_a_rank_that_aborts_is_described_by_the_reason_and_not_by_a_frame_of_its_stack(start, tmp_path, log, said):
+def test_an_aborted_rank_is_described_by_the_reason_and_not_a_stack_frame(start, tmp_path, log, said):
     rank = start("import os; os.abort()")
     (tmp_path / "rank0.log").write_text(log)
     ended(rank)
     assert rank.error(8) == f"rank 0 was killed (SIGABRT); its last log line: {said}"
 
 
-def test_a_rank_that_outlives_its_sigkill_is_given_up_named_and_blamed(start, tmp_path, monkeypatch):
+def test_a_rank_that_survives_sigkill_is_given_up_and_blamed(start, tmp_path, monkeypatch):
     monkeypatch.setattr(rank_exit, "GIVEN_UP_AFTER_S", 1.0)
     with hung_mount(tmp_path / "gpu") as asked:
         ranks = [start("raise SystemExit(1)"), start("import os; os.stat('gpu/x')")]
@@ -118,7 +118,7 @@ def test_a_rank_that_outlives_its_sigkill_is_given_up_named_and_blamed(start, tm
     assert ranks[1].process.wait(10) == -signal.SIGKILL
 
 
-def test_whom_we_have_killed_ourselves_is_not_to_blame(start, tmp_path):
+def test_a_rank_that_we_killed_is_not_blamed(start, tmp_path):
     ranks = [start("raise SystemExit(1)"), start(SLEEPS)]
     leave_word(tmp_path, 0, "the loss is not finite")
     ranks[1].ended_by_us = True
@@ -130,29 +130,29 @@ def test_whom_we_have_killed_ourselves_is_not_to_blame(start, tmp_path):
     assert first.error(1) == "the loss is not finite"
 
 
-def test_ranks_that_finished_or_stopped_have_not_failed(start):
+def test_finished_and_stopped_ranks_have_not_failed(start):
     ranks = [start("raise SystemExit(0)"), start("raise SystemExit(3)")]
     ended(*ranks)
     assert first_failed(ranks) is None
 
 
-def test_a_rank_without_a_word_or_a_log_is_told_by_how_it_ended(start):
+def test_a_rank_without_an_error_or_a_log_is_described_by_its_exit_code(start):
     ranks = [start("raise SystemExit(7)"), start("import os; os.kill(os.getpid(), 11)")]
     ended(*ranks)
     assert [rank.error(2) for rank in ranks] == ["rank 0 ended with exit code 7", "rank 1 was killed (SIGSEGV)"]
 
 
-def test_nobody_waits_for_ranks_that_have_ended(start):
+def test_waiting_for_ended_ranks_returns_at_once(start):
     rank = start("raise SystemExit(0)")
     ended(rank)
     assert wait_for_ends([rank], timeout_s=0) == []
 
 
-def test_a_signal_without_a_name_is_told_by_its_number():
+def test_a_signal_without_a_name_is_described_by_its_number():
     assert [signal_name(9), signal_name(63)] == ["SIGKILL", "signal 63"]
 
 
-def test_the_shard_is_named_that_was_cut_short_and_killed_a_rank(start, tmp_path):
+def test_a_truncated_shard_that_killed_a_rank_is_named(start, tmp_path):
     shard = tmp_path / "acts" / "a.npy"
     shard.parent.mkdir()
     np.save(shard, np.zeros((100_000, 4), np.float32))
@@ -165,6 +165,6 @@ def test_the_shard_is_named_that_was_cut_short_and_killed_a_rank(start, tmp_path
     assert rank.error(2) == (
         f"rank 0: {shard} was cut short to 100 of 1,600,128 bytes while it was read; copy it again, then resume"
     )
-    # Other causes are not mistaken for it.
+    # Other causes of SIGBUS are not mistaken for truncation.
     np.save(shard, np.zeros((100_000, 4), np.float32))
     assert rank.error(1) == "rank 0 was killed (SIGBUS); its last log line: checkpoint saved"

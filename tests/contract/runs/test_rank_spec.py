@@ -1,4 +1,4 @@
-"""How a rank is started."""
+"""Tests of how a rank is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def spec(run_dir: Path, **changes: object) -> RankSpec:
     return RankSpec(**fields | changes)  # type: ignore[arg-type]
 
 
-def test_a_written_spec_is_read_back_the_same(tmp_path: Path) -> None:
+def test_a_written_spec_is_read_back_unchanged(tmp_path: Path) -> None:
     lean = spec(tmp_path / "run")
     assert write_spec(lean) == tmp_path / "run" / "attempt2" / "ranks.json"
     assert read_spec(write_spec(lean)) == lean
@@ -45,7 +45,7 @@ def test_a_written_spec_is_read_back_the_same(tmp_path: Path) -> None:
     assert read_spec(write_spec(full)) == full
 
 
-def test_a_rank_knows_its_place_from_its_environment(tmp_path: Path) -> None:
+def test_a_rank_s_environment_has_its_rank_and_the_world_size(tmp_path: Path) -> None:
     environment = rank_environment(spec(tmp_path), 1, {"PATH": "/bin"})
     assert environment["PATH"] == "/bin"
     assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "2")
@@ -55,21 +55,21 @@ def test_a_cpu_rank_sees_no_gpu(tmp_path: Path) -> None:
     assert rank_environment(spec(tmp_path), 0, {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_gpus_are_pinned_by_uuid_in_the_numbering_of_the_bus(tmp_path: Path) -> None:
+def test_gpus_are_pinned_by_uuid_in_bus_order(tmp_path: Path) -> None:
     cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml")
     environment = rank_environment(cuda, 0, {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def test_each_rank_sees_only_its_own_slice_which_is_all_that_cuda_would_show_it(tmp_path: Path) -> None:
+def test_each_rank_sees_only_its_own_mig_slice(tmp_path: Path) -> None:
     cuda = spec(tmp_path, device="cuda", gpu_uuids=("MIG-b", "MIG-a"), gpu_vendor="nvml")
     environments = [rank_environment(cuda, rank, {}) for rank in (0, 1)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["MIG-b", "MIG-a"]
     assert [(one["RANK"], one["LOCAL_RANK"]) for one in environments] == [("0", "0"), ("1", "0")]
 
 
-def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: Path) -> None:
+def test_ranks_of_one_host_use_its_loopback_interface_by_default(tmp_path: Path) -> None:
     cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml")
     environment = rank_environment(cuda, 0, {"NCCL_SOCKET_IFNAME": "eth1"})
     assert (environment["NCCL_SOCKET_IFNAME"], environment["NCCL_IB_DISABLE"]) == ("eth1", "1")
@@ -78,7 +78,7 @@ def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: P
     assert not any(name.startswith("NCCL") for name in rank_environment(several, 0, {}))
 
 
-def test_gpu_ranks_are_ready_for_deterministic_products_before_the_first(tmp_path: Path) -> None:
+def test_gpu_ranks_are_configured_for_deterministic_matmuls_at_the_start(tmp_path: Path) -> None:
     cuda = spec(tmp_path, device="cuda")
     srun = {f"SLURM_{name}": value for name, value in dict(NTASKS="2", NNODES="1", PROCID="0", LOCALID="0").items()}
     for environment_of in (lambda base: rank_environment(cuda, 0, base), lambda base: srun_environment(cuda, base)):
@@ -87,7 +87,7 @@ def test_gpu_ranks_are_ready_for_deterministic_products_before_the_first(tmp_pat
     assert "CUBLAS_WORKSPACE_CONFIG" not in rank_environment(spec(tmp_path), 0, {})
 
 
-def test_memory_of_gpu_ranks_grows_unless_the_user_set_the_allocator_under_either_name(tmp_path: Path) -> None:
+def test_gpu_memory_segments_expand_unless_the_user_set_the_allocator(tmp_path: Path) -> None:
     cuda, names = spec(tmp_path, device="cuda"), {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     free = rank_environment(cuda, 0, {})
     assert {free[name] for name in names} == {"expandable_segments:True"}
@@ -97,7 +97,7 @@ def test_memory_of_gpu_ranks_grows_unless_the_user_set_the_allocator_under_eithe
     assert not names & rank_environment(spec(tmp_path), 0, {}).keys()
 
 
-def test_a_rank_of_srun_knows_its_place_and_keeps_what_slurm_gave(tmp_path: Path) -> None:
+def test_a_rank_under_srun_keeps_the_variables_that_slurm_set(tmp_path: Path) -> None:
     srun = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     several = spec(tmp_path, world_size=4, device="cuda", on_one_host=False)
     environment = srun_environment(several, {**srun, "CUDA_VISIBLE_DEVICES": "2,3"})
@@ -109,12 +109,12 @@ def test_a_rank_of_srun_knows_its_place_and_keeps_what_slurm_gave(tmp_path: Path
 
 
 @pytest.mark.parametrize("started", [{}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}])
-def test_too_few_processes_are_told_before_any_of_them_waits_for_the_others(tmp_path: Path, started: dict) -> None:
+def test_too_few_srun_processes_are_reported_before_any_rank_waits(tmp_path: Path, started: dict) -> None:
     with pytest.raises(UserError, match=r"srun has started \d processes, but the attempt has 2"):
         srun_environment(spec(tmp_path), started)
 
 
-def test_gpus_that_were_seen_to_fail_at_reading_each_other_exchange_by_way_of_the_host(tmp_path: Path) -> None:
+def test_gpus_whose_peer_access_fails_communicate_through_the_host(tmp_path: Path) -> None:
     box_file = tmp_path / "box.json"
     write_box(box_file, Box(peers_fail=True))
     cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml", box_file=box_file)
@@ -123,7 +123,7 @@ def test_gpus_that_were_seen_to_fail_at_reading_each_other_exchange_by_way_of_th
 
 
 @pytest.mark.parametrize(("base", "threads"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3")])
-def test_the_cores_are_shared_unless_the_user_said_otherwise(
+def test_cores_are_divided_among_ranks_unless_the_user_set_the_threads(
     tmp_path: Path, base: dict[str, str], threads: str | None
 ) -> None:
     expected = threads or str(threads_per_rank(2))
@@ -136,7 +136,7 @@ def test_every_rank_gets_at_least_one_thread() -> None:
     assert threads_per_rank(10 * cores) == 1
 
 
-def test_a_file_of_the_users_that_is_called_trainer_is_not_run_instead(tmp_path: Path) -> None:
+def test_a_user_s_file_called_trainer_is_not_run_instead(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("print('a stranger')")
     command = rank_command(tmp_path / "missing.json")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -144,16 +144,14 @@ def test_a_file_of_the_users_that_is_called_trainer_is_not_run_instead(tmp_path:
     assert command[-2:] == ["rank", str(tmp_path / "missing.json")]
 
 
-def test_a_process_gets_what_its_environment_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_unset_variables_are_set_in_the_current_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
     cuda_variables.set_here()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_compiled_kernels_are_kept_on_a_local_disk_in_a_folder_that_only_the_user_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_triton_cache_is_private_and_on_a_local_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_variables, "_LOCAL", tmp_path)
     folder = tmp_path / f"sae-tui-{os.getuid()}"
 

@@ -1,4 +1,4 @@
-"""A report card as it is read and told: whole, by older versions, damaged, and where a figure is none."""
+"""Tests of reading and printing report cards: complete, older, damaged, and with missing figures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_title(one: Card) -> dict[str, str]:
     return dict(facts(one))
 
 
-def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_written_card_is_read_back_unchanged(tmp_path: Path) -> None:
     one = card(relative_reconstruction_bias=math.nan, rare=None)
     (tmp_path / CARD).write_text(json.dumps(as_table(one), allow_nan=False))
     read = read_card(tmp_path)
@@ -45,7 +45,7 @@ def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert as_table(read) == as_table(one)
 
 
-def test_a_card_of_an_older_version_lacks_what_is_new(tmp_path: Path) -> None:
+def test_a_card_of_an_older_version_lacks_newer_fields(tmp_path: Path) -> None:
     table = card_table()
     del table["figures"]["dead_error"], table["latents"]
     del table["spliced"]["ce_score_error"]
@@ -64,13 +64,13 @@ AT_NO_TIME = {"rows": {"measured": 1e300, "step": 1, "n": 1, "unit": "rows"}}
     ["", "{}", "[1]", '{"figures": 1}', '{"a": ' * 5000, json.dumps(card_table(parts=AT_NO_TIME))],
     ids=["empty", "no field", "list", "number", "deep", "no time"],
 )
-def test_a_damaged_card_is_as_none(tmp_path: Path, content: str) -> None:
+def test_a_damaged_card_is_read_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / CARD).write_text(content)
     assert read_card(tmp_path) is None
     assert read_card(tmp_path / "gone") is None
 
 
-def test_figures_are_told_with_their_errors_and_what_is_not_known_is_a_dash() -> None:
+def test_figures_are_shown_with_their_errors_and_unknown_ones_as_a_dash() -> None:
     one = by_title(card(rare=None))
     assert one["FVU"] == "0.2500 ± 0.0100, median row 0.2400"
     assert one["latents"] == "2.0% ± 0.5% did not fire in 1,000 rows, – rare, 10.0% > 1 %, 1.0% > 10 %"
@@ -80,7 +80,7 @@ def test_figures_are_told_with_their_errors_and_what_is_not_known_is_a_dash() ->
     assert by_title(card(fvu_error=math.nan))["FVU"].startswith("0.2500, ")
 
 
-def test_scores_name_the_tokens_that_they_count() -> None:
+def test_scores_name_the_tokens_that_they_cover() -> None:
     rows = TextRows(n_rows=100, explained_variance=0.8, l0=35.0)
     every = AllTokens(
         n_tokens=104,
@@ -107,7 +107,7 @@ def test_scores_name_the_tokens_that_they_count() -> None:
     assert one["CE score"].startswith("0.9500 ± 0.0040 of all tokens, as SAELens: ")
 
 
-def test_a_missed_l0_is_shown_next_to_the_one_asked_for() -> None:
+def test_an_l0_off_target_is_shown_next_to_the_target() -> None:
     recipe = Recipe(
         optimizer="adam", optimizer_settings={"beta1": 0.9}, lr=0.01, encoder_follows=False, warmup_fraction=0.05,
         decay_fraction=0.2, batch_tokens=512, steps=391, planned_steps=500, tokens=200_192, passes=12.86, target_l0=32,
@@ -128,7 +128,7 @@ def test_a_missed_l0_is_shown_next_to_the_one_asked_for() -> None:
     )
 
 
-def test_what_makes_the_fvu_look_better_follows_it_and_is_in_the_summary() -> None:
+def test_notes_that_flatter_the_fvu_follow_it_and_are_in_the_summary() -> None:
     data = msgspec.structs.replace(
         card().data,
         heavy="dimension 7 holds 60 % of the variance",
@@ -144,7 +144,7 @@ def test_what_makes_the_fvu_look_better_follows_it_and_is_in_the_summary() -> No
     assert summary(one).endswith("; ".join(["", *notes]))
 
 
-def test_latents_are_drawn_by_chance_from_those_that_fire_the_same_ones_each_time(tmp_path: Path) -> None:
+def test_sampled_latents_fire_and_are_the_same_each_time(tmp_path: Path) -> None:
     file = tmp_path / FEATURES
     file.write_bytes(features_file())
     latents = sample_latents(file)
@@ -157,6 +157,6 @@ def test_latents_are_drawn_by_chance_from_those_that_fire_the_same_ones_each_tim
         assert [text.act for text in one.texts] == [context.act for context in feature.contexts[:2]]
 
 
-def test_the_strongest_token_of_a_text_is_marked_without_its_space() -> None:
+def test_the_most_active_token_of_a_text_is_marked_without_its_space() -> None:
     assert marked(SampledText((" a", " b\n", "c"), 1, 1.0)) == "a [b⏎]c"
     assert marked(SampledText(("x", "\n"), 1, 1.0), "<", ">") == "x<⏎>"

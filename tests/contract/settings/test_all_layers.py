@@ -1,4 +1,4 @@
-"""Hooks without a layer, and extractions at ranges and whole MLPs."""
+"""Tests of hooks without a layer, and of extractions at layer ranges and full MLPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.settings.job_file import load_job, parse_extraction, parse
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Write the description of a model of three blocks."""
+    """Write the config of a model with three blocks."""
     folder = tmp_path / "model"
     folder.mkdir()
     weights = json.dumps({"w": {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}}).encode()
@@ -41,7 +41,7 @@ def hooks_of(data: dict[str, Any]) -> list[str]:
     return list(job.hooks)
 
 
-def test_an_mlp_without_a_number_is_that_of_every_layer_of_a_model_that_reads(model: Path) -> None:
+def test_a_hook_without_a_layer_means_all_layers_of_the_model(model: Path) -> None:
     data = {"source": "model", "model": str(model), "text": str(model.parent / "text.txt")}
     assert hooks_of(data | {"hook": "mlp"}) == ["mlp.0", "mlp.1", "mlp.2"]
     assert hooks_of(data | {"hook": ["resid_post", "attn_out.1"]}) == [
@@ -52,7 +52,7 @@ def test_an_mlp_without_a_number_is_that_of_every_layer_of_a_model_that_reads(mo
     assert job.data_shape().d_out == 8
 
 
-def test_of_stored_rows_it_is_that_of_every_layer_that_has_a_folder(tmp_path: Path) -> None:
+def test_for_stored_rows_it_means_all_layers_that_have_a_folder(tmp_path: Path) -> None:
     rows = stored(tmp_path / "rows", "mlp_in.0", "mlp_out.0", "blocks.2.mlp.hook_in", "mlp_out.2", "mlp_in.1", "notes")
     assert hooks_of({"path": str(rows), "hook": "mlp"}) == ["mlp.0", "mlp.2"]
     assert hooks_of({"path": str(rows), "hook": "mlp_in"}) == ["mlp_in.0", "mlp_in.1", "mlp_in.2"]
@@ -63,7 +63,7 @@ def test_of_stored_rows_it_is_that_of_every_layer_that_has_a_folder(tmp_path: Pa
     assert job.data.knobs.hook == "mlp.2"  # type: ignore[attr-defined]
 
 
-def test_paths_beside_the_job_file_are_counted_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_next_to_the_job_file_count_as_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path / "rows", "mlp_in.0", "mlp_out.0", "mlp_in.1", "mlp_out.1")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -72,7 +72,7 @@ def test_paths_beside_the_job_file_are_counted_in(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("source", ["shards", "model"])
-def test_where_nothing_tells_the_layers_they_are_asked_for(source: str, tmp_path: Path) -> None:
+def test_an_unknown_number_of_layers_is_refused(source: str, tmp_path: Path) -> None:
     of_model = {"model": "some/model-of-the-hub", "text": str(tmp_path), "source": "model", "d_in": 8}
     data: dict[str, Any] = {"path": str(tmp_path)} if source == "shards" else of_model
     job, _ = parse_job({"data": data | {"hook": "mlp"}, "train": {"n_steps": 5}})
@@ -84,7 +84,7 @@ def test_where_nothing_tells_the_layers_they_are_asked_for(source: str, tmp_path
     )
 
 
-def test_an_extraction_takes_ranges_whole_mlps_and_all_layers(model: Path) -> None:
+def test_an_extraction_accepts_ranges_and_full_mlps_and_all_layers(model: Path) -> None:
     def extracted(*hooks: str) -> list[str]:
         table = {"model": {"path": str(model), "hooks": [*hooks]}, "text": {"path": "text"}}
         job, problems = parse_extraction({"kind": "extract", **table})
@@ -104,7 +104,7 @@ def test_an_extraction_takes_ranges_whole_mlps_and_all_layers(model: Path) -> No
     assert "name them, like mlp.0-11" in problem.message
 
 
-def test_the_form_of_the_launch_screen_takes_them_as_well(model: Path, tmp_path: Path) -> None:
+def test_the_launch_screen_accepts_them_as_well(model: Path, tmp_path: Path) -> None:
     (knob,) = (one for path, one, _ in job_form.form_fields({"kind": "extract"}) if path == "model.hooks")
     values = {
         "kind": "extract", "model.path": str(model), "model.hooks": knob.parse("mlp.0-1, resid_post"),

@@ -1,4 +1,4 @@
-"""Arrow files are shards like any other, also those of SAELens's own cache of activations."""
+"""Arrow files are valid shards, including SAELens's cache of activations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(file: Path, *tables: pa.Table | pa.RecordBatch, form: Any = pa.ipc.new
 
 
 def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle: bool, dtype: str) -> Dataset:
-    """Let SAELens store the activations of a tiny model, and return them as it gives them."""
+    """Let SAELens store the activations of a tiny model, and return the dataset that it returns."""
     import sae_lens.cache_activations_runner as saelens
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -48,11 +48,11 @@ def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("shuffle", "dtype"), [(False, "float32"), (True, "float16")])
-def test_what_saelens_has_cached_is_read_as_saelens_reads_it(
+def test_the_cache_of_saelens_is_read_as_saelens_reads_it(
     shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = cache_activations(tmp_path, monkeypatch, shuffle=shuffle, dtype=dtype)
-    # SAELens shuffles what it returns; on the disk is the order in which it was cached.
+    # SAELens shuffles the dataset that it returns; the files keep the original order.
     assert shuffle == any(tmp_path.glob("cache-*.arrow"))
     cached = Dataset.load_from_disk(str(tmp_path))
     expected = torch.tensor(np.array(cached["blocks.0.hook_mlp_out"]), dtype=getattr(torch, dtype)).reshape(-1, D_IN)
@@ -74,7 +74,7 @@ def test_what_saelens_has_cached_is_read_as_saelens_reads_it(
     ],
     ids=str,
 )
-def test_every_kind_of_lists_of_numbers_is_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
+def test_all_kinds_of_number_lists_are_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
     inner, shape = kind, [8]
     while pa.types.is_nested(inner.value_type):
         inner, shape = inner.value_type, [3, *shape]
@@ -94,14 +94,14 @@ def test_every_kind_of_lists_of_numbers_is_read(kind: pa.DataType, form: Any, tm
     assert read.name_of(read.n_tokens - 1) == f"row {read.n_tokens - 1} of a.arrow"
 
 
-def test_the_column_by_the_name_of_the_tensor_is_taken_of_several(tmp_path: Path) -> None:
+def test_the_column_with_the_tensor_s_name_is_chosen_among_several(tmp_path: Path) -> None:
     x, other = rows(20, 4), rows(20, 6)
     table = pa.table({"other": pa.array(other.tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     write(tmp_path / "a.arrow", table)
     assert np.array_equal(Shards(path=str(tmp_path)).rows(np.arange(20)).numpy(), x)
 
 
-def test_sets_of_datasets_are_read(tmp_path: Path) -> None:
+def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
     features = Features({"acts": Array3D((2, 5, 4), "float32"), "label": Value("int64"), "x": List(Value("int32"))})
     x = rows(30, 2, 5, 4)
     columns = {"acts": list(x), "label": range(30), "x": [[1, 2]] * 30}
@@ -123,12 +123,12 @@ def test_sets_of_datasets_are_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_has_no_rows_of_one_width_is_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", table)
     assert problem(tmp_path).startswith(f"{file} {reason}")
 
 
-def test_lists_that_differ_in_length_but_not_on_average_are_refused(tmp_path: Path) -> None:
+def test_lists_of_different_length_are_refused_even_if_the_average_fits(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]))
     message = problem(tmp_path, lambda folder: Shards(path=str(folder)))
     assert message == f"{file} has lists that differ in length; leave the odd ones out"
@@ -150,14 +150,14 @@ def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
     assert problem(tmp_path).startswith(str(tmp_path / "a.arrow"))
 
 
-def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", lists([1.0] * 1000))
     file.write_bytes(file.read_bytes()[:2000])
     assert problem(tmp_path) == f"{file} {BEGINS}it is cut short; copy it again"
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_a_damaged_file_gives_sizes_that_are_none_below_0_or_is_refused(
+def test_a_damaged_file_is_refused_or_has_non_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.arrow"

@@ -12,15 +12,15 @@ ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.it
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_the_keyword_arguments_of_a_registered_class_are_its_knobs(entry: Entry) -> None:
+def test_the_keyword_arguments_of_a_registered_class_are_its_settings(entry: Entry) -> None:
     parameters = inspect.signature(entry.load()).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return  # it makes its knobs of them itself
+        return  # it converts them to its settings itself
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     assert keywords == (list(entry.knobs.__struct_fields__) if isinstance(entry, KnobsEntry) else [])
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_a_registered_class_says_what_it_is(entry: Entry) -> None:
+def test_a_registered_class_has_a_docstring(entry: Entry) -> None:
     assert entry.load().__doc__
     assert not inspect.isabstract(entry.load())

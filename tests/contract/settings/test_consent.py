@@ -1,4 +1,4 @@
-"""The code in job files, and what allows it to run."""
+"""Tests of code in job files, and of the consent that allows it to run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_sbatch_options_that_choose_resources_need_no_consent() -> None:
     assert not [*code_in({"launch": {"sbatch_options": options}})]
 
 
-def test_each_consent_allows_what_it_names_and_nothing_else() -> None:
+def test_each_consent_allows_only_the_code_that_it_names() -> None:
     paths = ["launch.python", "model.remote_code", "launch.sbatch_options"]
     assert [code.path for code in refused(TABLE, NO_CONSENT)] == paths
     for name, given in zip(("/given/python", "org/model", "--export=ALL"), paths, strict=True):

@@ -1,4 +1,4 @@
-"""The job file of an extraction: defaults, paths, and what is wrong with it in a sentence."""
+"""Tests of the job file of an extraction: defaults, paths and error messages."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LEAST = {"kind": "extract", "model": {"path": "gpt2", "hooks": ["resid_post.2"]}
 
 
 def problems(**sections: Any) -> list[str]:
-    """Return what is wrong with the smallest job after these sections were changed."""
+    """Return the problems of the minimal job with these sections changed."""
     table = {name: LEAST.get(name, {}) | changed if isinstance(changed, dict) else changed
              for name, changed in sections.items()}  # fmt: skip
     return [str(problem) for problem in parse_extraction(LEAST | table)[1]]
 
 
-def test_a_job_needs_a_model_hooks_and_a_text_and_has_defaults_for_the_rest() -> None:
+def test_a_job_needs_a_model_and_hooks_and_a_text_and_has_defaults_for_the_rest() -> None:
     job, wrong = parse_extraction(LEAST)
     assert wrong == []
     assert isinstance(job, ExtractJob)
@@ -78,23 +78,23 @@ def test_a_job_needs_a_model_hooks_and_a_text_and_has_defaults_for_the_rest() ->
         ({"kind": "extrcat"}, 'kind: must be "train" or "extract", not "extrcat"'),
     ],
 )
-def test_what_is_wrong_is_one_sentence_that_names_the_field(changed: dict[str, Any], wrong: str) -> None:
+def test_each_mistake_is_one_sentence_that_names_the_field(changed: dict[str, Any], wrong: str) -> None:
     (sentence,) = problems(**changed)
     assert sentence.startswith(wrong)
 
 
-def test_a_training_is_no_extraction_and_an_extraction_no_training() -> None:
+def test_an_extraction_is_not_read_as_a_training_or_the_reverse() -> None:
     (as_extraction,) = parse_extraction({"data": {"path": "a"}})[1]
     assert str(as_extraction).startswith('kind: is "train" and not "extract"; ')
     assert str(parse_job(LEAST)[1][0]).startswith('kind: is "extract" and not "train"; ')
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     wrong = problems(model={"hooks": ["a b", "resid_post.2", "resid_post.2"]}, text={"path": None})
     assert [one.split(":")[0] for one in wrong] == ["model.hooks", "model.hooks", "text.path"]
 
 
-def test_paths_are_of_the_working_folder_or_else_of_the_job_files(tmp_path: Path, monkeypatch) -> None:
+def test_paths_are_relative_to_the_working_folder_or_else_to_the_job_file(tmp_path: Path, monkeypatch) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):
         folder.mkdir()
@@ -108,7 +108,7 @@ def test_paths_are_of_the_working_folder_or_else_of_the_job_files(tmp_path: Path
     assert job.extract.output == str(here / "activations")
     (here / "corpus.txt").write_text("here")
     assert load_extraction(file).text.path == str(here / "corpus.txt")
-    # What lies in neither folder is a name on the hub, or a text that is reported as missing where it was looked for.
+    # A path in neither folder is a name on the hub, or a text reported as missing from the working folder.
     job = load_extraction(file, ["model.path=org/name", "text.path=none.txt", "extract.n_tokens=10k"])
     assert (job.model.path, job.text.path) == ("org/name", str(here / "none.txt"))
     assert job.extract.n_tokens == 10_000

@@ -1,4 +1,4 @@
-"""Names of hooks: ours, TransformerLens's and paths of modules."""
+"""Tests of hook names: the project's own, TransformerLens's, and module paths."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainer.contract.settings.hooks import (
 
 
 @given(st.sampled_from(list(SITES)), st.integers(0, 9999))
-def test_a_place_has_the_same_hook_by_our_name_and_by_that_of_transformer_lens(site: str, layer: int) -> None:
+def test_our_name_and_the_name_of_transformer_lens_give_the_same_hook(site: str, layer: int) -> None:
     hook = parse_hook(f"{site}.{layer}")
     assert hook == Hook(site, layer) == parse_hook(hook.transformer_lens)
     assert parse_hook(hook.name) == hook
 
 
-def test_the_names_of_transformer_lens_are_those_of_the_field() -> None:
+def test_transformer_lens_names_match_their_library() -> None:
     assert parse_hook("resid_post.12").transformer_lens == "blocks.12.hook_resid_post"
     assert parse_hook("blocks.3.hook_mlp_out") == Hook("mlp_out", 3)
     assert parse_hook("blocks.3.mlp.hook_in") == Hook("mlp_in", 3)
@@ -40,13 +40,13 @@ def test_any_other_dotted_name_is_the_path_of_a_module(path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "resid post.1", "../h.0", "h/0", "h.0.", ".h", "12", "h..0", "h.0\n"])
-def test_what_is_no_name_of_a_module_is_refused(text: str) -> None:
+def test_a_name_that_is_no_module_path_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^must be ") as error:
         parse_hook(text)
     assert str(error.value) == f"must be {WANTED}"
 
 
-def test_a_hook_of_transformer_lens_that_we_have_not_is_refused_with_those_we_have() -> None:
+def test_an_unknown_transformer_lens_hook_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"^has no site attn.hook_z; known are blocks.3.hook_resid_pre, ") as error:
         parse_hook("blocks.3.attn.hook_z")
     assert str(error.value).endswith("blocks.3.hook_attn_out")
@@ -65,7 +65,7 @@ def test_a_hook_of_transformer_lens_that_we_have_not_is_refused_with_those_we_ha
         (None, [None]),
     ],
 )
-def test_a_range_of_layers_and_commas_stand_for_several_names(text: str | None, names: list[str]) -> None:
+def test_layer_ranges_and_commas_give_several_names(text: str | None, names: list[str]) -> None:
     assert each_named(text) == names
 
 
@@ -79,18 +79,18 @@ def test_a_range_of_layers_and_commas_stand_for_several_names(text: str | None, 
         (["h.0.mlp", "resid_post.0"], ["h.0.mlp", "resid_post.0"]),
     ],
 )
-def test_the_short_names_of_hooks_are_as_short_as_tells_them_apart(names: list[str], short: list[str]) -> None:
+def test_short_names_are_as_short_as_they_can_be_and_distinct(names: list[str], short: list[str]) -> None:
     assert list(short_names(names).values()) == short
 
 
-def test_a_place_that_two_names_name_is_reported() -> None:
+def test_two_names_for_one_hook_are_reported() -> None:
     (twice,) = problems_of_hooks(["resid_post.4", "blocks.4.hook_resid_post", "mlp_out.4"], "data.hook")
     assert str(twice) == 'data.hook: "blocks.4.hook_resid_post" is given twice'
     assert names_of_hook("blocks.4.hook_resid_post") == ["blocks.4.hook_resid_post", "resid_post.4"]
     assert names_of_hook("h.4.mlp") == ["h.4.mlp"]
 
 
-def test_an_mlp_as_a_whole_is_read_where_it_begins_and_where_it_ends() -> None:
+def test_a_full_mlp_is_read_at_its_input_and_its_output() -> None:
     assert ends_of("mlp.12") == ("mlp_in.12", "mlp_out.12")
     assert is_of_transcoder("mlp.12")
     for alone in ("mlp_in.12", "blocks.12.hook_mlp_out", "h.12.mlp", "mlp.12.act"):

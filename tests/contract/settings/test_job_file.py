@@ -1,4 +1,4 @@
-"""Job files: what is written is read back unchanged, and every mistake is named with its field."""
+"""Tests of job files: a written job is read back unchanged, and each mistake is reported with its field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PRESETS = sorted((Path(__file__).parents[3] / "data" / "presets").glob("*.toml")
 
 
 def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
-    """Draw any value that a type allows, numbers up to 64 bits."""
+    """Draw a value that a type allows; numbers have up to 64 bits."""
     match kind:
         case msgspec.inspect.Metadata():
             return values(kind.type)
@@ -72,7 +72,7 @@ MIRROR_NAMES = st.sampled_from(sorted(MIRRORS))
 MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, unique=True))
 
 
-# Of other texts some are several hooks, which are an axis of a sweep.
+# Other texts may be read as several hooks, which are an axis of a sweep.
 HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
 OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
 
@@ -102,14 +102,14 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(tables())
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-def test_a_job_written_and_read_again_is_the_same_job(table: dict[str, Any]) -> None:
+def test_a_written_job_is_read_back_unchanged(table: dict[str, Any]) -> None:
     job, problems = parse_job(table)
     assert job is not None, problems
     assert parse_job(tomllib.loads(dump_job(job))) == (job, [])
     assert to_table(job) == table
 
 
-def test_a_written_job_holds_every_setting_that_has_a_value() -> None:
+def test_a_written_job_contains_all_settings_that_have_a_value() -> None:
     job, _ = parse_job(MINIMAL)
     assert job is not None
     table = to_table(job)
@@ -213,7 +213,7 @@ ALL_KNOBS = [(f"{section}.{knob.name}", knob) for section in SECTIONS for knob i
 
 
 @pytest.mark.parametrize(("path", "knob"), ALL_KNOBS, ids=[path for path, _ in ALL_KNOBS])
-def test_no_setting_takes_a_date_or_a_table(path: str, knob: Knob) -> None:
+def test_no_setting_accepts_a_date_or_a_table(path: str, knob: Knob) -> None:
     for value in ({"a": 1}, tomllib.loads("d = 2024-01-01")["d"]):
         job, problems = parse_job(table_with(path, value))
         assert job is None
@@ -227,7 +227,7 @@ def test_a_job_file_with_a_byte_order_mark_and_windows_line_ends_is_read(tmp_pat
     assert load_job(tmp_path / "job.toml") == job
 
 
-def test_every_problem_of_a_file_is_told_at_once() -> None:
+def test_all_problems_of_a_file_are_reported_at_once() -> None:
     job, problems = parse_job(
         {
             "nam": "x",
@@ -265,18 +265,18 @@ def test_a_misplaced_key_is_refused_with_a_hint(table: dict[str, Any], problem: 
     assert parse_job(MINIMAL | table) == (None, [problem])
 
 
-def test_a_missing_data_path_is_told_with_what_it_is() -> None:
+def test_a_missing_data_path_is_reported_with_its_description() -> None:
     _, (problem,) = parse_job({})
     assert problem.path == "data.path"
     assert problem.message.startswith("is missing: Folder or file of shards")
 
 
-def test_the_knobs_of_an_unknown_architecture_are_not_judged() -> None:
+def test_the_settings_of_an_unknown_architecture_are_not_checked() -> None:
     _, problems = parse_job(MINIMAL | {"sae": {"architecture": "topkk", "l1_coefficient": 3.0}})
     assert [problem.path for problem in problems] == ["sae.architecture"]
 
 
-def test_an_integer_is_taken_for_a_number() -> None:
+def test_an_integer_is_accepted_as_a_number() -> None:
     job, _ = parse_job(MINIMAL | {"train": {"lr": 1}, "sae": {"expansion_factor": 4}})
     assert job is not None
     assert (job.train.lr, job.sae.expansion_factor) == (1.0, 4.0)
@@ -304,7 +304,7 @@ def test_an_override_replaces_one_setting(override: str, path: str, value: objec
     assert (written[section] if section else written).get(key) == value
 
 
-def test_an_override_may_be_a_list_and_so_make_a_sweep(tmp_path: Path) -> None:
+def test_an_override_with_a_list_makes_a_sweep(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('[data]\npath = "acts"\n[sae]\nk = 8\n')
     assert load_job(file, ["sae.k=[16, 32]"]).sweep == (Axis("sae.k", (16, 32)),)
@@ -313,12 +313,12 @@ def test_an_override_may_be_a_list_and_so_make_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "a.b.c=1", ".lr=1", "train.=1", ""])
-def test_an_override_without_its_form_is_told_the_form(override: str) -> None:
+def test_a_malformed_override_is_refused_with_the_expected_form(override: str) -> None:
     with pytest.raises(JobFileError, match=r"^--set: takes section.key=value, like train.lr=3e-4, not "):
         apply_override({}, override)
 
 
-def test_an_override_below_something_that_is_no_section_is_refused() -> None:
+def test_an_override_below_something_that_is_not_a_section_is_refused() -> None:
     with pytest.raises(JobFileError, match=r'^--set: "name" is not a section of the job file$'):
         apply_override({"name": "x"}, "name.x=1")
 
@@ -335,7 +335,7 @@ def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
     ("content", "said"),
     [(b"a = ", "is not valid TOML"), (b"\xff\xfe", "is not valid TOML"), (None, "cannot be read: No such file")],
 )
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_the_reason_why_a_file_cannot_be_read_is_reported(tmp_path: Path, content: bytes | None, said: str) -> None:
     file = tmp_path / "job.toml"
     if content is not None:
         file.write_bytes(content)
@@ -344,7 +344,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | No
     assert str(caught.value).startswith(f"{file}: {said}")
 
 
-def test_a_relative_data_path_is_taken_from_the_working_directory_first(
+def test_a_relative_data_path_is_resolved_in_the_working_directory_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
@@ -363,7 +363,7 @@ def test_a_relative_data_path_is_taken_from_the_working_directory_first(
     }
 
 
-def test_targets_are_looked_for_like_the_data(
+def test_targets_are_resolved_like_the_data(
     tmp_path: Path, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there" / "out").mkdir(parents=True)
@@ -375,19 +375,19 @@ def test_targets_are_looked_for_like_the_data(
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nosuchuser/x"], ids=["nul", "long", "nobody"])
-def test_a_path_that_no_file_can_have_is_not_a_crash(make_job: Callable[..., JobConfig], path: str) -> None:
+def test_an_impossible_path_raises_no_error(make_job: Callable[..., JobConfig], path: str) -> None:
     job = with_data_path(make_job(data={"path": path}), [Path("/somewhere")])
     assert job.data.knobs.path == f"/somewhere/{path}"  # type: ignore[attr-defined]
 
 
-def test_the_home_folder_is_spelled_out(make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_expanded(make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     job = with_data_path(make_job(data={"path": "~/acts"}), [Path("/somewhere")])
     assert job.data.knobs.path == "/home/ada/acts"  # type: ignore[attr-defined]
 
 
 def test_garbage_collection_during_refusals_does_not_crash() -> None:
-    # msgspec 0.19 to 0.22 crashes on a `pattern` inside a union once the collector has run.
+    # msgspec 0.19 to 0.22 crashes on a `pattern` inside a union after a garbage collection.
     code = """
 import gc, sys
 from trainer.contract.settings.job_file import parse_job

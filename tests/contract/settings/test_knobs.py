@@ -1,4 +1,4 @@
-"""Settings as their declarations describe them."""
+"""Tests of settings as their declarations describe them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def every_knob() -> list[tuple[str, Knob]]:
 
 
 @pytest.mark.parametrize(("path", "knob"), every_knob(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_setting_has_help_and_says_what_it_takes(path: str, knob: Knob) -> None:
+def test_every_setting_has_a_help_text_and_describes_its_values(path: str, knob: Knob) -> None:
     assert knob.help.endswith((".", "].")), path
     assert knob.wanted
     assert knob.required or knob.convert(knob.default) == knob.default
@@ -58,7 +58,7 @@ def test_every_field_of_a_section_is_a_setting(struct: type[msgspec.Struct]) -> 
     assert {knob.name for knob in knobs_of(struct)} == set(struct.__struct_fields__) - {"knobs"}
 
 
-def test_a_field_without_help_is_no_setting() -> None:
+def test_a_field_without_help_is_not_a_setting() -> None:
     assert "hidden" not in KNOBS
     assert KNOBS["on"].advanced
     assert KNOBS["on"].is_bool
@@ -76,7 +76,7 @@ def test_a_field_without_help_is_no_setting() -> None:
         ("on", "true or false"),
     ],
 )
-def test_what_a_setting_takes_is_said_in_words(name: str, wanted: str) -> None:
+def test_the_accepted_values_of_a_setting_are_described_in_words(name: str, wanted: str) -> None:
     assert KNOBS[name].wanted == wanted
 
 
@@ -100,7 +100,7 @@ def test_only_a_closed_list_has_choices() -> None:
         ("on", 1),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_with_what_would(name: str, value: object) -> None:
+def test_a_value_that_does_not_fit_is_refused_with_what_would_fit(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=r"^must be ") as caught:
         KNOBS[name].convert(value)
     assert str(caught.value) == f"must be {KNOBS[name].wanted}, not {show(value)}"
@@ -117,7 +117,7 @@ def test_a_value_that_does_not_fit_is_refused_with_what_would(name: str, value: 
         ("title", None, 'is empty; the default is "x"'),
     ],
 )
-def test_a_value_is_refused_for_the_reason_that_is_so(name: str, value: object, said: str) -> None:
+def test_a_refused_value_names_the_actual_reason(name: str, value: object, said: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         KNOBS[name].convert(value)
     assert str(caught.value) == said
@@ -150,29 +150,29 @@ def test_a_value_is_refused_for_the_reason_that_is_so(name: str, value: object, 
         ("title", '"5"', "5"),
     ],
 )
-def test_what_is_typed_is_read_as_the_settings_own_type(name: str, text: str, value: object) -> None:
+def test_typed_text_is_read_as_the_type_of_the_setting(name: str, text: str, value: object) -> None:
     assert KNOBS[name].parse(text) == value
 
 
-def test_an_empty_entry_is_nothing_and_not_a_text() -> None:
+def test_an_empty_entry_is_no_value() -> None:
     with pytest.raises(ValueError, match="is empty"):
         KNOBS["title"].parse("  ")
 
 
 @given(st.integers(-(2**62), 2**62), st.sampled_from(["{}", "{:,}", "{:_}", "+{}", " {} "]))
-def test_an_integer_reads_the_same_however_it_is_written(number: int, style: str) -> None:
+def test_an_integer_in_any_notation_reads_the_same(number: int, style: str) -> None:
     assert parse_number(style.format(abs(number)), whole=True) == abs(number)
     assert parse_number(f"{number:,}") == number
 
 
 @given(st.integers(0, 10**6), st.sampled_from([("k", 3), ("K", 3), ("M", 6), ("G", 9), ("B", 9), ("T", 12)]))
-def test_a_letter_stands_for_exactly_so_many_zeros(number: int, letter: tuple[str, int]) -> None:
+def test_a_unit_letter_is_an_exact_power_of_ten(number: int, letter: tuple[str, int]) -> None:
     assert parse_number(f"{number}{letter[0]}") == number * 10 ** letter[1]
     assert parse_number(f"{number / 1000:.3f}{letter[0]}", whole=True) == number * 10 ** (letter[1] - 3)
 
 
 @given(st.lists(st.integers(1, 10**7) | st.sampled_from([1e-4, 0.25, 3e-3]), min_size=2))
-def test_commas_make_a_list_where_they_cannot_be_thousands(values: list) -> None:
+def test_commas_make_a_list_if_they_cannot_be_thousands_separators(values: list) -> None:
     written = ",".join(map(str, values))
     bracketed = parse_number(f"[{written}]", several=True)
     assert bracketed == values
@@ -184,7 +184,7 @@ def test_commas_make_a_list_where_they_cannot_be_thousands(values: list) -> None
 
 
 @given(st.text(max_size=500))
-def test_whatever_is_typed_is_a_value_or_refused_in_a_sentence(text: str) -> None:
+def test_any_typed_text_is_a_value_or_refused_in_a_sentence(text: str) -> None:
     for knob in KNOBS.values():
         for several in (False, True):
             try:
@@ -208,18 +208,18 @@ def test_whatever_is_typed_is_a_value_or_refused_in_a_sentence(text: str) -> Non
         ("[16, 32", "[16, 32"),
     ],
 )
-def test_what_is_typed_where_a_sweep_may_be_is_a_list_or_a_number(text: str, value: object) -> None:
+def test_sweepable_settings_read_a_list_or_a_number(text: str, value: object) -> None:
     assert parse_number(text, several=True, whole=True) == value
 
 
 @pytest.mark.parametrize("text", ["512,768", "1,536", "100,200,300"])
-def test_what_may_be_one_number_or_several_is_refused(text: str) -> None:
+def test_an_ambiguous_number_or_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=rf"write {text.replace(',', '')} or \[{text.replace(',', ', ')}\]"):
         parse_number(text, several=True)
     assert parse_number(text) == int(text.replace(",", ""))
 
 
-def test_typed_text_cannot_smuggle_in_a_second_line() -> None:
+def test_typed_text_cannot_inject_a_second_line() -> None:
     assert parse_value("1\nother = 2") == "1\nother = 2"
     assert parse_value("[0, 1]") == [0, 1]
 
@@ -230,7 +230,7 @@ def test_a_shown_value_fits_on_a_line() -> None:
     assert len(show("x" * 1000)) == 60
 
 
-def test_a_name_that_is_not_registered_is_told_with_those_that_are() -> None:
+def test_an_unregistered_name_is_refused_with_the_registered_ones() -> None:
     assert catalog.entry(PARALLEL, "ddp", "parallel.mode") is PARALLEL["ddp"]
     with pytest.raises(
         UserError,
@@ -239,5 +239,5 @@ def test_a_name_that_is_not_registered_is_told_with_those_that_are() -> None:
         catalog.entry(PARALLEL, "dpp", "parallel.mode")
 
 
-def test_an_entry_becomes_code_only_when_it_is_loaded() -> None:
+def test_an_entry_imports_its_code_only_when_loaded() -> None:
     assert Entry("collections:OrderedDict", "").load().__name__ == "OrderedDict"

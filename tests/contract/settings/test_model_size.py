@@ -1,4 +1,4 @@
-"""The size of a language model by its files, against what transformers and the format say."""
+"""Tests of the size of a language model from its files, compared with transformers and the file format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text(words: str) -> bytes:
 
 
 def gguf(facts: dict[str, bytes], tensors: dict[str, list[int]]) -> bytes:
-    """Write the head of a GGUF file: `facts` are types and values, `tensors` sizes by name."""
+    """Return the header of a GGUF file; `facts` are encoded types with values, `tensors` are shapes by name."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(facts))
     described = b"".join(
         text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, 0, 0) for name, sizes in tensors.items()
@@ -44,7 +44,7 @@ def whole() -> bytes:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_tells_what_the_loaded_model_has(family: str, tmp_path: Path) -> None:
+def test_a_model_folder_has_the_size_of_the_loaded_model(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = make_model(tmp_path / family, family)
     size = model_size(str(folder))
@@ -56,7 +56,7 @@ def test_a_folder_tells_what_the_loaded_model_has(family: str, tmp_path: Path) -
     assert size.n_parameters == pytest.approx(n_stored, rel=0.05)
 
 
-def test_a_gguf_file_tells_its_tensors_and_widths(tmp_path: Path) -> None:
+def test_a_gguf_file_has_the_size_of_its_tensors(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(whole() + bytes(64))
     assert model_size(str(file)) == ModelSize(32 * 100 + 32, 32, 3)
@@ -74,7 +74,7 @@ def test_a_gguf_file_tells_its_tensors_and_widths(tmp_path: Path) -> None:
     ],
     ids=["missing", "empty", "list", "cut off", "no number", "no weights"],
 )
-def test_what_does_not_tell_its_size_has_none(write: Callable[[Path], object], tmp_path: Path) -> None:
+def test_a_model_of_unknown_size_has_none(write: Callable[[Path], object], tmp_path: Path) -> None:
     write(tmp_path / "model")
     assert model_size(str(tmp_path / "model")) is None
 

@@ -1,4 +1,4 @@
-"""Arrays that numpy has written are shards like any other; what else is in a .npy file is refused in a sentence."""
+"""Arrays saved by numpy are valid shards; any other .npy content is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def saved(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def test_the_arrays_of_a_folder_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_the_arrays_of_a_folder_are_read_back_unchanged(tmp_path: Path) -> None:
     first, second = rows(30, 8), rows(4, 5, 8, dtype=np.float16)
     np.save(tmp_path / "a.npy", first)
     np.save(tmp_path / "b.npy", second)
@@ -59,7 +59,7 @@ def test_every_version_of_the_format_is_read(version: tuple[int, int], tmp_path:
         (b"", "holds no activations"),
     ],
 )
-def test_what_is_no_array_of_rows_is_refused_in_a_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_file_without_an_array_of_rows_is_refused_in_a_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "a.npy"
     file.write_bytes(content)
     with pytest.raises(JobFileError) as caught:
@@ -69,7 +69,7 @@ def test_what_is_no_array_of_rows_is_refused_in_a_sentence(content: bytes, reaso
 
 
 @given(place=st.integers(0, 127), byte=st.integers(0, 255))
-def test_a_damaged_header_gives_sizes_that_are_none_below_0_or_is_refused(
+def test_a_damaged_header_is_refused_or_has_non_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     content = bytearray(saved(rows(3, 4)))
@@ -83,7 +83,7 @@ def test_a_damaged_header_gives_sizes_that_are_none_below_0_or_is_refused(
     assert min(there.offset, there.n_tokens, there.d_in) >= 0
 
 
-def test_of_an_archive_of_arrays_it_is_told_to_save_its_rows_alone(tmp_path: Path) -> None:
+def test_an_archive_of_arrays_is_refused_with_the_fix(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", activations=rows(30, 8))
     with pytest.raises(JobFileError, match=r"a \.npz holds arrays in an archive: save its rows as \.npy"):
         inspect_shards(tmp_path)

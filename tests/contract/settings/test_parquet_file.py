@@ -1,4 +1,4 @@
-"""Parquet files are shards like any other, counted without pyarrow and decoded with it."""
+"""Parquet files are valid shards; pyarrow decodes them but is not needed to count their rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shards(folder: Path) -> Shards:
     ],
     ids=str,
 )
-def test_rows_are_those_that_were_written(kind: pa.DataType, options: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_are_read_back_unchanged(kind: pa.DataType, options: dict[str, Any], tmp_path: Path) -> None:
     x = rows(10_000, 8, dtype=kind.value_type.to_pandas_dtype())
     table = pa.table(
         {
@@ -58,7 +58,7 @@ def test_rows_are_those_that_were_written(kind: pa.DataType, options: dict[str, 
     assert source.name_of(6001) == "row 1 of b.parquet"
 
 
-def test_the_column_by_the_name_of_the_tensor_is_taken_of_several(tmp_path: Path) -> None:
+def test_the_column_with_the_tensor_s_name_is_chosen_among_several(tmp_path: Path) -> None:
     x = rows(20, 4)
     table = pa.table({"x": pa.array(rows(20, 6).tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -78,7 +78,7 @@ def test_the_column_by_the_name_of_the_tensor_is_taken_of_several(tmp_path: Path
         ),
     ],
 )
-def test_what_has_no_rows_of_one_width_is_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_rows_without_one_common_width_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.parquet'} {reason}")
 
@@ -86,12 +86,12 @@ def test_what_has_no_rows_of_one_width_is_refused(table: pa.Table, reason: str, 
 @pytest.mark.parametrize(
     "table", [lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]), lists([1.0, None]), lists([1.0], None)], ids=str
 )
-def test_lists_that_are_wrong_only_inside_are_refused_when_they_are_decoded(table: pa.Table, tmp_path: Path) -> None:
+def test_lists_with_damage_inside_are_refused_while_decoding(table: pa.Table, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     assert problem(tmp_path, shards).endswith("has lists that differ in length, or numbers that are missing")
 
 
-def test_a_page_that_is_damaged_is_refused_when_it_is_decoded(tmp_path: Path) -> None:
+def test_a_damaged_page_is_refused_while_decoding(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(lists(*rows(1000, 8).tolist()), file, use_dictionary=False)
     content = bytearray(file.read_bytes())
@@ -100,7 +100,7 @@ def test_a_page_that_is_damaged_is_refused_when_it_is_decoded(tmp_path: Path) ->
     assert problem(tmp_path, shards).startswith(f"{file} cannot be decoded")
 
 
-def test_a_set_that_the_temporary_folder_cannot_hold_is_refused(
+def test_a_data_set_too_large_for_the_temporary_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pq.write_table(lists(*rows(1000, 8).tolist()), tmp_path / "a.parquet")
@@ -109,7 +109,9 @@ def test_a_set_that_the_temporary_folder_cannot_hold_is_refused(
     assert "set TMPDIR to a folder with more, or store the rows as safetensors" in problem(tmp_path, shards)
 
 
-def test_pyarrow_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pyarrow_is_reported_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pq.write_table(lists([1.0]), tmp_path / "a.parquet")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert problem(tmp_path).endswith("to read Parquet, pyarrow is needed: pip install 'sae-tui[parquet]'")
@@ -122,7 +124,7 @@ def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_a_damaged_file_gives_sizes_that_are_none_below_0_or_is_refused(
+def test_a_damaged_file_is_refused_or_has_non_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.parquet"

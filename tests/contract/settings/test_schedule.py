@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trainer.contract.settings.schedule import lr_factor
 
 
-def test_the_rate_rises_stays_and_falls_linearly() -> None:
+def test_the_learning_rate_rises_and_stays_and_falls_linearly() -> None:
     factors = [lr_factor(step, 100, 0.1, 0.2) for step in range(100)]
     assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert factors[10:80] == [1.0] * 70
@@ -15,5 +15,5 @@ def test_the_rate_rises_stays_and_falls_linearly() -> None:
 
 
 @given(st.integers(1, 500), st.floats(0, 1), st.floats(0, 1))
-def test_every_step_of_every_run_learns_something(total: int, warmup: float, decay: float) -> None:
+def test_no_step_of_any_run_has_a_zero_learning_rate(total: int, warmup: float, decay: float) -> None:
     assert all(0 < lr_factor(step, total, warmup, decay) <= 1 for step in range(total))

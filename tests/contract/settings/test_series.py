@@ -18,7 +18,7 @@ from trainer.contract.settings.series import (
 from trainer.contract.store.rows import VALUE_COLUMNS, Job
 
 
-def test_results_have_the_order_and_the_names_that_scripts_rely_on() -> None:
+def test_results_keep_the_order_and_names_that_scripts_rely_on() -> None:
     assert list(result_metrics()) == ["fvu", "l0", "dead_fraction"]
     assert list(key_metrics()) == ["fvu", "l0"]
     assert measured_names() == ["heldout_fvu", "fvu", "heldout_l0", "l0", "dead_fraction"]
@@ -29,18 +29,18 @@ def test_results_have_the_order_and_the_names_that_scripts_rely_on() -> None:
     ]
 
 
-def test_a_run_is_judged_by_a_metric_that_is_measured_on_held_out_data_and_has_a_better_end() -> None:
+def test_the_criterion_of_a_run_is_measured_on_held_out_data_and_has_a_direction() -> None:
     assert CRITERION in key_metrics().keys() & held_out_metrics().keys()
     assert METRICS[CRITERION].series.better
 
 
-def test_values_are_written_by_the_format_of_their_metric_also_where_held_out() -> None:
+def test_held_out_values_have_the_format_of_their_metric() -> None:
     words = [log_words(0.12345, series_named(name)) for name in ("fvu", held_out("fvu"), "dead_fraction", "grad_norm")]
     assert words == ["0.1235", "0.1235", "12.3%", "0.1235"]
     assert log_words(31.96, series_named("l0")) == "32.0"
 
 
-def test_every_series_of_a_screen_has_a_title_for_people() -> None:
+def test_every_displayed_series_has_a_readable_title() -> None:
     names = ("fvu", "heldout_fvu", "heldout_fvu_error", "heldout_l0@k=16", "dead_fraction", "busy_ms", "of_a_plugin")
     assert [title_of(name) for name in names] == [
         "batch FVU",
@@ -54,7 +54,7 @@ def test_every_series_of_a_screen_has_a_title_for_people() -> None:
     assert not [name for name in (*measured_names(), *curves(), *PER_RANK) if "_" in title_of(name)]
 
 
-def test_curves_that_are_redundant_for_all_saes_of_a_job_are_left_out() -> None:
+def test_curves_that_are_redundant_for_all_saes_of_a_job_are_hidden() -> None:
     assert list(curves(["topk"])) == ["fvu", "dead_fraction", "tokens_per_s", "lr"]
     assert list(curves(["batch_topk"])) == ["fvu", "l0", "dead_fraction", "tokens_per_s", "lr"]
     assert curves(["topk", "jumprelu"]) == curves(["gated"]) == curves() == curves(["of_a_plugin"])
@@ -62,6 +62,6 @@ def test_curves_that_are_redundant_for_all_saes_of_a_job_are_left_out() -> None:
     assert {"loss", "lr"} <= curves().keys()
 
 
-def test_no_metric_is_called_like_another_column_of_a_job() -> None:
+def test_no_metric_has_the_name_of_another_job_column() -> None:
     assert set(Job.__struct_fields__) >= set(VALUE_COLUMNS)
     assert METRICS.keys() & set(Job.__struct_fields__) <= set(VALUE_COLUMNS)

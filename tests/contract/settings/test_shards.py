@@ -1,4 +1,4 @@
-"""Every way an activation file can be wrong is one sentence that names the setting."""
+"""Each kind of bad activation file is reported in one sentence that names the setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WriteShard = Callable[..., Path]
 
 
 def problem(path: str | Path) -> str:
-    """Return the one sentence in which a path is refused."""
+    """Return the error message for a refused path."""
     with pytest.raises(JobFileError) as caught:
         inspect_shards(path)
     (refusal,) = caught.value.problems
@@ -38,7 +38,7 @@ def with_header(file: Path, header: object, data: bytes = b"") -> Path:
     return file
 
 
-def test_the_shards_of_a_folder_are_read_in_the_order_of_their_names(write_shard: WriteShard) -> None:
+def test_the_shards_of_a_folder_are_read_in_order_of_their_names(write_shard: WriteShard) -> None:
     write_shard(30, file="b.safetensors", dtype="F16")
     folder = write_shard(20, file="a.safetensors", dtype="BF16")
     data = inspect_shards(folder)
@@ -49,7 +49,7 @@ def test_the_shards_of_a_folder_are_read_in_the_order_of_their_names(write_shard
     assert (data.d_in, data.n_tokens) == (8, 50)
 
 
-def test_the_offset_is_where_the_rows_begin(tmp_path: Path) -> None:
+def test_the_offset_is_the_start_of_the_rows(tmp_path: Path) -> None:
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     file = tmp_path / "a.safetensors"
     save_file({"a_first": np.zeros(5, np.float32), "activations": x}, file, metadata={"model": "mini"})
@@ -58,12 +58,12 @@ def test_the_offset_is_where_the_rows_begin(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read, x)
 
 
-def test_the_sample_data_is_sound() -> None:
+def test_the_sample_data_is_valid() -> None:
     data = inspect_shards(Path(__file__).parents[3] / "data" / "sample")
     assert (data.n_tokens, data.d_in) == (16_384, 384)
 
 
-def test_a_path_with_nothing_there(tmp_path: Path) -> None:
+def test_a_missing_path_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
     assert (
         problem(missing)
@@ -71,7 +71,7 @@ def test_a_path_with_nothing_there(tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     assert problem(tmp_path) == f"there are no .safetensors, .npy, .pt, .arrow or .parquet shards in {tmp_path}"
 
 
@@ -83,16 +83,16 @@ def test_a_folder_of_hooks_is_refused_with_their_folders(write_shard: WriteShard
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/acts", "a\0b"], ids=["nobody", "nul"])
-def test_a_path_that_no_file_can_have(path: str) -> None:
+def test_an_impossible_path_is_refused(path: str) -> None:
     assert problem(path).startswith("there is nothing at ")
 
 
-def test_a_name_that_is_too_long() -> None:
+def test_a_name_that_is_too_long_is_refused() -> None:
     assert problem("x" * 5000).endswith("cannot be read: File name too long")
 
 
 @pytest.mark.parametrize("content", [b"short", b"\xff" * 64, b"PK\x03\x04" * 100], ids=["short", "ff", "zip"])
-def test_a_file_of_another_format(tmp_path: Path, content: bytes) -> None:
+def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)
     assert problem(file) == f"{file} is not a whole safetensors file; copy it again"
@@ -120,7 +120,7 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
         None,
     ],
 )
-def test_a_header_that_is_not_of_a_matrix(tmp_path: Path, tensor: object) -> None:
+def test_a_header_without_a_matrix_is_refused(tmp_path: Path, tensor: object) -> None:
     file = with_header(tmp_path / "a.safetensors", {"activations": tensor}, bytes(40))
     assert problem(file).endswith("is not a whole safetensors file; copy it again")
 
@@ -128,7 +128,7 @@ def test_a_header_that_is_not_of_a_matrix(tmp_path: Path, tensor: object) -> Non
 @pytest.mark.parametrize(
     "header", [[], 5, b"{", b"\xff\xfe", b"[" * 100_000], ids=["list", "number", "cut", "utf8", "deep"]
 )
-def test_a_header_that_is_not_a_table(tmp_path: Path, header: object) -> None:
+def test_a_header_that_is_not_a_table_is_refused(tmp_path: Path, header: object) -> None:
     assert "is not a whole safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
 
 
@@ -137,32 +137,32 @@ def test_a_tensor_of_one_dimension_is_refused_with_the_fix(write_shard: WriteSha
     assert problem(folder).endswith("[n_tokens, d_in]: its shape is [10]; reshape it to [-1, d_in]")
 
 
-def test_no_tensor_is_guessed_among_several_of_floats(tmp_path: Path) -> None:
+def test_an_ambiguous_tensor_is_refused(tmp_path: Path) -> None:
     save_file({"x": np.zeros((4, 3), np.float32), "y": np.zeros((5, 2), np.float32)}, tmp_path / "a.safetensors")
     listed = "it holds no tensor `activations`, but 'x' [4, 3] and 'y' [5, 2]; rename the one to read"
     assert problem(tmp_path).endswith(listed)
 
 
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
-def test_a_dtype_that_is_not_trained_on(write_shard: WriteShard, dtype: str) -> None:
+def test_an_unsupported_dtype_is_refused(write_shard: WriteShard, dtype: str) -> None:
     assert problem(write_shard(dtype=dtype)).endswith(
         f"stores {dtype}; activations must be float16, bfloat16, float32 or float64; save them as float32"
     )
 
 
-def test_a_file_cut_short(write_shard: WriteShard) -> None:
+def test_a_truncated_file_is_refused(write_shard: WriteShard) -> None:
     file = write_shard() / "a.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert problem(file.parent) == f"{file} is cut short; copy it again"
 
 
-def test_a_shape_that_its_bytes_do_not_fill(tmp_path: Path) -> None:
+def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
     header = {"activations": {"dtype": "F32", "shape": [5, 2], "data_offsets": [0, 36]}}
     assert problem(with_header(tmp_path / "a.safetensors", header, bytes(40))).endswith("is cut short; copy it again")
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
-def test_a_file_without_rows(write_shard: WriteShard, shape: tuple[int, int]) -> None:
+def test_a_file_without_rows_is_refused(write_shard: WriteShard, shape: tuple[int, int]) -> None:
     assert problem(write_shard(*shape)).endswith("holds no activations; extract them again")
 
 
@@ -180,7 +180,7 @@ def test_hidden_and_empty_files_are_skipped_and_named(write_shard: WriteShard) -
     )
 
 
-def test_the_record_of_a_folder_is_read_once_for_all_its_shards(
+def test_the_metadata_of_a_folder_is_read_once_for_all_its_shards(
     write_shard: WriteShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b", "c"):
@@ -204,18 +204,18 @@ def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     assert problem(tmp_path) == f"{file} cannot be read: {pointer}"
 
 
-def test_shards_of_different_width(write_shard: WriteShard) -> None:
+def test_shards_of_different_width_are_refused(write_shard: WriteShard) -> None:
     write_shard(d_in=8, file="a.safetensors")
     message = problem(write_shard(d_in=16, file="b.safetensors"))
     assert message == "b.safetensors has d_in 16, but a.safetensors has 8; all shards must agree"
 
 
-def test_a_folder_named_like_a_shard(tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_shard_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").mkdir()
     assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")
 
 
-def test_a_folder_of_somebody_else(
+def test_a_folder_without_read_permission_is_refused(
     open_folder: Path, ordinary_user: Callable[[], AbstractContextManager[None]]
 ) -> None:
     (open_folder / "closed" / "acts").mkdir(parents=True)
@@ -226,18 +226,18 @@ def test_a_folder_of_somebody_else(
     assert message.endswith("cannot be read: Permission denied")
 
 
-def test_the_setting_to_name_can_be_chosen(tmp_path: Path) -> None:
+def test_the_setting_named_in_the_error_can_be_chosen(tmp_path: Path) -> None:
     with pytest.raises(JobFileError) as caught:
         inspect_shards(tmp_path, field="--data")
     assert caught.value.problems[0].path == "--data"
 
 
-def test_unused_tensors_do_no_harm(tmp_path: Path) -> None:
+def test_unused_tensors_are_ignored(tmp_path: Path) -> None:
     tensors: dict[str, Any] = {"activations": np.zeros((2, 3), np.float16), "tokens": np.zeros(2, np.int64)}
     save_file(tensors, tmp_path / "a.safetensors")
     assert inspect_shards(tmp_path).d_in == 3
 
 
-def test_a_pipe_among_the_shards_is_told_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_among_the_shards_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.safetensors")
     assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")

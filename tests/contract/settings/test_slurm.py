@@ -11,7 +11,7 @@ from trainer.contract.settings.slurm import check_slurm
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make $PATH a single folder with sbatch in it."""
+    """Set $PATH to a single folder that contains sbatch."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "sbatch").touch(mode=0o755)
@@ -22,11 +22,11 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("gpus", "nodes", "ranks"), [("auto", 1, 1), ("auto:4", 2, 8), ("cpu:2", 3, 6), ([0, 1], 2, 4), ("cpu", 2, 2)]
 )
-def test_there_are_so_many_ranks_on_every_node(make_job, gpus, nodes, ranks) -> None:
+def test_the_number_of_ranks_is_per_node(make_job, gpus, nodes, ranks) -> None:
     assert wanted_ranks(make_job(launch={"backend": "slurm", "nodes": nodes, "gpus": gpus})) == ranks
 
 
-def test_on_this_machine_nodes_do_not_count_and_that_is_said(make_job) -> None:
+def test_nodes_are_ignored_on_this_machine_with_a_warning(make_job) -> None:
     job = make_job(launch={"nodes": 2, "gpus": "auto:4"})
     assert wanted_ranks(job) == 4
     (problem,) = check_backend(job)
@@ -41,7 +41,7 @@ def test_a_machine_without_gpus_can_submit_a_job_for_many(make_job, sbatch, writ
     assert [problem for problem in problems if problem.path.startswith("launch.")] == []
 
 
-def test_without_sbatch_it_names_the_backend(make_job, tmp_path, monkeypatch) -> None:
+def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     (problem,) = check_slurm(make_job(launch={"backend": "slurm"}))
     assert problem.path == "launch.backend"
@@ -73,18 +73,18 @@ def test_without_sbatch_it_names_the_backend(make_job, tmp_path, monkeypatch) ->
         ({"sbatch_options": ["--requeue"]}, "launch.sbatch_options", "--requeue is set by launch.max_restarts"),
     ],
 )
-def test_what_sbatch_would_take_amiss_is_said_before(make_job, sbatch, launch, path, text) -> None:
+def test_options_that_sbatch_would_misread_are_reported_before_the_launch(make_job, sbatch, launch, path, text) -> None:
     problem = check_slurm(make_job(launch={"backend": "slurm"} | launch))[0]
     assert problem.path == path
     assert text in problem.message
 
 
-def test_an_option_that_another_begins_with_is_its_own(make_job, sbatch) -> None:
+def test_an_option_that_is_a_prefix_of_another_is_accepted(make_job, sbatch) -> None:
     options = ["--gpus=a100:4", "--time-min=10", "--wait-all-nodes=1", "--acctg-freq=30", "--mem=1G", "--no-kill"]
     problems = check_slurm(make_job(launch={"backend": "slurm", "sbatch_options": options}))
     assert problems == []
 
 
-def test_one_process_cannot_be_on_two_nodes(make_job, sbatch) -> None:
+def test_one_process_cannot_use_two_nodes(make_job, sbatch) -> None:
     job = make_job(parallel={"mode": "dp"}, launch={"backend": "slurm", "nodes": 2})
     assert [problem.path for problem in check_slurm(job)] == ["parallel.mode"]

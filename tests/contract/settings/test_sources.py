@@ -1,4 +1,4 @@
-"""The shape of a job's data, found without loading the data."""
+"""Tests of the shape of a job's data, determined without loading it."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def problem(job: JobConfig) -> Problem:
     return refusal
 
 
-def test_the_shape_of_shards_is_that_of_their_headers(make_job: MakeJob, write_shard: Callable[..., Path]) -> None:
+def test_the_shape_of_shards_comes_from_their_headers(make_job: MakeJob, write_shard: Callable[..., Path]) -> None:
     write_shard(30, file="b.safetensors")
     assert make_job(data={"path": str(write_shard(20))}).data_shape() == DataShape(8, None, 50)
 
 
-def test_targets_beside_them_make_a_transcoder(make_job: MakeJob, stored: Callable[..., dict[str, str]]) -> None:
+def test_targets_make_a_transcoder(make_job: MakeJob, stored: Callable[..., dict[str, str]]) -> None:
     assert make_job(data=stored()).data_shape() == DataShape(8, 24, 1000)
 
 
@@ -50,7 +50,7 @@ def test_every_row_needs_its_target(make_job: MakeJob, stored: Callable[..., dic
     assert refusal.message == sentence
 
 
-def test_targets_that_cannot_be_read_are_told_by_their_own_setting(
+def test_unreadable_targets_are_reported_with_their_own_setting(
     make_job: MakeJob, stored: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
     data = stored()
@@ -61,6 +61,6 @@ def test_targets_that_cannot_be_read_are_told_by_their_own_setting(
     assert problem(make_job(data=data | {"path": "/nowhere"})).path == "data.path"
 
 
-def test_the_shape_of_made_up_data_is_what_the_settings_say(make_job: MakeJob) -> None:
+def test_the_shape_of_synthetic_data_comes_from_the_settings(make_job: MakeJob) -> None:
     job = make_job(data={"source": "synthetic", "d_in": 12, "n_rows": 500})
     assert job.data_shape() == DataShape(12, None, 500)

@@ -1,4 +1,4 @@
-"""A list where a setting takes one value stands for several SAEs, each a valid job of its own."""
+"""A list for a setting that takes one value makes several SAEs, each from a valid job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
 class RoundKnobs(ArchitectureKnobs, frozen=True):
-    """An architecture that shares k with the others, and has a number, a switch and a list of its own."""
+    """An architecture that shares k with others, and also has a number, a switch and a list."""
 
     k: Annotated[int, about("Active latents.", ge=1)] = 32
     roundness: Annotated[float, about("How round.", gt=0)] = 0.5
@@ -53,30 +53,30 @@ def problem(**sections: dict[str, Any]) -> Problem:
     return refusal
 
 
-def test_every_value_is_an_sae_with_a_label() -> None:
+def test_each_value_makes_an_sae_with_a_label() -> None:
     configs = members(swept(sae={"k": [16, 32, 64]}))
     assert {label: job.sae.knobs.k for label, job in configs.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
 
 
-def test_several_lists_are_all_their_combinations_in_the_order_of_the_settings() -> None:
+def test_several_lists_are_combined_in_the_order_of_the_settings() -> None:
     job = swept(train={"seed": [0, 1], "lr": [1e-3, "auto"]}, sae={"d_sae": [64, 128], "k": [8]})
     assert [axis.path for axis in job.sweep] == ["sae.d_sae", "train.lr", "train.seed"]
     expected = [f"d_sae={d},lr={lr},seed={s}" for d, lr, s in itertools.product((64, 128), (0.001, "auto"), (0, 1))]
     assert list(members(job)) == expected
 
 
-def test_the_job_itself_is_its_first_sae() -> None:
+def test_the_job_is_its_own_first_sae() -> None:
     job = swept(sae={"k": [16, 32]}, train={"seed": [3, 4]})
     assert msgspec.structs.replace(job, sweep=()) == members(job)["k=16,seed=3"]
 
 
-def test_without_a_list_the_only_sae_is_the_job() -> None:
+def test_without_a_list_the_job_is_the_only_sae() -> None:
     job = swept(sae={"k": 16})
     assert members(job) == {"": job}
     assert swept(sae={"k": [16]}) == job
 
 
-def test_a_member_is_what_a_job_file_with_its_values_says() -> None:
+def test_a_member_equals_the_job_file_with_its_values() -> None:
     for (label, member), (k, seed) in zip(
         members(swept(sae={"k": [4, 8]}, train={"seed": [0, 1]})).items(),
         itertools.product((4, 8), (0, 1)),
@@ -86,7 +86,7 @@ def test_a_member_is_what_a_job_file_with_its_values_says() -> None:
         assert member == swept(sae={"k": k}, train={"seed": seed})
 
 
-def test_architectures_differ_in_what_they_know() -> None:
+def test_architectures_keep_their_own_settings() -> None:
     sae = {"architecture": ["topk", "round"], "k": [4, 8], "auxk_alpha": 0.5, "roundness": [1.0, 2.0], "hollow": True}
     configs = members(swept(sae=sae))
     assert list(configs) == [
@@ -102,28 +102,28 @@ def test_architectures_differ_in_what_they_know() -> None:
     assert configs["architecture=round,k=8,roundness=2.0"] == swept(sae=own)
 
 
-def test_what_only_a_later_architecture_knows_is_kept_beside_it() -> None:
+def test_a_setting_of_a_later_architecture_is_kept_as_an_axis() -> None:
     job = swept(sae={"architecture": ["topk", "round"], "roundness": 3.0, "levels": [8, 16]})
     assert job.sweep[1:] == (Axis("sae.roundness", (3.0,)), Axis("sae.levels", ([8, 16],)))
     assert list(members(job)) == ["architecture=topk", "architecture=round"]
     assert members(job)["architecture=round"].sae.knobs == RoundKnobs(roundness=3.0, levels=[8, 16])
 
 
-def test_a_setting_that_is_a_list_is_swept_by_a_list_of_lists() -> None:
+def test_a_list_setting_is_swept_by_a_list_of_lists() -> None:
     sae = {"architecture": "round", "levels": [8, 16]}
     assert swept(sae=sae).sae.knobs.levels == [8, 16]
     configs = members(swept(sae=sae | {"levels": [[8, 16], [4]]}))
     assert {label: job.sae.knobs.levels for label, job in configs.items()} == {"levels=8+16": [8, 16], "levels=4": [4]}
 
 
-def test_a_switch_is_swept_in_the_words_of_a_job_file() -> None:
+def test_a_swept_switch_is_labelled_true_or_false() -> None:
     assert list(members(swept(sae={"architecture": "round", "hollow": [True, False]}))) == [
         "hollow=true",
         "hollow=false",
     ]
 
 
-def test_optimizers_differ_in_what_they_know() -> None:
+def test_optimizers_keep_their_own_settings() -> None:
     configs = members(swept(train={"optimizer": ["adam", "signum"], "beta1": [0.5, 0.9], "momentum": 0.8}))
     assert list(configs) == ["optimizer=adam,beta1=0.5", "optimizer=adam,beta1=0.9", "optimizer=signum"]
     assert configs["optimizer=signum"] == swept(train={"optimizer": "signum", "momentum": 0.8})
@@ -132,7 +132,7 @@ def test_optimizers_differ_in_what_they_know() -> None:
 @pytest.mark.parametrize(
     "hook", ["resid_post.4, blocks.12.hook_resid_post", ["resid_post.4", "blocks.12.hook_resid_post"]]
 )
-def test_hooks_are_the_one_setting_of_the_data_in_which_saes_differ(hook: str | list[str]) -> None:
+def test_hooks_are_the_only_data_setting_that_saes_may_differ_in(hook: str | list[str]) -> None:
     job = swept(data={"path": "acts", "hook": hook}, sae={"k": [4, 8]})
     configs = members(job)
     assert list(configs) == ["hook=L4,k=4", "hook=L4,k=8", "hook=L12,k=4", "hook=L12,k=8"]
@@ -160,7 +160,7 @@ def sweeps(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(sweeps())
 @settings(max_examples=60)
-def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any]) -> None:
+def test_a_written_sweep_is_read_back_unchanged(table: dict[str, Any]) -> None:
     job, problems = parse_job(table)
     if job is None:
         assert all("more than" in problem.message for problem in problems)
@@ -219,22 +219,22 @@ def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any])
         ({"train": {"seed": list(range(9))}, "sae": {"k": list(range(1, 9))}}, "train.seed", "more than 64 SAEs"),
     ],
 )
-def test_what_is_wrong_is_one_problem_that_names_the_setting(sections: dict[str, Any], path: str, said: str) -> None:
+def test_each_mistake_is_one_problem_that_names_the_setting(sections: dict[str, Any], path: str, said: str) -> None:
     refusal = problem(**sections)
     assert refusal.path == path
     assert said in refusal.message
 
 
-def test_a_huge_sweep_is_refused_without_being_made() -> None:
+def test_a_huge_sweep_is_refused_without_being_built() -> None:
     lists = {"k": list(range(1, 2000)), "d_sae": list(range(1, 2000))}
     assert "more than 64" in problem(sae=lists, train={"seed": list(range(10**5))}).message
 
 
-def test_as_many_as_allowed_are_taken() -> None:
+def test_the_largest_allowed_sweep_is_accepted() -> None:
     assert len(members(swept(train={"seed": list(range(8))}, sae={"k": list(range(1, 9))}))) == MOST_MEMBERS
 
 
-def test_problems_of_all_members_are_told_once_each_and_together() -> None:
+def test_problems_of_all_members_are_reported_once_and_together() -> None:
     job, problems = parse(sae={"k": [0, 16, -1], "d_sae": 0}, train={"lr": [1e-3, -1]}, nam={})
     assert job is None
     assert sorted(problem.path for problem in problems) == ["nam", "sae.d_sae", "sae.k", "sae.k", "train.lr"]
@@ -245,7 +245,7 @@ def axes_of_everything() -> Iterator[str]:
         yield from (f"{section}.{name}" for name in to_table(swept())[section])
 
 
-def test_data_length_and_place_are_one_for_all() -> None:
+def test_data_and_run_length_and_devices_are_the_same_for_all_saes() -> None:
     assert {path for path in axes_of_everything() if may_differ(path) and not path.startswith("sae.")} == {
         "train.lr", "train.optimizer", "train.beta1", "train.beta2", "train.state", "train.warmup_fraction",
         "train.decay_fraction", "train.grad_clip", "train.seed", "train.lr_scaling", "train.lr_tokens",

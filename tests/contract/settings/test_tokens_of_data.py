@@ -1,4 +1,4 @@
-"""Which data tells its tokens, beside what reads them."""
+"""Tests whether data records its tokens, compared with the code that reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(folder: Path, names: tuple[str, ...], **meta: object) -> Path:
     return folder
 
 
-def test_what_is_asked_for_is_what_an_extraction_writes() -> None:
+def test_the_checked_tensors_are_those_that_an_extraction_writes() -> None:
     assert Origin._fields == ORIGIN
     assert tells_tokens(SAMPLE)
 
@@ -39,13 +39,13 @@ def test_what_is_asked_for_is_what_an_extraction_writes() -> None:
         (ORIGIN, {"shuffled": True, "seed": 0}, True),
     ],
 )
-def test_data_tells_its_tokens_where_its_texts_can_be_read(tmp_path: Path, names, meta, tells: bool) -> None:
+def test_data_has_tokens_if_its_texts_can_be_read(tmp_path: Path, names, meta, tells: bool) -> None:
     folder = write(tmp_path / "rows", names, **meta)
     assert tells_tokens(folder) == tells == any(texts_of(folder))
     assert may_tell_tokens([ShardKnobs(path=str(folder))]) == tells
 
 
-def test_data_that_is_gone_may_tell_them_and_several_folders_do_not(tmp_path: Path) -> None:
+def test_missing_data_may_have_tokens_and_several_folders_do_not(tmp_path: Path) -> None:
     gone = ShardKnobs(path=str(tmp_path / "gone"))
     with pytest.raises(UserError):
         tells_tokens(tmp_path / "gone")

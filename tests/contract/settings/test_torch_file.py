@@ -1,4 +1,4 @@
-"""Files of torch.save are shards like any other; what would run code, or is no tensor of rows, is refused."""
+"""Files of torch.save are valid shards; a file that would run code or holds no rows is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def saved(value: object, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_rows_are_those_that_torch_load_gives(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_match_torch_load(dtype: torch.dtype, tmp_path: Path) -> None:
     first = {"token_ids": torch.arange(30), "activations": rows(30, 8, dtype=dtype), "hook": "resid", "layer": 3}
     torch.save(first, tmp_path / "a.pt")
     torch.save(rows(4, 5, 8, dtype=dtype), tmp_path / "b.pth")
@@ -86,13 +86,13 @@ def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp
         (rows(3, 4).to_sparse(), f"{BEGINS}to read it, code would have to be run (torch.serialization._get_layout)"),
     ],
 )
-def test_what_holds_no_rows_or_would_run_code_is_refused(value: object, reason: str, tmp_path: Path) -> None:
+def test_a_file_without_rows_or_with_code_is_refused(value: object, reason: str, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pt")
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {reason}")
 
 
 class Evil:
-    """A pickle of this makes a file where it is loaded."""
+    """Creates a file when its pickle is loaded."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -101,7 +101,7 @@ class Evil:
         return open, (str(self._file), "w")
 
 
-def test_no_code_in_a_file_is_ever_run(tmp_path: Path) -> None:
+def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     torch.save({"activations": rows(3, 4), "x": Evil(trace)}, tmp_path / "a.pt")
     assert "code would have to be run (io.open); write it again" in problem(tmp_path)
@@ -111,7 +111,7 @@ def test_no_code_in_a_file_is_ever_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [saved(rows(3, 4), _use_new_zipfile_serialization=False), pickle.dumps([1]), saved(rows(3, 4))[:-30]],
-    # What torch saves holds numbers that are other ones in every process.
+    # Without ids, pytest would name cases after the bytes, which differ in every process.
     ids=["torch before 1.6", "a pickle", "cut short"],
 )
 def test_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -155,13 +155,13 @@ REAL = members_of(saved(rows(3, 4)))
     ],
     ids=["no pickle", "compressed", "short", "no numbers", "big-endian", "damaged pickle", "large pickle"],
 )
-def test_a_zip_that_is_spoilt_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_damaged_zip_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(content)
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {BEGINS}{reason}")
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_a_damaged_file_gives_sizes_that_are_none_below_0_or_is_refused(
+def test_a_damaged_file_is_refused_or_has_non_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     content = bytearray(saved({"activations": rows(3, 4)}))

@@ -1,4 +1,4 @@
-"""Opening the stores: every failure is one clear sentence, and racing processes do no harm."""
+"""Tests of opening the stores: each failure is one clear sentence, and concurrent processes are safe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def message(action: Callable[[], object]) -> str:
-    """Return the one sentence with which an action on a store fails."""
+    """Return the error message of an action on a store, which is one line."""
     with pytest.raises(StoreError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -54,13 +54,13 @@ def message(action: Callable[[], object]) -> str:
 
 @pytest.fixture
 def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
-    """Make a control store and close it."""
+    """Create a control store and close it."""
     return copy_store("control", tmp_path / "control.db")
 
 
 @pytest.fixture
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a control store as the first version made it, with a job."""
+    """Create a control store of the first version, with one job."""
     path = tmp_path / "control.db"
     with monkeypatch.context() as before:
         before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
@@ -101,14 +101,14 @@ def test_a_new_store_has_all_its_tables_and_is_private(tmp_path: Path, schema: A
 
 
 @pytest.mark.parametrize("schema", MIGRATIONS)
-def test_a_new_store_has_the_tables_that_all_steps_make(tmp_path: Path, schema: Any) -> None:
+def test_a_new_store_has_the_same_tables_as_a_migrated_one(tmp_path: Path, schema: Any) -> None:
     open_writer(tmp_path / "a.db", schema).close()
     migrate(tmp_path / "by_steps.db", schema)
     assert statements_of(tmp_path / "a.db") == statements_of(tmp_path / "by_steps.db")
     assert (NEW / f"{schema}.sql").read_text() == text_of(schema)
 
 
-def test_opening_again_keeps_what_is_there(made: Path) -> None:
+def test_opening_a_store_again_keeps_its_rows(made: Path) -> None:
     for _ in range(2):
         with contextlib.closing(open_writer(made, "control")) as connection:
             connection.execute("INSERT INTO events(message) VALUES('x')")
@@ -116,7 +116,7 @@ def test_opening_again_keeps_what_is_there(made: Path) -> None:
         assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == 2
 
 
-def test_processes_that_create_a_store_at_the_same_time_all_get_it(tmp_path: Path, child: Callable[..., Any]) -> None:
+def test_processes_that_create_a_store_at_the_same_time_all_open_it(tmp_path: Path, child: Callable[..., Any]) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -139,7 +139,7 @@ for path in iter(sys.stdin.readline, ""):
             assert tables(connection) >= TABLES["control"]
 
 
-def test_a_process_without_torch_migrates_in_a_child_and_stays_lean(tmp_path: Path) -> None:
+def test_a_process_without_torch_migrates_in_a_child_and_does_not_import_it(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("raise SystemExit('a file of the user in the working directory')")
     code = """
 import sys
@@ -152,7 +152,7 @@ assert not {"torch", "sqlite_utils", "numpy"} & set(sys.modules), sys.modules
 
 
 @pytest.mark.parametrize("readonly", [True, False])
-def test_a_job_of_an_older_version_is_read_without_what_was_not_kept_then(older: Path, readonly: bool) -> None:
+def test_a_job_of_an_older_version_lacks_the_newer_fields(older: Path, readonly: bool) -> None:
     with contextlib.closing(Control(older, readonly=readonly)) as control:
         (job,) = control.jobs()
     assert (job.name, job.d_in, job.estimated_memory_bytes, job.peak_memory_bytes) == ("old", None, None, None)
@@ -166,7 +166,7 @@ def test_an_imported_sae_of_an_older_version_gets_the_state_imported(older: Path
         assert [str(job.state) for job in control.jobs()] == ["imported"]
 
 
-def test_an_older_control_store_takes_the_memory_of_its_next_jobs(older: Path) -> None:
+def test_a_migrated_control_store_records_the_memory_of_jobs(older: Path) -> None:
     with contextlib.closing(Control(older)) as control:
         control.update(1, peak_memory_bytes=3 << 30)
         assert control.job(1).peak_memory_bytes == 3 << 30
@@ -184,13 +184,13 @@ def test_a_store_of_a_newer_version_is_refused(made: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [open_writer, open_reader])
-def test_a_file_that_is_no_database_is_called_corrupt(tmp_path: Path, opened: Callable[..., object]) -> None:
+def test_a_file_that_is_not_a_database_is_reported_as_corrupt(tmp_path: Path, opened: Callable[..., object]) -> None:
     path = tmp_path / "control.db"
     path.write_bytes(b"not a database at all" * 1000)
     assert message(lambda: opened(path, "control")).startswith(f"the store {path} is corrupt; `sae-tui repair`")
 
 
-def test_damage_within_the_file_is_called_corrupt_when_it_is_met(made: Path) -> None:
+def test_damage_within_the_file_is_reported_as_corrupt_when_read(made: Path) -> None:
     with made.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(4096)
@@ -199,7 +199,7 @@ def test_damage_within_the_file_is_called_corrupt_when_it_is_met(made: Path) -> 
         assert "is corrupt; `sae-tui repair`" in message(control.jobs)
 
 
-def test_a_missing_folder_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_with_a_fix(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "control.db"
     assert message(lambda: open_writer(path, "control")) == (
         f"the store {path} cannot be opened: No such file or directory; choose another folder with --data-dir"
@@ -207,14 +207,14 @@ def test_a_missing_folder_is_told_with_the_way_out(tmp_path: Path) -> None:
     assert message(lambda: open_reader(path, "control")) == f"there is no store at {path}"
 
 
-def test_a_reader_creates_nothing(tmp_path: Path) -> None:
+def test_a_reader_creates_no_file(tmp_path: Path) -> None:
     message(lambda: open_reader(tmp_path / "control.db", "control"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_opening_a_store_again_does_not_drop_the_locks_of_connections_that_are_open(made: Path) -> None:
-    # POSIX drops a process's locks on a file when the process closes any descriptor of it; another process could then
-    # delete the WAL.
+def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -> None:
+    # POSIX drops all of a process's locks on a file when the process closes any descriptor of it. Another process could
+    # then delete the WAL.
     first = Control(made)
     assert first.jobs() == []
     second = Control(made)
@@ -223,7 +223,9 @@ def test_opening_a_store_again_does_not_drop_the_locks_of_connections_that_are_o
     )
 
     def elsewhere(query: str) -> str:
-        """Return the answer of another process, which closes the store as the last one if it sees no lock of ours."""
+        """Return the result of a query in another process. If that process saw no lock of ours, it would close the
+        store as its last user.
+        """
         return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
 
     elsewhere("PRAGMA user_version")
@@ -233,7 +235,7 @@ def test_opening_a_store_again_does_not_drop_the_locks_of_connections_that_are_o
     second.close()
 
 
-def test_a_file_without_tables_yet_is_no_store_yet(tmp_path: Path) -> None:
+def test_a_file_without_tables_is_not_yet_a_store(tmp_path: Path) -> None:
     path = tmp_path / "control.db"
     path.touch()
     assert message(lambda: open_reader(path, "control")) == f"there is no store at {path} yet"
@@ -246,7 +248,7 @@ def test_a_reader_cannot_write(made: Path) -> None:
     control.close()
 
 
-def test_a_file_that_may_not_be_written_is_told(
+def test_a_read_only_file_is_reported(
     open_folder: Path, ordinary_user: Become, copy_store: Callable[..., Path]
 ) -> None:
     path = copy_store("control", open_folder / "control.db")
@@ -256,7 +258,7 @@ def test_a_file_that_may_not_be_written_is_told(
     assert text.startswith(f"the store {path} is read-only; make it ")
 
 
-def test_a_folder_that_may_not_be_written_is_told(
+def test_a_read_only_folder_is_reported(
     open_folder: Path, ordinary_user: Become, copy_store: Callable[..., Path]
 ) -> None:
     path = copy_store("control", open_folder / "control.db")
@@ -269,7 +271,7 @@ def test_a_folder_that_may_not_be_written_is_told(
     }
 
 
-def test_a_store_that_may_not_be_read_is_told(
+def test_an_unreadable_store_is_reported(
     open_folder: Path, ordinary_user: Become, copy_store: Callable[..., Path]
 ) -> None:
     path = copy_store("control", open_folder / "control.db")
@@ -288,7 +290,7 @@ sys.stdin.read()
 """
 
 
-def test_a_store_that_another_process_keeps_locked_is_told_and_works_afterwards(
+def test_a_locked_store_is_reported_and_works_after_its_release(
     made: Path, child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
@@ -311,7 +313,7 @@ def test_a_store_that_another_process_keeps_locked_is_told_and_works_afterwards(
         assert control.open_requests(1) == {"stop"}
 
 
-def test_a_new_store_that_another_process_keeps_locked_is_told(
+def test_a_new_store_locked_by_another_process_is_reported(
     tmp_path: Path, child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
@@ -329,7 +331,7 @@ def test_a_writer_waits_for_a_lock_that_is_released_in_time(made: Path, child: C
         assert control.open_requests(1) == {"stop"}
 
 
-def test_a_reader_sees_that_another_process_has_written(made: Path, child: Callable[..., Any]) -> None:
+def test_a_reader_detects_that_another_process_has_written(made: Path, child: Callable[..., Any]) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -349,7 +351,7 @@ for line in sys.stdin:
         assert reader.execute("SELECT count(*) FROM requests").fetchone()[0] == 1
 
 
-def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(made: Path) -> None:
+def test_a_failed_write_is_rolled_back_and_the_next_one_works(made: Path) -> None:
     with contextlib.closing(open_writer(made, "control")) as connection:
         with contextlib.suppress(ZeroDivisionError), transaction(connection):
             connection.execute("INSERT INTO events(message) VALUES('x')")
@@ -358,7 +360,7 @@ def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(made: Path) ->
             assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == 0
 
 
-def test_a_full_disk_is_told_as_such_and_writing_goes_on_when_there_is_room(made: Path) -> None:
+def test_a_full_disk_is_reported_and_writing_works_once_there_is_space(made: Path) -> None:
     code = """
 import resource, signal, sys
 from pathlib import Path
@@ -384,7 +386,7 @@ print(len(control.events(2)))
 
 
 @pytest.mark.parametrize("schema", ["control", "metrics", "gpu"])
-def test_a_store_that_a_full_disk_does_not_take_is_not_made_at_all(tmp_path: Path, schema: Any) -> None:
+def test_a_full_disk_leaves_no_partial_store(tmp_path: Path, schema: Any) -> None:
     code = """
 import resource, signal, sys
 from pathlib import Path
@@ -407,17 +409,17 @@ open_writer(path, sys.argv[2]).close()
     check_whole(path, schema)
 
 
-def test_a_store_that_cannot_be_used_is_not_kept_open(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_used_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "control.db"
     path.write_bytes(b"not a database at all" * 1000)
     with pytest.raises(StoreError) as caught:
         open_writer(path, "control")
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert caught.value.__traceback__ is not None  # whose frames would keep the connection
+    assert caught.value.__traceback__ is not None  # its frames would keep the connection open
     assert str(path) not in links
 
 
-def test_on_a_network_file_system_there_is_no_wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_file_system_uses_no_wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     with contextlib.closing(open_writer(tmp_path / "a.db", "control")) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
@@ -426,14 +428,14 @@ def test_on_a_network_file_system_there_is_no_wal(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("reader", [open_reader, open_writer])
-def test_the_next_reader_rolls_back_what_a_killed_writer_left_half_written(tmp_path, monkeypatch, reader) -> None:
+def test_the_next_reader_rolls_back_the_partial_write_of_a_killed_writer(tmp_path, monkeypatch, reader) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     with contextlib.closing(reader(path, "control")) as connection:
         assert {row[0] for row in connection.execute("SELECT message FROM events")} == {"kept"}
     assert not path.with_name("control.db-journal").exists()
 
 
-def test_a_reader_that_may_not_repair_a_half_written_store_names_the_user_who_may(tmp_path, monkeypatch) -> None:
+def test_a_reader_without_write_permission_names_the_owner_who_can_repair(tmp_path, monkeypatch) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
     with pytest.raises(
@@ -448,7 +450,7 @@ def read_only_connect(connect):
 
 
 def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kill a writer in a transaction whose pages have reached the file, on a file system without WAL."""
+    """Kill a writer in a transaction after it has written pages to the file, on a file system without WAL."""
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     path = folder / "control.db"
     with contextlib.closing(open_writer(path, "control")) as connection:
@@ -466,7 +468,7 @@ def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a b", "50%", "what?", "#1", "%3f"])
-def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+def test_a_folder_name_may_have_special_characters(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     migrate(folder / "control.db", "control")
@@ -476,7 +478,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_migration_that_fails_halfway_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_migration_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(db: Any) -> None:
         db.table("half").create({"id": int}, pk="id")
         raise sqlite3.OperationalError("database or disk is full")
@@ -490,7 +492,7 @@ def test_a_migration_that_fails_halfway_is_taken_back(tmp_path: Path, monkeypatc
         assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS["gpu"]) - 1
 
 
-def test_an_older_store_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_store_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.db"
     migrate(path, "gpu")
     monkeypatch.setitem(MIGRATIONS, "gpu", (*MIGRATIONS["gpu"], lambda db: db.table("more").create({"id": int})))
@@ -499,7 +501,7 @@ def test_an_older_store_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytes
         assert tables(connection) == TABLES["gpu"] | {"more"}
 
 
-def test_a_new_store_on_a_full_disk_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_a_new_store_on_a_full_disk_is_complete_or_missing(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", disk], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Followers of stores that vanish, are replaced, cut off, closed to them or locked while real processes write."""
+"""Tests of following a store that is deleted, replaced, truncated, unreadable or locked while real processes write."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.metrics_store import Row, SeriesReader, SeriesWriter
 
-# Writes as many steps as each line it reads says, and answers with the last step.
+# For each input line, writes that number of steps and prints the last step.
 WRITER = """
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Followed:
-    """A follower of a run's metrics that remembers what it was shown."""
+    """A follower of a run's metrics that records the last step of each read."""
 
     def __init__(self, path: Path) -> None:
         self.follower = Follower(path, SeriesReader)
@@ -83,7 +83,7 @@ def write(path: Path, *steps: int) -> None:
 
 
 def replacement(path: Path, copy_store: Callable[..., Path], *steps: int) -> Path:
-    """Make another store, with these steps, that lies ready to take the place of the one at `path`."""
+    """Create another store with these steps, ready to replace the one at `path`."""
     other = copy_store("metrics", path.with_name("other.db"))
     write(other, *steps)
     return other
@@ -102,7 +102,7 @@ def test_a_store_is_read_once_for_each_change(path: Path, followed: Followed) ->
     assert followed.seen == [1, 2]
 
 
-def test_a_store_that_is_not_there_yet_is_read_when_it_is(tmp_path: Path) -> None:
+def test_a_missing_store_is_read_once_it_exists(tmp_path: Path) -> None:
     followed = Followed(tmp_path / "later.db")
     assert not followed.poll()
     (tmp_path / "later.db").touch()
@@ -113,7 +113,7 @@ def test_a_store_that_is_not_there_yet_is_read_when_it_is(tmp_path: Path) -> Non
     followed.follower.close()
 
 
-def test_a_store_that_vanishes_is_told_once_and_read_again_when_it_is_back(path: Path, followed: Followed) -> None:
+def test_a_deleted_store_is_reported_once_and_read_again_when_it_returns(path: Path, followed: Followed) -> None:
     write(path, 1)
     followed.poll()
     remove(path)
@@ -123,7 +123,7 @@ def test_a_store_that_vanishes_is_told_once_and_read_again_when_it_is_back(path:
     assert followed.seen == [1, None, 7]
 
 
-def test_a_store_that_is_replaced_is_read_anew(
+def test_a_replaced_store_is_read_from_the_start(
     path: Path, followed: Followed, copy_store: Callable[..., Path], child: Callable[..., Any]
 ) -> None:
     writer = child(WRITER, path)
@@ -134,30 +134,28 @@ def test_a_store_that_is_replaced_is_read_anew(
     for suffix in database.BESIDE:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     other.rename(path)
-    # The writer goes on in the file that is gone.
+    # The writer continues in the deleted file.
     writer.tell(1)
     assert writer.hear() == "4"
     assert followed.poll()
     assert followed.seen == [3, 7]
 
 
-def test_a_file_with_the_inode_of_the_one_that_was_deleted_is_another_one(path: Path, followed: Followed) -> None:
+def test_a_new_file_with_the_same_inode_is_read_from_the_start(path: Path, followed: Followed) -> None:
     write(path, 1)
     followed.poll()
     followed.follower.close()
     copy = path.with_name("copy.db")
     write(path, 2)
     shutil.copy(path, copy)
-    # In place, so that the inode is the same.
+    # Write in place, so that the inode stays the same.
     path.write_bytes(copy.read_bytes())
     assert followed.poll()
     assert followed.seen == [1, 2]
 
 
 @pytest.mark.parametrize("content", [b"", b"SQLite format 3\0", b"garbage " * 1000], ids=["empty", "cut", "garbage"])
-def test_a_store_that_is_damaged_in_place_is_a_sentence_until_it_is_whole(
-    content: bytes, path: Path, followed: Followed
-) -> None:
+def test_a_damaged_store_raises_an_error_until_it_is_restored(content: bytes, path: Path, followed: Followed) -> None:
     write(path, 1)
     followed.poll()
     whole = path.read_bytes()
@@ -174,7 +172,7 @@ def test_a_store_that_is_damaged_in_place_is_a_sentence_until_it_is_whole(
     assert followed.seen[-1] == 2
 
 
-def test_a_store_that_is_cut_off_under_a_writer_harms_no_follower(
+def test_a_store_truncated_under_a_writer_breaks_no_follower(
     path: Path, followed: Followed, child: Callable[..., Any]
 ) -> None:
     writer = child(WRITER, path, stderr=subprocess.DEVNULL)
@@ -193,7 +191,7 @@ def test_a_store_that_is_cut_off_under_a_writer_harms_no_follower(
     assert followed.seen[-1] == 7
 
 
-def test_a_store_that_may_not_be_read_is_a_sentence_until_it_may(
+def test_an_unreadable_store_raises_an_error_until_it_is_readable(
     open_folder: Path, copy_store: Callable[..., Path], ordinary_user: Become
 ) -> None:
     path = copy_store("metrics", open_folder / "metrics.db")
@@ -210,7 +208,7 @@ def test_a_store_that_may_not_be_read_is_a_sentence_until_it_may(
     followed.follower.close()
 
 
-def test_a_store_that_another_process_keeps_locked_is_read_when_it_is_free(
+def test_a_locked_store_is_read_after_its_release(
     path: Path, followed: Followed, child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
@@ -228,7 +226,7 @@ def test_a_store_that_another_process_keeps_locked_is_read_when_it_is_free(
     assert followed.seen == [1]
 
 
-def test_a_reader_that_fails_reads_the_same_again(path: Path, followed: Followed) -> None:
+def test_a_failed_read_is_repeated_at_the_next_poll(path: Path, followed: Followed) -> None:
     write(path, 1)
 
     def fail(_: SeriesReader | None) -> None:
@@ -240,7 +238,7 @@ def test_a_reader_that_fails_reads_the_same_again(path: Path, followed: Followed
     assert followed.seen == [1]
 
 
-def test_of_a_store_that_is_replaced_over_and_over_whole_ones_are_read(
+def test_a_store_that_is_replaced_repeatedly_is_always_read_in_full(
     path: Path, followed: Followed, copy_store: Callable[..., Path], child: Callable[..., Any]
 ) -> None:
     code = """

@@ -1,4 +1,4 @@
-"""The control store: jobs, leases that only one job can hold, ranks, requests and events."""
+"""Tests of the control store: jobs, exclusive GPU leases, ranks, requests and events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def recorded(control: Control, job: Job) -> Job:
     return control.job(control.create_job(job))
 
 
-def test_a_new_job_is_queued_now_and_has_no_supervisor(control: Control, queued: MakeJob) -> None:
+def test_a_new_job_is_queued_and_has_no_supervisor(control: Control, queued: MakeJob) -> None:
     before = time.time()
     job = recorded(control, queued())
     assert job.state is JobState.QUEUED
@@ -36,7 +36,7 @@ def test_a_new_job_is_queued_now_and_has_no_supervisor(control: Control, queued:
     assert (job.gpu_ids, job.started, job.ended, job.loss) == ((), None, None, None)
 
 
-def test_jobs_are_listed_newest_first_and_by_state(control: Control, queued: MakeJob) -> None:
+def test_jobs_are_listed_newest_first_and_filtered_by_state(control: Control, queued: MakeJob) -> None:
     ids = [control.create_job(queued(state=state)) for state in ("queued", "running", "failed")]
     assert [job.id for job in control.jobs()] == ids[::-1]
     assert [job.id for job in control.jobs(iter([JobState.FAILED, JobState.QUEUED]))] == [ids[2], ids[0]]
@@ -44,13 +44,13 @@ def test_jobs_are_listed_newest_first_and_by_state(control: Control, queued: Mak
     assert control.jobs([]) == []
 
 
-def test_a_job_that_is_not_there_is_told(control: Control) -> None:
+def test_a_missing_job_is_reported(control: Control) -> None:
     with pytest.raises(UserError, match=r"^there is no job 7; `sae-tui jobs` lists them$"):
         control.job(7)
     assert control.transition(7, JobState.FAILED) is False
 
 
-def test_progress_is_written_without_touching_the_state(control: Control, queued: MakeJob) -> None:
+def test_progress_is_written_without_a_change_of_the_state(control: Control, queued: MakeJob) -> None:
     job_id = control.create_job(queued(state=JobState.RUNNING))
     control.update(job_id, step=5, loss=float("nan"), gpu_ids=[1, 2])
     job = control.job(job_id)
@@ -58,14 +58,14 @@ def test_progress_is_written_without_touching_the_state(control: Control, queued
 
 
 @pytest.mark.parametrize("fields", [{"state": "finished"}, {"stepp": 1}])
-def test_an_update_cannot_go_round_the_table_of_states(control: Control, queued: MakeJob, fields: Any) -> None:
+def test_an_update_cannot_bypass_the_state_transitions(control: Control, queued: MakeJob, fields: Any) -> None:
     job_id = control.create_job(queued())
     with pytest.raises(AssertionError):
         control.update(job_id, **fields)
     assert control.job(job_id).state is JobState.QUEUED
 
 
-def test_a_lease_and_the_move_to_starting_are_one_step(control: Control, queued: MakeJob) -> None:
+def test_a_lease_and_the_move_to_starting_are_one_transaction(control: Control, queued: MakeJob) -> None:
     job = recorded(control, queued())
     assert control.lease(job, GPUS[:2], supervisor_pid=9, gpu_ids=(0, 1))
     started = control.job(job.id)
@@ -76,7 +76,7 @@ def test_a_lease_and_the_move_to_starting_are_one_step(control: Control, queued:
     ]
 
 
-def test_a_lease_that_cannot_be_had_changes_nothing(control: Control, queued: MakeJob) -> None:
+def test_a_refused_lease_changes_nothing(control: Control, queued: MakeJob) -> None:
     first, second = (recorded(control, queued(user=user)) for user in ("ada", "bob"))
     control.lease(first, GPUS[1:2])
     with pytest.raises(LeaseConflict, match=rf"^GPU 1 is held by job {first.id} \(ada\)$"):
@@ -85,7 +85,7 @@ def test_a_lease_that_cannot_be_had_changes_nothing(control: Control, queued: Ma
     assert control.job(second.id) == second
 
 
-def test_jobs_share_a_gpu_for_as_long_as_its_memory_is_enough_for_all(control: Control, queued: MakeJob) -> None:
+def test_jobs_share_a_gpu_while_its_memory_is_enough_for_all(control: Control, queued: MakeJob) -> None:
     share = {"shares_gpus": True, "card_memory_bytes": 4 * 2**30}
     room = {"GPU-0": 10 * 2**30}
     first, second, third = (recorded(control, queued(**share)) for _ in range(3))
@@ -100,14 +100,14 @@ def test_jobs_share_a_gpu_for_as_long_as_its_memory_is_enough_for_all(control: C
     assert control.lease(third, GPUS[:1], room)
 
 
-def test_a_job_that_was_stopped_while_it_waited_takes_nothing(control: Control, queued: MakeJob) -> None:
+def test_a_job_stopped_in_the_queue_leases_no_gpu(control: Control, queued: MakeJob) -> None:
     job = recorded(control, queued())
     control.transition(job.id, JobState.STOPPED)
     assert control.lease(job, GPUS) is False
     assert control.leases() == []
 
 
-def test_the_same_gpu_of_another_host_is_another_gpu(control: Control, queued: MakeJob) -> None:
+def test_the_same_gpu_index_on_another_host_is_another_gpu(control: Control, queued: MakeJob) -> None:
     for host in ("a", "b"):
         assert control.lease(recorded(control, queued(host=host)), GPUS[:1])
     assert [lease.host for lease in control.leases()] == ["a", "b"]
@@ -115,7 +115,7 @@ def test_the_same_gpu_of_another_host_is_another_gpu(control: Control, queued: M
 
 # No job changes to "imported": it is recorded in that state.
 @pytest.mark.parametrize("end", [state for state in JobState if state.is_final and state != JobState.IMPORTED])
-def test_the_end_of_a_job_frees_its_gpus_and_no_others(control: Control, queued: MakeJob, end: JobState) -> None:
+def test_the_end_of_a_job_frees_only_its_own_gpus(control: Control, queued: MakeJob, end: JobState) -> None:
     ending, going_on = (recorded(control, queued()) for _ in range(2))
     control.lease(ending, GPUS[:2])
     control.lease(going_on, GPUS[2:])
@@ -124,7 +124,7 @@ def test_the_end_of_a_job_frees_its_gpus_and_no_others(control: Control, queued:
     assert (control.job(ending.id).ended, control.job(ending.id).error) == (5.0, "why")
 
 
-def test_a_move_that_is_not_final_keeps_the_gpus(control: Control, queued: MakeJob) -> None:
+def test_a_transition_to_an_active_state_keeps_the_gpus(control: Control, queued: MakeJob) -> None:
     job = recorded(control, queued())
     control.lease(job, GPUS)
     for state in (JobState.RUNNING, JobState.STALLED, JobState.RUNNING, JobState.STOPPING):
@@ -148,7 +148,7 @@ for line in sys.stdin:
 """
 
 
-def test_of_eight_processes_that_race_for_four_gpus_no_two_hold_the_same(
+def test_no_two_of_eight_racing_processes_lease_the_same_gpu(
     control: Control, queued: MakeJob, child: Callable[..., Any]
 ) -> None:
     racers = [child(LEASES_WHEN_TOLD, control.path) for _ in range(8)]
@@ -185,7 +185,7 @@ for line in sys.stdin:
 """
 
 
-def test_of_processes_that_end_a_job_at_the_same_time_one_does(
+def test_only_one_of_several_racing_processes_ends_a_job(
     control: Control, queued: MakeJob, child: Callable[..., Any]
 ) -> None:
     movers = [child(MOVES_WHEN_TOLD, control.path) for _ in range(3)]
@@ -201,7 +201,7 @@ def test_of_processes_that_end_a_job_at_the_same_time_one_does(
         assert job.error == job.state
 
 
-def test_ranks_are_recorded_as_started_and_then_as_ended(control: Control) -> None:
+def test_ranks_are_recorded_when_started_and_when_ended(control: Control) -> None:
     started = [
         Rank(job_id=1, attempt=attempt, rank=rank, pid=10 * attempt + rank, start_ticks=5, boot_id="b")
         for attempt, rank in [(1, 0), (0, 1), (0, 0)]
@@ -216,7 +216,7 @@ def test_ranks_are_recorded_as_started_and_then_as_ended(control: Control) -> No
     assert ended.process == ProcessRef(0, 5, "b")
 
 
-def test_what_was_asked_of_a_job_is_seen_by_another_connection(control: Control) -> None:
+def test_a_request_is_visible_to_another_connection(control: Control) -> None:
     with contextlib.closing(Control(control.path, readonly=True)) as reader:
         assert reader.open_requests(1) == set()
         before = reader.version()
@@ -227,7 +227,7 @@ def test_what_was_asked_of_a_job_is_seen_by_another_connection(control: Control)
         assert reader.version() != before
 
 
-def test_events_are_kept_in_order(control: Control) -> None:
+def test_events_are_stored_in_order(control: Control) -> None:
     control.add_event(1, "start", "begun")
     control.add_event(2, "start", "of another job")
     control.add_event(1, "rank", "rank 1 died", level="error")
@@ -238,14 +238,12 @@ def test_events_are_kept_in_order(control: Control) -> None:
     assert control.events(1)[0].timestamp <= control.events(1)[1].timestamp
 
 
-def test_active_jobs_are_those_that_can_still_move() -> None:
+def test_active_jobs_are_those_that_are_not_final() -> None:
     assert {"queued", "starting", "running", "stalled", "stopping"} == {str(state) for state in ACTIVE}
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_a_store_whose_folder_was_moved_away_is_used_again_once_it_is_back(
-    tmp_path: Path, queued: MakeJob, readonly: bool
-) -> None:
+def test_a_moved_store_folder_works_again_once_it_is_back(tmp_path: Path, queued: MakeJob, readonly: bool) -> None:
     folder, aside = tmp_path / "data", tmp_path / "aside"
     folder.mkdir()
     with contextlib.closing(Control(folder / "control.db")) as writer:

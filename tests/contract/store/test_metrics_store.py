@@ -1,4 +1,4 @@
-"""The metrics of a run: written by one process, read by others while it goes on."""
+"""Tests of the metrics of a run, which one process writes while others read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Open one file for many examples, each of which takes a new name."""
+    """Open one store for many examples; each example uses a new name."""
     with contextlib.closing(Store(tmp_path_factory.mktemp("series") / "metrics.db")) as opened:
         yield opened
 
@@ -55,7 +55,7 @@ def rows(name: str, values: dict[int, float], rank: int = 0) -> list[Row]:
     return [Row(name, step, value, rank) for step, value in values.items()]
 
 
-def test_points_are_read_as_written_and_then_only_the_new_ones(run: Store) -> None:
+def test_points_are_read_as_written_and_then_incrementally(run: Store) -> None:
     run.writer.write(rows("loss", {0: 3.0, 10: 2.0}))
     assert run.reader.points("loss") == [Point(0, 3.0), Point(10, 2.0)]
     run.writer.write(rows("loss", {20: 1.0}))
@@ -63,7 +63,7 @@ def test_points_are_read_as_written_and_then_only_the_new_ones(run: Store) -> No
     assert run.reader.points("loss", after=20) == []
 
 
-def test_ranks_and_names_do_not_mix(run: Store) -> None:
+def test_ranks_and_names_are_kept_apart(run: Store) -> None:
     run.writer.write([Row("loss", 1, 1.0), Row("loss", 1, 2.0, rank=1), Row("fvu", 1, 3.0)])
     assert run.reader.series() == [("fvu", 0), ("loss", 0), ("loss", 1)]
     assert run.reader.points("loss", 1) == [Point(1, 2.0)]
@@ -72,7 +72,7 @@ def test_ranks_and_names_do_not_mix(run: Store) -> None:
     assert run.reader.latest(1) == {"loss": 2.0}
 
 
-def test_a_series_that_is_not_there_is_empty(run: Store) -> None:
+def test_a_missing_series_is_empty(run: Store) -> None:
     assert run.reader.points("loss") == []
     assert run.reader.history("loss") == []
     assert run.reader.series() == []
@@ -80,7 +80,7 @@ def test_a_series_that_is_not_there_is_empty(run: Store) -> None:
     assert run.reader.heartbeat() is None
 
 
-def test_what_is_not_finite_is_null_in_the_points_and_left_out_elsewhere(run: Store) -> None:
+def test_non_finite_values_are_null_in_points_and_omitted_elsewhere(run: Store) -> None:
     run.writer.write(rows("loss", {0: math.nan, 1: 2.0, 2: math.inf, 3: -math.inf}))
     assert run.reader.points("loss") == [Point(0, None), Point(1, 2.0), Point(2, None), Point(3, None)]
     assert run.reader.history("loss") == [Point(1, 2.0)]
@@ -100,7 +100,7 @@ flushes = st.lists(
 
 
 def naive_history(values: dict[int, float], most: int) -> list[Point]:
-    """Compute what `history` promises from all values at once."""
+    """Compute the expected result of `history` from all values at once."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(finite) <= most:
         return [Point(step, finite[step]) for step in sorted(finite)]
@@ -118,9 +118,7 @@ def naive_history(values: dict[int, float], most: int) -> list[Point]:
 
 @given(flushes=flushes, most=st.integers(1, 60))
 @settings(max_examples=150)
-def test_the_history_is_what_a_naive_computation_gives(
-    shared: Store, flushes: list[dict[int, float]], most: int
-) -> None:
+def test_the_history_matches_a_naive_computation(shared: Store, flushes: list[dict[int, float]], most: int) -> None:
     name = f"metric{next(shared.names)}"
     written: dict[int, float] = {}
     for flush in flushes:
@@ -147,7 +145,7 @@ def test_a_step_written_twice_counts_once_with_its_newer_value(run: Store, most:
     assert {(point.value, point.low, point.high) for point in history} == {(1.0, 1.0, 1.0)}
 
 
-def test_a_long_history_has_as_many_points_as_asked_for(shared: Store) -> None:
+def test_a_long_history_has_the_requested_number_of_points(shared: Store) -> None:
     shared.writer.write(rows("long", {step: float(step) for step in range(200_000)}))
     for most in (50, 500, 5_000):
         history = shared.reader.history("long", most=most)
@@ -162,7 +160,7 @@ def test_a_long_history_has_as_many_points_as_asked_for(shared: Store) -> None:
     "lost",
     ["level >= 1", "level = 2", "level = 1", "bucket >= 3", "level = 1 AND bucket % 5 = 0", "level = 2 AND bucket < 4"],
 )
-def test_reads_are_correct_without_lost_roll_ups_which_are_detected_and_rebuilt(run: Store, lost: str) -> None:
+def test_reads_are_correct_without_lost_roll_ups_which_can_be_rebuilt(run: Store, lost: str) -> None:
     run.writer.write(rows("loss", {3 * step: math.sin(step) if step % 7 else math.nan for step in range(9_000)}))
     run.writer.write(rows("few", {8: 1.0, 30_000: 2.0}, rank=1))
     asked = [("loss", 0, most) for most in (1, 20, 500, 10_000)] + [("few", 1, 500)]
@@ -180,7 +178,7 @@ def test_reads_are_correct_without_lost_roll_ups_which_are_detected_and_rebuilt(
     assert [run.reader.history(name, rank, most=most) for name, rank, most in asked] == before
 
 
-def test_rows_appended_without_roll_ups_are_still_read_in_buckets(run: Store) -> None:
+def test_rows_without_roll_ups_are_still_read_in_buckets(run: Store) -> None:
     run.writer.write(rows("loss", {1: 1.0}))
     with contextlib.closing(sqlite3.connect(run.path)) as other, other:
         other.execute("DELETE FROM rollups WHERE bucket > 0")
@@ -188,12 +186,12 @@ def test_rows_appended_without_roll_ups_are_still_read_in_buckets(run: Store) ->
     assert len(run.reader.history("loss", most=100)) <= 101
 
 
-def test_one_value_too_many_does_not_empty_the_curve(run: Store) -> None:
+def test_one_value_over_the_limit_does_not_empty_the_curve(run: Store) -> None:
     run.writer.write(rows("loss", {10 * step: 1.0 for step in range(501)}))
     assert 250 <= len(run.reader.history("loss", most=500)) <= 500
 
 
-def test_the_past_of_a_growing_curve_stays_as_it_was_drawn(run: Store) -> None:
+def test_the_past_of_a_growing_curve_does_not_change(run: Store) -> None:
     run.writer.write(rows("loss", {step: float(step) for step in range(10_000)}))
     before = run.reader.history("loss", most=50)
     run.writer.write(rows("loss", {step: float(step) for step in range(10_000, 10_500)}))
@@ -201,7 +199,7 @@ def test_the_past_of_a_growing_curve_stays_as_it_was_drawn(run: Store) -> None:
     assert after[: len(before) - 1] == before[:-1]
 
 
-def test_when_a_row_was_written_is_known_of_every_step_there_is_and_of_the_next_one_else(run: Store) -> None:
+def test_the_timestamp_of_a_missing_step_is_that_of_the_next_one(run: Store) -> None:
     before = time.time()
     run.writer.write(rows("loss", {10: 3.0}))
     middle = time.time()
@@ -213,7 +211,7 @@ def test_when_a_row_was_written_is_known_of_every_step_there_is_and_of_the_next_
     assert list(run.reader.timed_values("loss")) == [(10, first, 3.0), (20, second, None)]
 
 
-def test_heartbeat_and_events_come_with_the_flush(run: Store) -> None:
+def test_heartbeat_and_events_are_written_with_the_flush(run: Store) -> None:
     beats = [Heartbeat("training", step, 100, 64 * step, 1.5, dropped=2) for step in (1, 2)]
     events = [Event(timestamp=float(number), level="warning", kind="nan", message=f"m{number}") for number in range(3)]
     run.writer.write([], beats[0], events[:2])
@@ -222,14 +220,14 @@ def test_heartbeat_and_events_come_with_the_flush(run: Store) -> None:
     assert run.reader.events() == events
 
 
-def test_a_reader_learns_of_a_flush_from_its_version(run: Store) -> None:
+def test_a_flush_changes_the_version_that_a_reader_sees(run: Store) -> None:
     before = run.reader.version()
     assert run.reader.version() == before
     run.writer.write(rows("loss", {0: 1.0}))
     assert run.reader.version() != before
 
 
-def test_a_writer_that_starts_again_goes_on_with_the_same_series(run: Store) -> None:
+def test_a_restarted_writer_continues_the_same_series(run: Store) -> None:
     run.writer.write(rows("loss", {0: 1.0}))
     run.writer.close()
     run.writer = SeriesWriter(run.path)
@@ -238,7 +236,7 @@ def test_a_writer_that_starts_again_goes_on_with_the_same_series(run: Store) -> 
     assert run.reader.points("fvu") == [Point(0, 2.0)]
 
 
-def test_a_flush_that_fails_leaves_nothing_behind_and_mixes_up_no_names(run: Store) -> None:
+def test_a_failed_flush_leaves_no_rows_and_mixes_up_no_names(run: Store) -> None:
     size = sum(file.stat().st_size for file in run.path.parent.iterdir())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -268,7 +266,7 @@ while not closed.is_set():
 """
 
 
-def test_a_reader_follows_a_process_that_writes_without_a_gap(
+def test_a_reader_follows_a_writing_process_without_gaps(
     tmp_path: Path, child: Callable[..., Any], eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"
@@ -281,7 +279,7 @@ def test_a_reader_follows_a_process_that_writes_without_a_gap(
         beat = reader.heartbeat()
         new = reader.points("loss", after=len(values_read) - 1)
         values_read.extend(point.value for point in new)
-        assert len(values_read) % 10 == 0  # flushes come whole
+        assert len(values_read) % 10 == 0  # each flush is visible in full
         assert beat is None or beat.step < len(values_read)
         assert len(reader.points("fvu")) >= len(values_read)
         return len(values_read) > 3000
@@ -294,7 +292,7 @@ def test_a_reader_follows_a_process_that_writes_without_a_gap(
     reader.close()
 
 
-def test_what_a_killed_writer_has_flushed_is_there(tmp_path: Path) -> None:
+def test_the_flushed_rows_of_a_killed_writer_are_readable(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
@@ -311,7 +309,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         writer.write(rows("loss", {1: 2.0}))
 
 
-def test_rows_beyond_where_a_run_resumes_are_forgotten_and_every_roll_up_adds_up_again(tmp_path: Path) -> None:
+def test_rewinding_removes_later_rows_and_corrects_all_roll_ups(tmp_path: Path) -> None:
     rows = [Row("fvu", step, float(step)) for step in range(0, 9000, 10)]
     rows += [Row("step_ms", step, 2.0 * step, 1) for step in range(0, 9000, 10)]
     rows += [Row("rare", 4200, 1.0), Row("rare", 8000, 2.0), Row("late", 8990, 1.0), Row("nan", 5000, float("nan"))]
@@ -334,7 +332,7 @@ def test_rows_beyond_where_a_run_resumes_are_forgotten_and_every_roll_up_adds_up
     assert (heartbeat.phase, heartbeat.step, heartbeat.tokens) == ("resuming", 5000, 640_000)
 
 
-def test_the_best_sae_of_a_sweep_is_the_best_one_on_held_out_data() -> None:
+def test_the_best_sae_of_a_sweep_is_chosen_by_held_out_data() -> None:
     batches = {"fvu": 0.3, "fvu@a": 0.3, "fvu@b": 0.1}
     assert best_sae(batches) == "b"
     assert best_sae(batches | {"heldout_fvu@a": 0.31, "heldout_fvu@b": 0.4}) == "a"

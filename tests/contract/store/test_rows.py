@@ -1,4 +1,4 @@
-"""The rows of the control store: nothing of them is lost on the way to the file and back."""
+"""Tests of the rows of the control store: every field survives a write and a read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
 
-def test_a_job_is_read_as_it_was_written(control: Control, queued: Callable[..., Job]) -> None:
+def test_a_written_job_is_read_back_unchanged(control: Control, queued: Callable[..., Job]) -> None:
     full = queued(
         id=1, name="ü'\"", gpu_ids=(3, 0), gpu_uuids=("GPU-d", "GPU-a"), distributed=True, world_size=2, mode="ddp",
         boot_id="b", supervisor_pid=7, supervisor_start=8, attempt=1, parent=5, created=1.5, started=2.5, ended=3.5,
@@ -26,7 +26,7 @@ def test_a_job_is_read_as_it_was_written(control: Control, queued: Callable[...,
     assert full.supervisor == ProcessRef(7, 8, "b")
 
 
-def test_every_field_of_a_row_is_a_column(tmp_path: Path, control: Control) -> None:
+def test_each_field_of_a_row_is_a_column(tmp_path: Path, control: Control) -> None:
     with contextlib.closing(sqlite3.connect(control.path)) as connection:
         columns = {row[1] for row in connection.execute("PRAGMA table_info(jobs)")}
         assert columns == set(Job.__struct_fields__)

@@ -1,4 +1,4 @@
-"""The transitions of a job's state, each tried against the store."""
+"""Tests every transition of a job's state against the store."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LEGAL = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
-    """Open one store for all pairs of states; every test has its own job."""
+    """Open one store for all pairs of states; each test has its own job."""
     with contextlib.closing(Control(tmp_path_factory.mktemp("states") / "control.db")) as opened:
         yield opened
 
 
 @pytest.mark.parametrize(("start", "to"), itertools.product(JobState, JobState))
-def test_a_move_is_made_exactly_when_the_table_has_it(
+def test_only_transitions_in_the_table_are_made(
     store: Control, queued: Callable[..., Job], start: JobState, to: JobState
 ) -> None:
     job_id = store.create_job(queued(state=start, error="before"))
@@ -44,10 +44,10 @@ def test_a_move_is_made_exactly_when_the_table_has_it(
     assert (job.ended is not None) == (legal and to.is_final)
 
 
-def test_the_final_states_are_left_only_by_way_of_the_queue() -> None:
+def test_final_states_lead_only_to_the_queue() -> None:
     assert {str(state) for state in JobState if state.is_final} == FINAL
     assert {state for state in JobState if TRANSITIONS[state] != {JobState.QUEUED}} == ACTIVE
 
 
-def test_every_active_state_can_end_badly() -> None:
+def test_each_active_state_can_become_lost_or_failed() -> None:
     assert all(JobState.LOST in TRANSITIONS[state] and JobState.FAILED in TRANSITIONS[state] for state in ACTIVE)
