@@ -47,7 +47,7 @@ def test_two_ranks_share_the_batch_that_one_rank_would_have(shares: tuple[float,
             assert [part.of_all for part in parts] == [128, 128]
 
 
-def test_reading_goes_on_exactly_at_a_position(activations: Path) -> None:
+def test_reading_resumes_exactly_at_a_position(activations: Path) -> None:
     source = Shards(path=str(activations))
     with open_batches(source) as batches:
         drawn = [batches.next() for _ in range(60)]
@@ -62,7 +62,7 @@ def test_the_next_batch_is_read_while_this_one_is_used(activations: Path, eventu
         eventually(batches._ready.full)
 
 
-def test_what_stops_the_reading_reaches_the_training(activations: Path) -> None:
+def test_a_read_error_reaches_the_training(activations: Path) -> None:
     class Failing(Shards):
         def pairs(self, indices: Indices, empty: Empty = empty_rows) -> tuple[Tensor, Tensor]:
             raise OSError("the disk went away")
@@ -71,7 +71,7 @@ def test_what_stops_the_reading_reaches_the_training(activations: Path) -> None:
         batches.next()
 
 
-def test_ranks_that_read_together_close_after_the_same_batch_and_go_on_from_there(activations: Path) -> None:
+def test_ranks_that_read_together_stop_at_the_same_batch_and_resume_from_it(activations: Path) -> None:
     class Together(IndexedData):
         reads_together = True
 
@@ -90,7 +90,7 @@ def test_ranks_that_read_together_close_after_the_same_batch_and_go_on_from_ther
         for start in range(0, 12, 3):
             batches = Batches(data, Cut(64), start=64 * start, device=torch.device("cpu"))
             for n in range(3):
-                # One of them is late, and so the other is ahead of it.
+                # One rank is late, so the other is ahead of it.
                 time.sleep(0.02 * group.index * n)
                 taken.append(batches.next().hooks[0][0])
             batches.close()
@@ -104,7 +104,7 @@ def test_ranks_that_read_together_close_after_the_same_batch_and_go_on_from_ther
             assert torch.equal(one, batches.next().hooks[0][0])
 
 
-def test_after_a_failure_a_reading_that_waits_for_another_rank_is_left_alone(activations: Path) -> None:
+def test_a_reader_that_waits_for_another_rank_is_abandoned_after_a_failure(activations: Path) -> None:
     class Waiting(IndexedData):
         reads_together = True
 
@@ -123,7 +123,7 @@ def test_after_a_failure_a_reading_that_waits_for_another_rank_is_left_alone(act
     assert not batches._thread.is_alive()
 
 
-def test_an_sae_is_to_give_back_what_it_gets(activations: Path) -> None:
+def test_the_target_of_an_sae_is_its_input(activations: Path) -> None:
     with open_batches(Shards(path=str(activations))) as batches:
         (x, y), *_ = batches.next().hooks
     assert y is x

@@ -1,4 +1,4 @@
-"""Whatever format rows are stored in, and however many, they are trained on alike."""
+"""Training is identical for all storage formats and for data larger than memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeTrainer = Callable[..., Trainer]
 
 
 def write(x: torch.Tensor, form: str, folder: Path) -> None:
-    """Write rows as two shards of a format."""
+    """Write rows as two shards in one format."""
     folder.mkdir()
     for name, rows in (("a", x[:1700].clone()), ("b", x[1700:].clone())):
         file = folder / f"{name}.{form}"
@@ -49,7 +49,7 @@ def trained(folder: Path, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path
 
 
 @pytest.mark.parametrize("form", ["npy", "pt", "arrow", "parquet"])
-def test_a_training_on_any_format_is_the_same_to_the_bit(
+def test_training_on_any_format_gives_the_same_bits(
     form: str, activations: Path, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     x = torch.cat([load_file(activations / f"{name}.safetensors")["activations"].float() for name in "ab"])
@@ -59,7 +59,7 @@ def test_a_training_on_any_format_is_the_same_to_the_bit(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# RLIMIT_DATA counts what a process has of its own, and no pages of files.
+# RLIMIT_DATA limits a process's private memory, but not mapped file pages.
 UNDER_A_LIMIT = """
 import resource, sys, threading
 from pathlib import Path
@@ -95,7 +95,7 @@ except RuntimeError:
 """
 
 
-def test_a_set_that_is_larger_than_the_memory_trains(tmp_path: Path) -> None:
+def test_data_larger_than_memory_can_be_trained_on(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     rows, folder = generator.standard_normal((2**17, 64), np.float32), tmp_path / "acts"
     folder.mkdir()
@@ -110,7 +110,7 @@ def test_a_set_that_is_larger_than_the_memory_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npy", "pt", "arrow", "parquet"])
-def test_rows_of_contexts_under_another_name_and_in_float64_are_read_from_any_format(form: str, tmp_path: Path) -> None:
+def test_float64_contexts_with_another_tensor_name_are_read_from_any_format(form: str, tmp_path: Path) -> None:
     x = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     file = tmp_path / f"a.{form}"
     if form == "safetensors":

@@ -1,4 +1,4 @@
-"""Dimensions that hold most of the variance: the fewest of them, and only where they are few."""
+"""Tests of dimensions that hold most of the variance: the fewest are named, and only if they are few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def variance(d_in: int, **heavy: float) -> torch.Tensor:
     return values
 
 
-def test_the_fewest_dimensions_that_hold_more_than_half_of_the_variance_are_named() -> None:
+def test_the_fewest_dimensions_with_over_half_of_the_variance_are_named() -> None:
     found = heavy_dimensions(variance(600, at_7=500.0, at_3=900.0, at_5=20.0))
     assert found is not None
     assert found.numbers == [3, 7]
@@ -23,24 +23,24 @@ def test_the_fewest_dimensions_that_hold_more_than_half_of_the_variance_are_name
     assert found.sentence() == "2 dimensions of 600 (numbers 3 and 7) hold 69.4 % of the variance"
 
 
-def test_where_more_than_a_hundredth_of_the_dimensions_are_needed_none_is_heavy() -> None:
+def test_no_dimension_is_heavy_if_more_than_one_percent_are_needed() -> None:
     assert heavy_dimensions(variance(200, at_3=90.0, at_5=90.0, at_9=90.0)) is None
     assert heavy_dimensions(variance(200)) is None
     assert heavy_dimensions(torch.zeros(200)) is None
 
 
-def test_one_of_a_few_dimensions_may_hold_half_of_the_variance_with_nothing_wrong() -> None:
+def test_one_of_few_dimensions_may_hold_half_of_the_variance() -> None:
     assert heavy_dimensions(variance(4, at_1=9.0)) is None
     assert heavy_dimensions(variance(16, at_1=99.0)) is not None
 
 
-def test_many_heavy_dimensions_are_counted_and_not_all_named() -> None:
+def test_many_heavy_dimensions_are_counted_and_only_some_named() -> None:
     found = heavy_dimensions(variance(1000, **{f"at_{number}": 300.0 - number for number in range(8)}))
     assert found is not None
     assert found.sentence().startswith("6 dimensions of 1000 (numbers 0, 1, 2, 3 and 2 more) hold 53.1 %")
 
 
-def test_moments_are_those_of_all_rows_at_once() -> None:
+def test_moments_match_those_of_all_rows_at_once() -> None:
     rows = torch.randn(9000, 5, generator=torch.Generator().manual_seed(0)) + 100
     mean, spread = moments(rows)
     assert torch.allclose(mean, rows.double().mean(0))

@@ -1,4 +1,4 @@
-"""Rows of several sources are mixed exactly by weight, in an order that a position is enough to go on from."""
+"""Tests of mixing several sources exactly by weight, in an order that can be resumed from a position alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mixtures(draw: st.DrawFn) -> MixedSplit:
 
 
 @given(sizes, st.integers(0, 100), st.integers(0, 9), st.sampled_from([1, 4]))
-def test_without_weights_every_training_row_comes_once_per_epoch(
+def test_without_weights_each_training_row_occurs_once_per_epoch(
     of_sources: list[int], part: int, seed: int, run: int
 ) -> None:
     split = MixedSplit(of_sources, None, part * (sum(of_sources) - len(of_sources)) // 100, seed)
@@ -48,7 +48,7 @@ def test_without_weights_every_training_row_comes_once_per_epoch(
 
 
 @given(mixtures(), st.integers(1, 5))
-def test_an_epoch_has_of_each_source_its_share_and_no_row_is_ahead_of_another(split: MixedSplit, epochs: int) -> None:
+def test_an_epoch_has_each_source_s_share_and_all_rows_in_turn(split: MixedSplit, epochs: int) -> None:
     order, n = MixedOrder(split, 0), split.n_train
     held_out = {*split.held_out.tolist()}
     totals: Counter[int] = Counter()
@@ -66,7 +66,7 @@ def test_an_epoch_has_of_each_source_its_share_and_no_row_is_ahead_of_another(sp
 
 
 @given(mixtures(), st.integers(0, 300), st.integers(2, 200), st.data())
-def test_a_global_batch_is_the_same_however_it_is_shared(
+def test_a_global_batch_does_not_depend_on_how_it_is_divided(
     split: MixedSplit, start: int, length: int, data: st.DataObject
 ) -> None:
     order, cut = MixedOrder(split, 3), data.draw(st.integers(1, length - 1))
@@ -75,7 +75,7 @@ def test_a_global_batch_is_the_same_however_it_is_shared(
 
 
 @given(mixtures(), st.integers(0, 100))
-def test_a_sample_is_of_training_rows_each_once(split: MixedSplit, n: int) -> None:
+def test_a_sample_has_distinct_training_rows_only(split: MixedSplit, n: int) -> None:
     drawn = split.sample(n, 5).tolist()
     assert len(drawn) == len({*drawn}) == min(n, split.n_train)
     assert {*split.held_out.tolist()}.isdisjoint(drawn)
@@ -87,7 +87,7 @@ def test_held_out_rows_and_the_sample_come_from_each_source_in_proportion() -> N
     split = MixedSplit([1000, 3000], [3, 1], 200, 0)
     assert [len(one.held_out) for one in split.splits] == [150, 50]
     assert (split.sample(400, 0) < 1000).sum() == 300
-    # The parts of two sources of one length are other rows.
+    # Two sources of equal length hold out different rows.
     first, second = MixedSplit([1000, 1000], None, 200, 0).splits
     assert first.held_out.tolist() != second.held_out.tolist()
 
@@ -103,7 +103,7 @@ def test_held_out_rows_and_the_sample_come_from_each_source_in_proportion() -> N
         (9, [1, 1], [2, 3], [2, 3]),
     ],
 )
-def test_numbers_are_shared_by_weight_up_to_what_there_is(
+def test_numbers_are_divided_by_weight_up_to_what_is_available(
     n: int, weights: list[float], most: list[int] | None, expected: list[int]
 ) -> None:
     assert apportion(n, weights, most) == expected
@@ -111,14 +111,14 @@ def test_numbers_are_shared_by_weight_up_to_what_there_is(
 
 @pytest.fixture(name="folders")
 def _folders(activations: Path, tmp_path: Path) -> list[str]:
-    """Write the two shards of the activations as folders of their own."""
+    """Move the two shards of the activations into separate folders."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (activations / f"{name}.safetensors").rename(tmp_path / name / "x.safetensors")
     return [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-def test_the_rows_of_several_folders_are_named_with_their_folder(folders: list[str]) -> None:
+def test_rows_of_several_folders_are_named_with_their_folder(folders: list[str]) -> None:
     source = Shards(path=folders)
     assert (source.n_tokens, source.sizes) == (3000, [1700, 1300])
     assert source.name_of(1701) == "row 1 of b/x.safetensors"
@@ -129,7 +129,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("data", [{}, {"weights": [1.0, 4.0]}])
-def test_a_resumed_run_on_a_mixture_is_the_same_run_to_the_bit(
+def test_a_resumed_run_on_a_mixture_gives_the_same_bits(
     data: dict[str, Any], folders: list[str], make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = make_job(data={"path": folders} | data, train={"n_steps": 40, "checkpoint_every": 13, "keep_checkpoints": 9})
@@ -149,7 +149,7 @@ def test_a_resumed_run_on_a_mixture_is_the_same_run_to_the_bit(
         ({"target_path": ["x"]}, "data.target_path: there is nothing at x"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
+def test_inconsistent_settings_are_refused(
     data: dict[str, Any], problem: str, folders: list[str], make_job: MakeJob
 ) -> None:
     with pytest.raises(JobFileError) as caught:
@@ -165,7 +165,7 @@ def test_folders_of_different_width_are_refused(folders: list[str], make_job: Ma
     assert str(caught.value) == f"data.path: {message}"
 
 
-def test_each_folder_of_a_mixture_has_its_targets(folders: list[str], make_job: MakeJob) -> None:
+def test_each_folder_of_a_mixture_has_its_own_targets(folders: list[str], make_job: MakeJob) -> None:
     shape = make_job(data={"path": folders, "target_path": folders}).data_shape()
     assert (shape.d_out, shape.n_tokens) == (16, 3000)
     with pytest.raises(JobFileError, match=r"^data\.target_path: has 1 folder, but data\.path has 2; give one for"):

@@ -20,7 +20,7 @@ def order_of(n_tokens: int, seed: int) -> Order:
     epochs=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
+def test_all_ranks_together_read_each_row_once_per_epoch(
     n_tokens: int, batch_size: int, world_size: int, epochs: int, seed: int
 ) -> None:
     orders = [order_of(n_tokens, seed) for _ in range(world_size)]
@@ -35,7 +35,7 @@ def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
 
 
 @given(st.integers(1, 100), st.integers(0, 500), st.integers(1, 300), st.integers(1, 299))
-def test_a_global_batch_is_the_same_however_it_is_shared(n_tokens: int, start: int, length: int, cut: int) -> None:
+def test_a_global_batch_does_not_depend_on_how_it_is_divided(n_tokens: int, start: int, length: int, cut: int) -> None:
     order = order_of(n_tokens, seed=0)
     cut = min(cut, length)
     parts = (
@@ -46,7 +46,7 @@ def test_a_global_batch_is_the_same_however_it_is_shared(n_tokens: int, start: i
     assert np.concatenate(parts).tolist() == order.stretch(start, length).tolist()
 
 
-def test_seed_and_epoch_each_give_another_order() -> None:
+def test_each_seed_and_epoch_gives_another_order() -> None:
     first, other_seed = order_of(1000, seed=0), order_of(1000, seed=1)
     assert first.stretch(0, 1000).tolist() != other_seed.stretch(0, 1000).tolist()
     assert first.stretch(0, 1000).tolist() != first.stretch(1000, 1000).tolist()
@@ -55,7 +55,7 @@ def test_seed_and_epoch_each_give_another_order() -> None:
 @given(
     n_held_out=st.integers(0, 300), world_size=st.integers(1, 3), batch_size=st.integers(7, 300), seed=st.integers(0, 9)
 )
-def test_in_runs_too_every_row_that_is_not_held_out_comes_once_however_batches_are_shared(
+def test_in_runs_too_each_training_row_occurs_once_for_any_batch_split(
     n_held_out: int, world_size: int, batch_size: int, seed: int
 ) -> None:
     split = Split(2400, n_held_out, seed)

@@ -1,4 +1,4 @@
-"""Rows to leave out: found by norm, replaced without a change of shape, left out of measurements, counted by reason."""
+"""Tests of dropped rows: found by norm, replaced in batches, left out of measurements, and counted by reason."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from trainer.activations.outliers import LeftOut, Outliers
 
-# By a norm that stands for it: what becomes of a row.
+# The reason why a row of this norm is dropped, or "" if it is kept.
 REASONS = {1.0: "", 100.0: "outliers", float("nan"): "not_finite", float("inf"): "not_finite", 0.0: "zero"}
 
 
 def rows_of_norm(norms: list[float]) -> Tensor:
-    """Return rows [n, 3] of these norms, each of a direction of its own."""
+    """Return rows [n, 3] of these norms, each with a different direction."""
     directions = torch.nn.functional.normalize(torch.randn(len(norms), 3, generator=torch.Generator().manual_seed(0)))
     return directions * torch.tensor(norms)[:, None]
 
 
-def test_only_rows_of_more_than_so_many_times_the_median_norm_are_outliers() -> None:
+def test_only_rows_beyond_a_multiple_of_the_median_norm_are_outliers() -> None:
     x = rows_of_norm([1.0, 1.0, 1.0, 9.9, 10.1, 1.0, 170.0])
     stay = [True, True, True, True, False, True, False]
     assert Outliers(x, x, times=10.0).ordinary(x, x).tolist() == stay
@@ -28,9 +28,7 @@ def test_only_rows_of_more_than_so_many_times_the_median_norm_are_outliers() -> 
 
 @pytest.mark.parametrize("drops_zero", [False, True])
 @given(norms=st.lists(st.sampled_from([1.0, 1.0, 1.0, *REASONS]), min_size=1, max_size=40))
-def test_a_row_to_leave_out_is_replaced_by_the_nearest_one_before_it_cyclically_and_counted(
-    drops_zero: bool, norms: list[float]
-) -> None:
+def test_a_dropped_row_is_replaced_by_the_nearest_earlier_one_and_counted(drops_zero: bool, norms: list[float]) -> None:
     sample, x = rows_of_norm([1.0] * 5), rows_of_norm(norms)
     outliers = Outliers(sample, sample, times=10.0, drops_zero=drops_zero)
     replaced, targets = outliers.replace(x, x)
@@ -51,7 +49,7 @@ def _reason(norm: float) -> str:
     return "not_finite" if norm != norm else REASONS[norm]
 
 
-def test_a_row_and_its_target_are_left_out_together_if_either_has_to_be() -> None:
+def test_a_row_and_its_target_are_dropped_together() -> None:
     sample = rows_of_norm([1.0] * 5)
     x, y = rows_of_norm([1.0, 100.0, 1.0, 1.0, 1.0]), rows_of_norm([2.0, 2.0, 2.0, 90.0, 2.0])
     y[4, 2] = torch.nan
@@ -71,7 +69,7 @@ def test_outliers_are_found_even_if_most_rows_are_zero() -> None:
     assert Outliers(sample, sample, times=10.0).ordinary(x, x).tolist() == [True, True, False]
 
 
-def test_without_a_limit_only_rows_beyond_fp32_are_left_out() -> None:
+def test_without_a_limit_only_rows_beyond_fp32_are_dropped() -> None:
     x = rows_of_norm([1.0, 1e6, 1e10])
     sample = rows_of_norm([1.0] * 5)
     assert Outliers(sample, sample, times=0.0).ordinary(x, x).tolist() == [True, True, False]

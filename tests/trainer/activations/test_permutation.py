@@ -10,12 +10,12 @@ from trainer.activations.permutation import Permutation, RunPermutation, permuta
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**40))
 @settings(max_examples=200)
-def test_every_position_has_a_row_of_its_own(n: int, seed: int, epoch: int) -> None:
+def test_every_position_has_a_different_row(n: int, seed: int, epoch: int) -> None:
     assert sorted(Permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
 
 
 @given(n=st.integers(1, 2**62), start=st.integers(0, 2**62), seed=st.integers(0, 99))
-def test_any_stretch_of_any_length_is_found_without_the_rest(n: int, start: int, seed: int) -> None:
+def test_any_range_is_computed_without_the_rest(n: int, start: int, seed: int) -> None:
     start %= n
     positions = np.arange(start, min(n, start + 100))
     permuted = Permutation(n, seed)(positions)
@@ -26,20 +26,20 @@ def test_any_stretch_of_any_length_is_found_without_the_rest(n: int, start: int,
     assert np.array_equal(permuted[50:], Permutation(n, seed)(positions[50:]))
 
 
-def test_the_positions_given_stay_as_they_are() -> None:
+def test_the_given_positions_are_not_modified() -> None:
     positions = np.arange(100)
     Permutation(100, 0)(positions)
     assert np.array_equal(positions, np.arange(100))
 
 
-def test_each_seed_is_another_order() -> None:
+def test_each_seed_gives_another_order() -> None:
     orders = {tuple(Permutation(50, seed, epoch)(np.arange(50)).tolist()) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
 
 @pytest.mark.parametrize("n", [16, 1000, 16_384])
 def test_every_row_is_equally_likely_at_every_position(n: int) -> None:
-    # Where each of 16 positions goes under 2,000 seeds, in 16 parts of the range.
+    # A histogram, in 16 bins, of the rows that 16 positions get under 2,000 seeds.
     places = np.linspace(0, n - 1, 16).astype(np.int64)
     counts = np.zeros((16, 16))
     for seed in range(2000):
@@ -47,17 +47,17 @@ def test_every_row_is_equally_likely_at_every_position(n: int) -> None:
     assert ((counts - 125) ** 2 / 125).sum() / (16 * 15) == pytest.approx(1, abs=0.35)
 
 
-def test_neighbours_are_torn_apart() -> None:
+def test_neighbours_are_separated() -> None:
     n = 100_000
     permuted = Permutation(n, 0)(np.arange(n)).astype(float)
     assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 4 / n**0.5
-    # Two of three neighbours in a shuffled list are in a peak or a valley with the third.
+    # In a shuffled list, two of three elements are a local maximum or minimum.
     turns = np.diff(np.sign(np.diff(permuted))) != 0
     assert turns.mean() == pytest.approx(2 / 3, abs=0.01)
 
 
 @given(n=st.integers(1, 3000), run=st.integers(1, 70), seed=st.integers(0, 2**40))
-def test_runs_stay_together_and_every_position_has_a_row_of_its_own(n: int, run: int, seed: int) -> None:
+def test_runs_stay_together_and_every_position_has_a_different_row(n: int, run: int, seed: int) -> None:
     run = min(run, n)
     rows = RunPermutation(n, run, seed)(np.arange(n))
     assert sorted(rows.tolist()) == list(range(n))
@@ -66,12 +66,12 @@ def test_runs_stay_together_and_every_position_has_a_row_of_its_own(n: int, run:
     assert ((np.diff(rows) % n)[inside] == 1).all()
 
 
-def test_runs_begin_elsewhere_for_each_seed_so_that_other_rows_are_together() -> None:
+def test_runs_begin_at_different_rows_for_each_seed() -> None:
     begins = {int(RunPermutation(1000, 10, seed)(np.arange(1))[0]) % 10 for seed in range(100)}
     assert begins == set(range(10))
 
 
-def test_few_rows_are_permuted_one_by_one_and_many_in_runs() -> None:
+def test_few_rows_are_permuted_singly_and_many_in_runs() -> None:
     assert isinstance(permutation(65_535, 64, 0), Permutation)
     assert isinstance(permutation(65_536, 64, 0), RunPermutation)
     assert isinstance(permutation(65_536, 1, 0), Permutation)

@@ -1,4 +1,4 @@
-"""Ranks that read a part of each batch and exchange the parts train on the same bits as ranks that read all of it."""
+"""Ranks that each read a shard of a batch and exchange it train on the same bits as ranks that read full batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 class Plan(NamedTuple):
-    """A batch of `n_tokens` rows of a source of this kind, width and type, that begins at a position."""
+    """A batch of `n_tokens` rows from a source of this kind, width and dtype, starting at a position."""
 
     kind: str
     d_in: int
@@ -62,7 +62,7 @@ PLANS = st.builds(
 
 
 def folder_of(place: Path, n: int, width: int, dtype: torch.dtype, scale: float = 1.0, bad: int = 13) -> str:
-    """Write rows in two shards, some of them zero, far too long or, one of `bad`, not finite; return the folder."""
+    """Write rows in two shards and return the folder. Some rows are zero or far too long; every `bad`th is NaN."""
     folder = place / f"{n}-{width}-{dtype}-{scale}"
     if not folder.exists():
         folder.mkdir()
@@ -96,7 +96,7 @@ def open_batches(source: IndexedSource, plan: Plan, readers: Group, *, outliers:
 
 
 def batches_of(plan: Plan, place: Path, readers: Group) -> tuple[list[list[Pair]], list[Tensor]]:
-    """Return some batches of all hooks with outliers replaced, and how many rows were left out at each hook."""
+    """Return some batches of all hooks with outliers replaced, and the counts of dropped rows for each hook."""
     source = source_of(plan, place)
     samples = [source.of_hook(hook).pairs(range_of(60)) for hook in range(source.n_hooks)]
     outliers = [Outliers(x.float(), x.float() if y is x else y.float(), 5.0, drops_zero=True) for x, y in samples]
@@ -114,7 +114,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=PLANS, size=st.integers(1, 4))
-def test_every_rank_gets_the_bits_of_a_batch_that_one_rank_reads_alone(tmp_path: Path, plan: Plan, size: int) -> None:
+def test_every_rank_gets_the_bits_that_a_single_reader_would_get(tmp_path: Path, plan: Plan, size: int) -> None:
     expected, left_out = batches_of(plan._replace(n_parts=min(plan.n_parts, plan.n_tokens)), tmp_path, Group())
     plan = plan._replace(n_parts=min(plan.n_parts, plan.n_tokens))
     for batches, counts in on_all(size, lambda readers: batches_of(plan, tmp_path, readers), timeout_s=60):
@@ -140,7 +140,7 @@ PLAN = Plan("shards", 16, torch.float32, 64, 1, 0)
 
 
 @pytest.mark.parametrize(("size", "n_each"), [(1, 64), (2, 32), (3, 22)])
-def test_each_rank_reads_its_share_of_a_batch_only(size: int, n_each: int, activations: Path) -> None:
+def test_each_rank_reads_only_its_share_of_a_batch(size: int, n_each: int, activations: Path) -> None:
     def read(readers: Threads) -> int:
         source = Counted(path=str(activations))
         data = IndexedData(source, 0, 0, Group(), readers=readers)
@@ -152,7 +152,7 @@ def test_each_rank_reads_its_share_of_a_batch_only(size: int, n_each: int, activ
 
 
 class Late(Threads):
-    """Fills what it gathers only when a rank waits for it, and notes what it was asked for."""
+    """Fills gathered tensors only when a rank waits for them, and records the calls."""
 
     def __init__(self, group: Threads) -> None:
         super().__init__(group._meeting, group.size, group.index)
@@ -226,7 +226,7 @@ def test_a_rank_that_cannot_read_releases_the_ranks_that_wait_for_its_rows(activ
     assert [type(errors[rank]) for rank in range(3)] == [PeerLost, OSError, PeerLost]
 
 
-def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_not_for_data(
+def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_data(
     activations: Path, eventually: Callable[..., None]
 ) -> None:
     asked = threading.Event()
@@ -251,7 +251,7 @@ def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_not_for_data(
     assert slow_data_s > fast_data_s
 
 
-# Ranks, the mode, and the number of ranks with different tokens.
+# The number of ranks, the mode, and the number of ranks with different tokens.
 GRIDS = {
     "tensor-2": (2, "tensor", 1),
     "tensor-3": (3, "tensor", 1),
@@ -264,7 +264,7 @@ OF_TIME = "_s$|_ms$|memory|data_wait|core_share|foreign"
 
 
 def left_by(run_dir: Path) -> dict[str, Any]:
-    """Return the tensors of the finished SAEs and of the newest checkpoint, and all figures that are not of time."""
+    """Return the tensors of the finished SAEs and of the newest checkpoint, and all metrics except times."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         curves = {
             name: [(one.step, one.value) for one in reader.points(name, rank)]
@@ -289,7 +289,7 @@ def same_files(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.fixture
 def awkward_data(tmp_path: Path) -> dict[str, Any]:
-    """Return the settings of data with outliers, rows that are not finite and an odd width, in two types."""
+    """Return the settings of data with outliers, non-finite rows and an odd width, in two dtypes."""
 
     def folder(n: int, width: int, dtype: torch.dtype) -> str:
         return folder_of(tmp_path, n, width, dtype, bad=400)
@@ -311,13 +311,13 @@ TRAIN = {
     "checkpoint_every": 4,
     "report_card": False,
 }
-# Shares would be measured, and another order of sums would give other bits.
+# Measured shares would vary, and another order of summation would give other bits.
 STEADY = {"shares": "even", "rebalance": False}
 SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 240, "resample_every_tokens": 240}
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_ranks_that_read_parts_learn_the_same_bits_as_ranks_that_read_all(
+def test_ranks_that_read_shards_learn_the_same_bits_as_ranks_that_read_all(
     grid: str, make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:
     size, mode, n_data = GRIDS[grid]
@@ -337,7 +337,7 @@ def test_ranks_that_read_parts_learn_the_same_bits_as_ranks_that_read_all(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return the numbers of rows that each rank has read at a time for its batches."""
+    """Return, for each rank, the numbers of rows that it read at a time for its batches."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 
@@ -359,9 +359,7 @@ def test_a_stopped_run_continues_with_the_same_rows(
     same_files(*same)
 
 
-def test_a_rank_that_cannot_read_its_part_ends_the_others_with_one_sentence(
-    make_job: MakeJob, start_ranks: Callable
-) -> None:
+def test_a_rank_that_cannot_read_ends_the_others_with_one_sentence(make_job: MakeJob, start_ranks: Callable) -> None:
     job = make_job(parallel={"mode": "tensor"}, train={"n_steps": 10**6})
     ranks = start_ranks(job, 3, prepare=rank_faults.Reading(parts=True, fails_at=6, failing=1))
     assert ranks.wait(60) == [EXIT_FAILED] * 3

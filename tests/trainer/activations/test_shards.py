@@ -17,9 +17,9 @@ from trainer.contract.errors import JobFileError
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_rows_come_back_exactly_as_stored(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_rows_are_read_back_exactly_as_stored(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.randn(50, 7).to(dtype)
-    # A tensor before it, so that the rows do not begin where the data does.
+    # The tensor before it shifts the rows away from the start of the data.
     save_file({"aaa": torch.ones(3, dtype=torch.int64), "activations": x}, tmp_path / "x.safetensors")
     source = Shards(path=str(tmp_path))
     assert (source.n_tokens, source.d_in) == (50, 7)
@@ -30,7 +30,7 @@ def test_rows_come_back_exactly_as_stored(tmp_path: Path, dtype: torch.dtype) ->
     assert torch.equal(source.rows(np.array([49, 0, 17])), rows)
 
 
-def test_rows_of_several_shards_are_numbered_through(tmp_path: Path) -> None:
+def test_rows_are_numbered_across_shards(tmp_path: Path) -> None:
     x = torch.arange(30.0).reshape(30, 1).expand(30, 4).contiguous()
     for number, (first, last) in enumerate([(0, 4), (4, 5), (5, 30)]):
         save_file({"activations": x[first:last].clone()}, tmp_path / f"{number}.safetensors")
@@ -41,7 +41,7 @@ def test_rows_of_several_shards_are_numbered_through(tmp_path: Path) -> None:
     assert torch.equal(source.rows(np.array([29, 4, 3, 5, 0])), rows)
 
 
-def test_shards_of_two_types_are_read_as_one_that_holds_both(tmp_path: Path) -> None:
+def test_shards_of_two_dtypes_are_read_in_a_dtype_that_holds_both(tmp_path: Path) -> None:
     x = torch.randn(30, 4)
     save_file({"activations": x[:10].to(torch.bfloat16)}, tmp_path / "0.safetensors")
     save_file({"activations": x[10:].half()}, tmp_path / "1.safetensors")
@@ -53,7 +53,7 @@ def test_shards_of_two_types_are_read_as_one_that_holds_both(tmp_path: Path) -> 
     assert torch.equal(rows, torch.cat([x[:10].to(torch.bfloat16).float(), x[10:].half().float()]))
 
 
-def test_rows_that_were_shuffled_as_they_were_stored_may_stay_together(tmp_path: Path) -> None:
+def test_rows_that_were_shuffled_when_stored_may_be_read_in_runs(tmp_path: Path) -> None:
     save_file({"activations": torch.randn(30, 4)}, tmp_path / "0.safetensors")
     assert Shards(path=str(tmp_path)).run == 1
     (tmp_path / "meta.json").write_text('{"shuffled": true}')
@@ -62,12 +62,12 @@ def test_rows_that_were_shuffled_as_they_were_stored_may_stay_together(tmp_path:
     assert Shards(path=str(tmp_path)).run == 1
 
 
-def test_a_set_larger_than_memory_is_read_in_little_of_it(tmp_path: Path) -> None:
+def test_data_larger_than_memory_is_read_in_little_memory(tmp_path: Path) -> None:
     n_rows, d_in = 20_000_000, 1024
     header = {"activations": {"dtype": "F32", "shape": [n_rows, d_in], "data_offsets": [0, 4 * n_rows * d_in]}}
     text = json.dumps(header).encode().ljust(512)
     with (tmp_path / "x.safetensors").open("wb") as file:
-        # 76 GiB of which the disk stores nothing but the end.
+        # A sparse file of 76 GiB: only its end is stored on disk.
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 4 * n_rows * d_in)
         file.seek(-4, os.SEEK_END)
@@ -95,7 +95,7 @@ except MemoryError:
 
 
 def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:
-    """Write targets [n, 4] whose first column is the number of the row; return their folder and the tensor."""
+    """Write targets [n, 4] whose first column is the row number; return their folder and the tensor."""
     y = torch.arange(float(sum(sizes)))[:, None] + torch.arange(4.0) / 8
     folder.mkdir()
     for number, part in enumerate(y.split(sizes)):
@@ -103,7 +103,7 @@ def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:
     return str(folder), y
 
 
-def test_without_targets_the_target_is_the_input_itself(activations: Path) -> None:
+def test_without_targets_the_target_is_the_input(activations: Path) -> None:
     source = Shards(path=str(activations))
     x, y = source.pairs(np.array([5, 3]))
     assert source.d_out is None
@@ -111,7 +111,7 @@ def test_without_targets_the_target_is_the_input_itself(activations: Path) -> No
     assert torch.equal(x, source.rows(np.array([3, 5])))
 
 
-def test_targets_are_found_whatever_the_cuts_between_their_shards(activations: Path, tmp_path: Path) -> None:
+def test_targets_are_found_across_different_shard_boundaries(activations: Path, tmp_path: Path) -> None:
     target_path, targets = write_targets(tmp_path / "targets", [1, 2000, 999])
     source = Shards(path=str(activations), target_path=target_path)
     assert (source.d_in, source.d_out, source.n_tokens) == (16, 4, 3000)
@@ -121,7 +121,7 @@ def test_targets_are_found_whatever_the_cuts_between_their_shards(activations: P
     assert torch.equal(y, targets[np.sort(indices)])
 
 
-def test_a_row_with_a_bad_target_is_found_and_named_with_both_files(activations: Path, tmp_path: Path) -> None:
+def test_a_row_with_a_bad_target_is_named_with_both_files(activations: Path, tmp_path: Path) -> None:
     target_path, targets = write_targets(tmp_path / "targets", [100, 2900])
     broken = targets[100:].clone()
     broken[1700] = torch.nan
@@ -133,19 +133,19 @@ def test_a_row_with_a_bad_target_is_found_and_named_with_both_files(activations:
     assert source.place == f"{activations} with targets in {target_path}"
 
 
-def test_targets_of_another_number_are_refused(activations: Path, tmp_path: Path) -> None:
+def test_a_different_number_of_targets_is_refused(activations: Path, tmp_path: Path) -> None:
     target_path, _ = write_targets(tmp_path / "targets", [2999])
     with pytest.raises(JobFileError, match=r"^data\.target_path: .* holds 2,999 rows, but .* has 3,000"):
         Shards(path=str(activations), target_path=target_path)
 
 
-def test_the_note_beside_the_shards_is_read_and_a_broken_one_ignored(activations: Path) -> None:
+def test_the_metadata_of_shards_is_read_and_a_broken_file_ignored(activations: Path) -> None:
     (activations / "meta.json").write_text(json.dumps({"hook_name": "blocks.3"}))
     assert Shards(path=str(activations)).meta == {"hook_name": "blocks.3"}
     (activations / "meta.json").write_text("{")
     assert Shards(path=str(activations)).meta == {}
 
 
-def test_a_missing_folder_is_told_by_the_name_of_the_setting(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_with_its_setting(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match=r"data\.path: there is nothing at"):
         Shards(path=str(tmp_path / "gone"))

@@ -15,7 +15,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace
 
 
 class Counting(StreamSource):
-    """Row j is [j], its target [-j]; `chunk` of them come at once, and nothing in between."""
+    """A stream whose row j is [j] with target [-j]; it returns `chunk` rows and no rows in turn."""
 
     d_in, d_out = 1, 1
 
@@ -31,7 +31,7 @@ class Counting(StreamSource):
         first = self._place["next"]
         if first >= self._n_rows:
             return None
-        # What it gave as its state is changed: nobody may hold on to that.
+        # Change the state that was returned before, so that no caller can rely on it.
         self._place["is_empty"] = not self._place["is_empty"]
         last = min(first + self._chunk, self._n_rows) if self._place["is_empty"] else first
         self._place["next"] = last
@@ -64,7 +64,7 @@ SIZES = {"size": st.integers(1, 40), "chunk": st.integers(1, 30), "lengths": st.
 
 
 @given(n_held_out=st.integers(0, 40), n_sample=st.integers(0, 80), **SIZES)
-def test_what_was_read_before_the_first_row_of_a_run_is_not_made_again(
+def test_rows_read_before_the_first_row_of_a_run_are_not_read_again(
     n_held_out: int, n_sample: int, size: int, chunk: int, lengths: list[int]
 ) -> None:
     source, n_rows = Counting(200, chunk), 200
@@ -81,7 +81,7 @@ def test_what_was_read_before_the_first_row_of_a_run_is_not_made_again(
 
 
 @given(n_rows=st.integers(0, 200), **SIZES)
-def test_every_row_comes_once_until_the_stream_ends(n_rows: int, size: int, chunk: int, lengths: list[int]) -> None:
+def test_every_row_occurs_once_until_the_stream_ends(n_rows: int, size: int, chunk: int, lengths: list[int]) -> None:
     buffer = buffer_of(n_rows, size, chunk=chunk)
     taken = [buffer.take(length) for length in lengths]
     numbers = numbers_of(taken)
@@ -92,7 +92,7 @@ def test_every_row_comes_once_until_the_stream_ends(n_rows: int, size: int, chun
 
 
 @given(n_rows=st.integers(1, 400), other_chunk=st.integers(1, 30), **SIZES)
-def test_a_buffer_filled_again_at_its_place_goes_on_exactly(
+def test_a_refilled_buffer_continues_exactly(
     n_rows: int, other_chunk: int, size: int, chunk: int, lengths: list[int]
 ) -> None:
     buffer = buffer_of(n_rows, size, chunk=chunk)
@@ -105,7 +105,7 @@ def test_a_buffer_filled_again_at_its_place_goes_on_exactly(
     assert numbers_of([again.take(len(rows.x)) for rows in expected]) == numbers_of(expected)
 
 
-def test_a_batch_has_rows_of_a_whole_block_and_never_of_two_that_are_not_next_to_each_other() -> None:
+def test_a_batch_has_rows_of_a_full_block_and_only_of_adjacent_blocks() -> None:
     buffer = buffer_of(10_000, 1000)
     first, second = (np.sort(buffer.take(500).numbers) for _ in range(2))
     assert sorted([*first, *second]) == list(range(1000))
@@ -115,7 +115,7 @@ def test_a_batch_has_rows_of_a_whole_block_and_never_of_two_that_are_not_next_to
     assert np.abs(np.diff(following)).mean() > 200
 
 
-def test_a_stream_that_became_shorter_is_told() -> None:
+def test_a_stream_that_became_shorter_is_refused() -> None:
     buffer = buffer_of(100, 40)
     buffer.take(75)
     with pytest.raises(UserError, match=r"^data\.source: the stream has fewer rows than when"):

@@ -28,7 +28,7 @@ def synthetic(**settings: Any) -> Synthetic:
 
 
 def coefficients(source: Synthetic, n_rows: int) -> torch.Tensor:
-    """Solve for what each feature contributes to each row, which is exact for fewer features than dimensions."""
+    """Solve for the contribution of each feature to each row; exact if there are fewer features than dimensions."""
     rows = source.rows(np.arange(n_rows)).double()
     return torch.linalg.lstsq(source.features.double().T, rows.T).solution.T
 
@@ -46,7 +46,7 @@ def test_an_sae_of_the_same_seed_does_not_start_from_the_features() -> None:
 
 @given(numbers=st.lists(st.integers(0, 2**40), min_size=1, max_size=30), noise=st.sampled_from([0.0, 0.3]))
 @settings(max_examples=25)
-def test_a_row_is_the_same_whatever_is_asked_for_beside_it(numbers: list[int], noise: float) -> None:
+def test_a_row_does_not_depend_on_the_other_rows_in_the_request(numbers: list[int], noise: float) -> None:
     source, again = synthetic(noise=noise), synthetic(noise=noise)
     rows = source.rows(np.array(numbers))
     assert rows.shape == (len(numbers), 64)
@@ -55,16 +55,16 @@ def test_a_row_is_the_same_whatever_is_asked_for_beside_it(numbers: list[int], n
         assert torch.equal(row, again.rows(np.array([number]))[0])
 
 
-def test_another_seed_has_other_features_and_other_rows() -> None:
+def test_another_seed_gives_other_features_and_other_rows() -> None:
     first, other = synthetic(), synthetic(data_seed=1)
     assert not torch.equal(first.features, other.features)
     fired = [coefficients(synthetic(n_features=32, active=3, data_seed=seed), 1000) > 0.1 for seed in (0, 1)]
-    # By chance two independent rows agree on a feature in 1 - 2p(1 - p) of all cases.
+    # By chance, two independent rows agree on a feature in 1 - 2p(1 - p) of all cases.
     assert (fired[0] == fired[1]).double().mean() == pytest.approx(1 - 2 * 3 / 32 * 29 / 32, abs=0.02)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.5, 1.0])
-def test_as_many_features_are_active_as_asked_for_and_independently(skew: float) -> None:
+def test_the_requested_number_of_features_is_active_and_independent(skew: float) -> None:
     n = 40_000
     fired = (coefficients(synthetic(n_features=32, active=6.0, skew=skew), n) > 0.1).double()
     assert fired.sum(dim=1).mean() == pytest.approx(6, abs=0.05)
@@ -117,11 +117,11 @@ def test_a_row_without_an_active_feature_is_zero() -> None:
         {"active": 200.0, "skew": 3.0},
     ],
 )
-def test_settings_at_the_edge_give_finite_rows(settings: dict[str, Any]) -> None:
+def test_extreme_settings_give_finite_rows(settings: dict[str, Any]) -> None:
     source = synthetic(**settings)
     assert source.rows(np.arange(500)).isfinite().all()
 
 
-def test_more_active_features_than_there_are_is_one_sentence() -> None:
+def test_more_active_features_than_available_are_refused_in_one_sentence() -> None:
     with pytest.raises(JobFileError, match=r"^data\.active: must be at most 0\.9 of data\.n_features, 256, not 231$"):
         synthetic(active=231)

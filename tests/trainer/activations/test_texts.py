@@ -1,4 +1,4 @@
-"""Whole texts, blocks and rows that are held out: whatever texts there are, none is on both sides of a split."""
+"""Tests of holding out texts, blocks and rows: no text is on both sides of a split."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeJob = Callable[..., JobConfig]
 
 @st.composite
 def shards_of_texts(draw: st.DrawFn) -> list[np.ndarray]:
-    """Return the texts of the rows of shards, of any lengths, in any order, under any numbers."""
+    """Return the text numbers of the rows of some shards, with any lengths, in any order."""
     lengths = draw(st.lists(st.integers(1, 40), min_size=4, max_size=30))
     names = draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=len(lengths), max_size=len(lengths), unique=True))
     rows = np.repeat(np.array(names), lengths)
@@ -64,7 +64,7 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray]
     n, texts = sum(map(len, parts)), Texts(parts)
     grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
     assert grown.held_out.tolist() == before.held_out.tolist()
-    # All rows of later shards that do not record their texts are trained on.
+    # All rows of later shards without recorded texts are trained on.
     unknown = [*parts[:1], *(np.full(len(part), -(2**63)) for part in parts[1:])]
     without = split_of(n, wanted, seed, hold_out="texts", texts=Texts(unknown), n_first=n_first)
     assert without.left_out.tolist() == before.held_out.tolist()
@@ -75,18 +75,20 @@ def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray]
 
 
 @given(st.integers(2, 5000), st.data(), st.integers(0, 2**40))
-def test_blocks_are_exactly_as_many_rows_as_wanted_from_many_places(n: int, data: st.DataObject, seed: int) -> None:
+def test_blocks_have_exactly_the_requested_number_of_rows_in_many_places(
+    n: int, data: st.DataObject, seed: int
+) -> None:
     wanted = data.draw(st.integers(0, n - 1))
     held_out = Split(n, wanted, seed, hold_out="blocks").held_out
     assert len({*held_out.tolist()}) == len(held_out) == wanted
     assert (held_out < n).all()
     if wanted > 8 * BLOCK:
         of_blocks = np.bincount(held_out // BLOCK)
-        # Nearly all blocks are held out as a whole or not at all.
+        # Nearly all blocks are held out in full or not at all.
         assert (of_blocks[of_blocks > 0] >= BLOCK // 2).mean() > 0.8
 
 
-def test_about_as_many_rows_as_wanted_are_held_out() -> None:
+def test_the_number_of_held_out_rows_is_close_to_the_request() -> None:
     lengths = np.random.default_rng(0).integers(20, 200, 500)
     of_rows = np.repeat(np.arange(500), lengths)
     splits = [Split(len(of_rows), 2000, seed, hold_out="texts", texts=Texts([of_rows])) for seed in range(20)]
@@ -95,17 +97,17 @@ def test_about_as_many_rows_as_wanted_are_held_out() -> None:
     assert len({tuple(one.held_out) for one in splits}) == 20
 
 
-def test_texts_longer_than_the_wanted_rows_are_held_out_only_if_there_are_no_others() -> None:
+def test_texts_longer_than_requested_are_held_out_only_if_all_are() -> None:
     short = np.repeat(np.arange(100), 10)
     held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
     assert len(held_out) == 50
     assert held_out.max() < 1000
-    # Of ten texts of 100 rows one, although fewer rows are wanted.
+    # One of ten texts of 100 rows is held out, although fewer rows are requested.
     assert len(Split(1000, 50, 0, hold_out="texts", texts=Texts([np.repeat(np.arange(10), 100)])).held_out) == 100
 
 
 @pytest.mark.parametrize("of_rows", [np.zeros(1000, np.int32), np.repeat([0, 1], 500), np.arange(1000) < 999])
-def test_too_few_texts_are_refused_if_the_job_asks_for_texts_and_else_blocks_are_held_out(of_rows: np.ndarray) -> None:
+def test_too_few_texts_are_refused_if_requested_and_else_replaced_by_blocks(of_rows: np.ndarray) -> None:
     texts = Texts([of_rows.astype(np.int32)])
     with pytest.raises(TooFewTexts, match=r"^the 1,000 rows come from [12] texts, the longest has"):
         Split(1000, 50, 0, hold_out="texts", texts=texts)
@@ -115,7 +117,7 @@ def test_too_few_texts_are_refused_if_the_job_asks_for_texts_and_else_blocks_are
 
 
 @given(st.lists(st.integers(0, 12), min_size=2, max_size=300))
-def test_no_text_is_in_both_halves_unless_it_is_nearly_all_rows(labels: list[int]) -> None:
+def test_no_text_is_in_both_halves_unless_it_has_nearly_all_rows(labels: list[int]) -> None:
     halves, n = halves_of(np.array(labels)), len(labels)
     assert np.bincount(halves, minlength=2).min() >= n / 4
     if max(np.bincount(labels)) <= 3 * n / 4:
@@ -127,26 +129,26 @@ def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
     return texts.labels(np.arange(texts.n_rows)).tolist()
 
 
-def test_numbers_that_restart_mean_other_texts_and_in_doubt_the_same_texts() -> None:
-    # Each shard counts from 0, or each process that wrote several.
+def test_restarting_text_numbers_mean_other_texts_and_otherwise_the_same() -> None:
+    # Each shard restarts at 0, or each process that wrote several shards does.
     assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
-    # An extraction counts through its text.
+    # An extraction numbers its texts across shards.
     assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
-    # A text that continues in the next shard; alternating shards of two processes; unordered numbers.
+    # A text that continues in the next shard; shards of two processes in turn; unordered numbers.
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
-    # Rows that were shuffled over all shards.
+    # Rows shuffled across all shards.
     assert labels_of([[1, 0, 2], [2, 0, 1]], numbered_through=False) == [1, 0, 2, 2, 0, 1]
 
 
-def test_a_mixture_holds_out_whole_texts_of_each_folder() -> None:
+def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
     of_rows = [np.repeat(np.arange(60), 20), np.repeat(np.arange(40), 50)]
     texts = [Texts([one]) for one in of_rows]
     split = MixedSplit([1200, 2000], None, 160, 3, hold_out="texts", texts=texts)
     assert split.hold_out == "texts"
-    # Texts of one number in two folders are two texts.
+    # The same text number in two folders means two texts.
     names = np.concatenate([of_rows[0], of_rows[1] + 1000])
     trained = MixedOrder(split, 3).stretch(0, split.n_train)
     assert sorted([*trained, *split.held_out]) == list(range(3200))
@@ -155,7 +157,7 @@ def test_a_mixture_holds_out_whole_texts_of_each_folder() -> None:
 
 
 def with_documents(activations: Path) -> None:
-    """Have the rows of both shards be of texts of 50 rows."""
+    """Give the rows of both shards documents of 50 rows."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
@@ -169,7 +171,7 @@ def split_by(job: JobConfig) -> Any:
     return open_data(source, job, Parallel(torch.device("cpu"))).split
 
 
-def test_texts_are_held_out_if_all_shards_record_them_whatever_the_training_seed(
+def test_texts_are_held_out_if_all_shards_record_them_for_any_training_seed(
     activations: Path, make_job: MakeJob
 ) -> None:
     assert make_job().hold_out == "blocks"
@@ -185,15 +187,13 @@ def test_texts_are_held_out_if_all_shards_record_them_whatever_the_training_seed
     assert make_job().hold_out == "rows"
 
 
-def test_holding_out_texts_that_no_shard_records_is_refused_in_one_sentence(
-    activations: Path, make_job: MakeJob
-) -> None:
+def test_holding_out_unrecorded_texts_is_refused_in_one_sentence(activations: Path, make_job: MakeJob) -> None:
     why = "whole texts cannot be held out, since the texts of the rows are unknown"
     with pytest.raises(UserError, match=rf'^data\.hold_out: {why}; use "blocks"$'):
         split_by(make_job(data={"hold_out": "texts"}))
 
 
-def test_rows_are_clustered_by_text_or_else_by_blocks_of_neighbours(activations: Path, make_job: MakeJob) -> None:
+def test_rows_are_clustered_by_text_or_else_by_blocks(activations: Path, make_job: MakeJob) -> None:
     def clusters() -> Any:
         job = make_job(data={"hold_out": "rows"})
         data = open_data(Shards(path=str(activations)), job, Parallel(torch.device("cpu")))
@@ -210,7 +210,7 @@ def test_rows_are_clustered_by_text_or_else_by_blocks_of_neighbours(activations:
 
 
 @pytest.mark.parametrize("knows_texts", [True, False])
-def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_record_no_texts(
+def test_a_growing_folder_keeps_its_held_out_rows_even_without_texts(
     knows_texts: bool, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)
@@ -229,10 +229,10 @@ def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_record_no_t
 
 
 @pytest.mark.parametrize("knows_texts", [True, False])
-def test_added_shards_move_no_held_out_row_into_another_half_or_cluster(
+def test_added_shards_move_no_held_out_row_to_another_half_or_cluster(
     knows_texts: bool, activations: Path, make_job: MakeJob
 ) -> None:
-    # The numbers of texts start again in each shard.
+    # Text numbers restart in each shard.
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
         save_file({"activations": rows, "document": torch.arange(len(rows)) // 50}, file)
@@ -253,7 +253,7 @@ def test_added_shards_move_no_held_out_row_into_another_half_or_cluster(
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
-def test_ranks_agree_on_halves_of_whole_texts_and_do_not_read_shards_for_them_later(
+def test_ranks_agree_on_halves_of_full_texts_and_do_not_read_shards_again(
     n_ranks: int, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)
@@ -268,7 +268,7 @@ def test_ranks_agree_on_halves_of_whole_texts_and_do_not_read_shards_for_them_la
             of_half.setdefault(half, set()).update(own[rows.of_half(half)].tolist())
     assert of_half[0] | of_half[1] == {*held_out.tolist()}
     assert {row // 50 for row in of_half[0]}.isdisjoint(row // 50 for row in of_half[1])
-    # To read what a file has lost would end the process.
+    # Reading a truncated part of a mapped file would kill the process.
     for file in activations.glob("*.safetensors"):
         os.truncate(file, 64)
     assert sorted(np.concatenate([rows.of_half(half) for half in HALVES]).tolist()) == list(range(len(own)))

@@ -27,7 +27,7 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneOf(Group):
-    """A group of several ranks in which all others have what this one has."""
+    """A group of several ranks in which all others have the same tensor as this one."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -67,7 +67,7 @@ def held_out(data: StreamData, half: int | None = None) -> list[tuple[float, ...
     return [row for x, _ in data.of_hook(0).held_out(8, half) for row in rows_of(x)]
 
 
-def test_the_parts_of_a_stream_and_what_they_hold_out_share_no_row() -> None:
+def test_the_parts_of_a_stream_and_their_held_out_rows_are_disjoint() -> None:
     parts = [stream_data(index, 2) for index in range(2)]
     kept_back = [held_out(part) for part in parts]
     assert list(map(len, kept_back)) == [23, 22]
@@ -76,7 +76,7 @@ def test_the_parts_of_a_stream_and_what_they_hold_out_share_no_row() -> None:
     assert len(set(every)) == len(every) == 45 + 2 * 139
 
 
-def test_rows_held_out_and_the_sample_are_the_same_at_a_later_place() -> None:
+def test_held_out_rows_and_the_sample_are_the_same_at_a_later_position() -> None:
     first = stream_data()
     go(first, 333)
     later = stream_data(places=first.stream_places())
@@ -90,20 +90,20 @@ BY_TEXTS = HowHeldOut("texts", 0)
 
 
 def numbers_of(rows: list[tuple[float, ...]]) -> list[int]:
-    """Return the numbers of rows of the toy stream."""
+    """Return the row numbers of rows of the toy stream."""
     every = {row: number for number, row in enumerate(rows_of(toy()._made.rows(np.arange(4000))))}
     return [every[row] for row in rows]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_stream_that_knows_its_texts_holds_out_whole_ones_in_all_parts(size: int) -> None:
+def test_a_stream_with_known_texts_holds_out_full_texts_in_all_parts(size: int) -> None:
     parts = [stream_data(index, size, how=BY_TEXTS, text_rows=6) for index in range(size)]
     kept_back = [numbers_of(held_out(part)) for part in parts]
     assert sum(map(len, kept_back)) == 45
     trained = [numbers_of(go(part, 500)) for part in parts]
     of_texts, trained_on = ({number // 6 for of_part in one for number in of_part} for one in (kept_back, trained))
     assert of_texts.isdisjoint(trained_on)
-    # Not the first texts of the stream, and not many more are left out than are measured on.
+    # The texts are not the first of the stream, and few more are skipped than are measured on.
     assert max(of_texts) > 25
     assert len({*range(max(trained_on))} - trained_on) < 4 * len(of_texts)
     assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size
@@ -111,7 +111,7 @@ def test_a_stream_that_knows_its_texts_holds_out_whole_ones_in_all_parts(size: i
     assert parts[0].of_hook(0).clusters().labels.tolist() == [number // 6 for number in kept_back[0]]
 
 
-def test_no_text_of_a_stream_is_in_one_half_of_one_part_and_the_other_half_of_another() -> None:
+def test_no_text_of_a_stream_is_in_different_halves_on_different_ranks() -> None:
     def begin(group: Group) -> StreamData:
         return StreamData(toy(text_rows=6), 45, 0, Parallel(torch.device("cpu"), data=group), None, BY_TEXTS)
 
@@ -123,13 +123,13 @@ def test_no_text_of_a_stream_is_in_one_half_of_one_part_and_the_other_half_of_an
     assert [part.n_texts for part in parts] == [len(first | second)] * 2
 
 
-def test_one_part_of_a_stream_holds_out_no_text_that_two_parts_were_trained_on() -> None:
+def test_one_part_of_a_stream_holds_out_no_text_that_two_parts_trained_on() -> None:
     alone = {number // 6 for number in numbers_of(held_out(stream_data(how=BY_TEXTS, text_rows=6)))}
     parts = [stream_data(index, 2, how=BY_TEXTS, text_rows=6) for index in range(2)]
     assert alone.isdisjoint(number // 6 for part in parts for number in numbers_of(go(part, 900)))
 
 
-def test_a_stream_with_held_out_texts_continues_exactly_from_a_later_place() -> None:
+def test_a_stream_with_held_out_texts_continues_exactly_from_a_later_position() -> None:
     first = stream_data(how=BY_TEXTS, text_rows=6)
     go(first, 333)
     later = stream_data(places=first.stream_places(), how=BY_TEXTS, text_rows=6)
@@ -139,7 +139,7 @@ def test_a_stream_with_held_out_texts_continues_exactly_from_a_later_place() -> 
     assert held_out(first) != held_out(stream_data(how=HowHeldOut("texts", 1), text_rows=6))
 
 
-def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_refuses() -> None:
+def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_is_refused() -> None:
     data = stream_data(how=BY_TEXTS, text_rows=3000)
     assert numbers_of(held_out(data)) == list(range(45))
     assert data.hold_out == "rows"
@@ -149,7 +149,7 @@ def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_refuses() -> Non
             stream_data(how=HowHeldOut("texts", 0, is_asked=True), text_rows=text_rows)
 
 
-def test_what_was_read_ahead_is_read_again_after_a_rewind() -> None:
+def test_rows_read_ahead_are_read_again_after_a_rewind() -> None:
     data = stream_data()
     go(data, 20)
     ahead = rows_of(data.read(20, 30).x)
@@ -157,7 +157,7 @@ def test_what_was_read_ahead_is_read_again_after_a_rewind() -> None:
     assert go(data, 30) == ahead
 
 
-def test_a_stream_that_ends_or_is_of_other_parts_is_refused_by_the_setting_to_change() -> None:
+def test_an_ended_stream_and_another_number_of_parts_name_the_setting() -> None:
     data = stream_data(ends_after=300)
     assert len(go(data, 255)) == 255
     with pytest.raises(UserError, match=r"^train\.n_tokens: a toy stream has ended before the run; train on fewer"):
@@ -168,21 +168,21 @@ def test_a_stream_that_ends_or_is_of_other_parts_is_refused_by_the_setting_to_ch
         stream_data(0, 2, places=data.stream_places())
 
 
-def test_a_bad_row_is_told_as_long_as_the_steps_are_asked_for_in_which_it_was() -> None:
+def test_a_bad_row_is_reported_only_for_the_steps_that_contain_it() -> None:
     data = stream_data(first_bad=130, bad_rows=2)
     for position in range(0, 200, 20):
         go(data, 20, position)
-    # Whichever of the two is trained on first.
+    # Either of the two may be trained on first.
     assert str(data.bad_row(0, 200, 20)) in [
         f"a toy stream holds NaN or infinite values in row {n}" for n in (130, 131)
     ]
-    # Without what is held out they are rows 85 and 86, of the block of 50 to 99.
+    # Without the held-out rows they are rows 85 and 86, in the shuffled block of rows 50 to 99.
     steps = {start for start in range(0, 200, 20) if data.bad_row(start, start + 20, 20)}
     assert steps
     assert steps <= {40, 60, 80}
 
 
-def test_stored_rows_are_read_at_any_position_and_a_checkpoint_keeps_nothing_of_them(activations: Path) -> None:
+def test_stored_rows_are_read_at_any_position_and_have_no_checkpoint_state(activations: Path) -> None:
     data = IndexedData(Shards(path=str(activations)), 100, 0, Group())
     first = data.read(64, 64)
     data.read(10_000, 64)

@@ -1,4 +1,4 @@
-"""Batches brought to a GPU beside its training, by a lane that makes each copy as late as it may."""
+"""Tests of transferring batches to a GPU during training, with a lane that makes each copy as late as possible."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CPU = torch.device("cpu")
 
 
 class LateLane:
-    """Makes a copy only when somebody waits for it, as a GPU that is busy with other copies would."""
+    """Makes a copy only when a thread waits for it, like a GPU that is busy with other copies."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
         self.n_begun, self.pinned_bytes = 0, 0
-        # Both the thread that reads and the one that trains wait.
+        # Both the reading thread and the training thread wait.
         self.lock = threading.Lock()
 
     def pinned(self, n_bytes: int) -> Tensor:
@@ -65,16 +65,14 @@ class Mark:
 
 
 def batches_of(source: IndexedSource, n: int, lane: LateLane | None = None) -> list[tuple[Tensor, Tensor]]:
-    """Return the first n batches of 64 rows, by way of a lane or as on a CPU."""
+    """Return the first n batches of 64 rows, transferred through a lane or read directly."""
     transfer = Overlapped(CPU, lane) if lane else None
     opened = Batches(IndexedData(source, 0, 0, Group()), Cut(64), start=0, device=CPU, transfer=transfer)
     with contextlib.closing(opened) as batches:
         return [batches.next().hooks[0] for _ in range(n)]
 
 
-def test_the_thread_that_reads_ahead_works_on_the_gpu_of_its_rank(
-    activations: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_read_ahead_thread_uses_the_gpu_of_its_rank(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_current: list[tuple[str, torch.device]] = []
 
     def note(device: torch.device) -> None:
@@ -89,7 +87,7 @@ def test_the_thread_that_reads_ahead_works_on_the_gpu_of_its_rank(
 
 
 class Unaware(Shards):
-    """A source that reads into memory of its own."""
+    """A source that reads into memory that it allocates itself."""
 
     def rows(self, indices: Indices) -> Tensor:
         return super().rows(indices)
@@ -98,18 +96,18 @@ class Unaware(Shards):
 
 
 @pytest.mark.parametrize("kind", [Shards, Unaware])
-def test_what_arrives_is_what_was_read_however_late_it_is_copied(kind: type[Shards], activations: Path) -> None:
+def test_late_copies_arrive_unchanged(kind: type[Shards], activations: Path) -> None:
     source, lane = kind(path=str(activations)), LateLane()
     for (x, y), (expected, _) in zip(batches_of(source, 60, lane), batches_of(source, 60), strict=True):
         assert y is x
         assert torch.equal(x, expected)
     assert lane.n_begun >= 60
-    # Two places for the rows of a batch, which are read over and over.
+    # Two buffers for the rows of a batch, which are reused.
     row_bytes = source.rows(np.arange(1)).nbytes
     assert lane.pinned_bytes == 2 * 64 * row_bytes
 
 
-def test_rows_of_several_hooks_of_several_types_are_laid_side_by_side_in_place(tmp_path: Path) -> None:
+def test_rows_of_several_hooks_and_dtypes_are_concatenated_in_place(tmp_path: Path) -> None:
     sources = []
     for name, dtype, width in (("one", torch.float16, 3), ("two", torch.float32, 2)):
         (tmp_path / name).mkdir()
@@ -135,20 +133,20 @@ def test_the_targets_of_a_transcoder_arrive_with_its_inputs(activations: Path, t
         assert torch.equal(y, 2 * x[:, :5])
 
 
-def test_a_place_is_not_written_before_its_copy_was_made() -> None:
+def test_a_buffer_is_not_overwritten_before_its_copy_was_made() -> None:
     lane = LateLane()
     transfer = Overlapped(CPU, lane)
     sent: list[Sent] = []
     for number in range(5):
         rows = transfer.begin()(3, 2, torch.float32).fill_(number)
         sent.append(transfer.send((rows, rows)))
-        # Only what has to be copied for a place to be free again was.
+        # Only the copies that free the next buffer have been made.
         assert len(lane.waiting) == min(number + 1, 2)
     for number, one in enumerate(sent):
         assert transfer.receive(one)[0].tolist() == [[number] * 2] * 3
 
 
-def test_a_place_grows_with_the_largest_batch() -> None:
+def test_a_buffer_grows_with_the_largest_batch() -> None:
     lane = LateLane()
     transfer = Overlapped(CPU, lane)
     for n in (1, 1, 4, 4, 2, 2):
