@@ -49,7 +49,7 @@ def saved(tmp_path: Path) -> Path:
     return save(tmp_path / "c", 7)
 
 
-def test_what_is_loaded_is_what_was_saved(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_as_it_was_saved(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
     def learner(seed: int) -> Learner:
         made = Learner(make_job(train={"seed": seed}), 16, None, Parallel(torch.device("cpu")))
         x = torch.randn(300, 16, generator=torch.Generator().manual_seed(seed))
@@ -60,7 +60,7 @@ def test_what_is_loaded_is_what_was_saved(make_job: Callable[..., JobConfig], tm
 
     one, other = learner(0), learner(1)
     folder = Checkpoints(tmp_path / "c").save(dict(one.state.tensors()), Position(3, 900))
-    expected = torch.rand(1)  # the next number of the generator as it was when saved
+    expected = torch.rand(1)  # The generator's next number after the save.
     tensors, position = load(folder)
     assert torch.equal(torch.rand(1), expected)
     assert position == Position(3, 900)
@@ -96,7 +96,7 @@ def test_the_newest_two_and_the_best_are_kept(fvu: list[float | None], kept: lis
     assert [read_state(folder).heldout_fvu for folder in ordered][:1] == ([min(measured)] if measured else [])
 
 
-def test_as_many_as_asked_for_are_kept(tmp_path: Path) -> None:
+def test_the_requested_number_of_checkpoints_is_kept(tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path / "c", step, 1 / step if step < 3 else 9.0, keep=3)
     assert steps_in(tmp_path / "c") == [2, 4, 5, 6]
@@ -114,7 +114,7 @@ def cut_short(file: Path) -> None:
 
 @pytest.mark.parametrize("harm", [flip_a_byte, cut_short, Path.unlink])
 @pytest.mark.parametrize("name", ["tensors.safetensors", "random.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_refused_and_passed_over(
+def test_a_damaged_checkpoint_is_refused_and_skipped(
     harm: Callable[[Path], None], name: str, saved: Path, tmp_path: Path
 ) -> None:
     newer = save(tmp_path / "c", 9)
@@ -124,14 +124,14 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(
     assert load(tmp_path / "c")[1] == Position(7, 210)
 
 
-def test_after_a_damaged_one_was_passed_over_the_run_keeps_what_it_saves_anew(saved: Path, tmp_path: Path) -> None:
+def test_a_run_saves_again_after_a_damaged_checkpoint_was_skipped(saved: Path, tmp_path: Path) -> None:
     cut_short(save(tmp_path / "c", 9, keep=1) / "tensors.safetensors")
     shutil.copytree(tmp_path / "c" / "step-00000009", tmp_path / "c" / "step-00000010")
     save(tmp_path / "c", 8, keep=1)
     assert steps_in(tmp_path / "c") == [8]
 
 
-def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(saved: Path, tmp_path: Path) -> None:
     (saved / MANIFEST).unlink()
     for path in (saved, saved.parent, tmp_path / "nowhere"):
         with pytest.raises(UserError, match=r"manifest\.json .* cannot be read .*; resume from another one"):
@@ -152,26 +152,26 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path, tmp_path: Pat
         "\udcff",
     ],
 )
-def test_a_manifest_of_another_kind_is_damage_and_no_crash(content: str, saved: Path) -> None:
+def test_an_invalid_manifest_counts_as_damage_and_raises_no_error(content: str, saved: Path) -> None:
     (saved / MANIFEST).write_bytes(content.encode(errors="surrogateescape"))
     assert damage(saved)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")])
-def test_a_pipe_or_a_device_among_a_checkpoints_files_is_damage(
+def test_a_pipe_or_a_device_among_the_files_of_a_checkpoint_is_damage(
     name: str, put: Callable[[Path], object], saved: Path
 ) -> None:
     (saved / name).unlink()
     put(saved / name)
-    # In a process of its own: it would never end.
+    # In another process, since reading the pipe or device might never end.
     looks = "from trainer.contract.runs.checkpoint_manifest import damage; print(damage(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {looks}"
     done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
     assert re.search(r"not a plain file|is not as it was written", done.stdout), done.stderr
 
 
-def test_what_somebody_keeps_in_a_checkpoints_folder_outlives_it(tmp_path: Path) -> None:
+def test_user_files_in_a_checkpoint_folder_outlive_the_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         (save(tmp_path / "c", step, keep=1) / "notes.md").write_text(f"mine {step}")
         cut_short(tmp_path / "c" / f"step-0000000{step}" / "tensors.safetensors")
@@ -181,7 +181,7 @@ def test_what_somebody_keeps_in_a_checkpoints_folder_outlives_it(tmp_path: Path)
     assert [file.name for file in (tmp_path / "c" / "step-00000001").iterdir()] == ["notes.md"]
 
 
-def test_checkpoints_behind_a_link_are_neither_saved_nor_forgotten(saved: Path, tmp_path: Path) -> None:
+def test_checkpoints_behind_a_link_are_neither_saved_nor_deleted(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(saved.parent)
     with pytest.raises(UserError, match="link is a link, which is not followed"):
         save(tmp_path / "link", 9, keep=1)
@@ -192,7 +192,7 @@ def test_checkpoints_behind_a_link_are_neither_saved_nor_forgotten(saved: Path, 
     assert steps_in(tmp_path / "other") == [9]
 
 
-def test_a_save_that_was_cut_off_leaves_no_trace_after_the_next(saved: Path, tmp_path: Path) -> None:
+def test_an_interrupted_save_leaves_no_trace_after_the_next(saved: Path, tmp_path: Path) -> None:
     leftover = tmp_path / "c" / ".step-00000009.new"
     leftover.mkdir()
     (leftover / "tensors.safetensors").write_bytes(b"half")
@@ -200,7 +200,7 @@ def test_a_save_that_was_cut_off_leaves_no_trace_after_the_next(saved: Path, tmp
     assert not leftover.exists()
 
 
-def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_last_name(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_has_the_highest_step_and_not_the_last_name(tmp_path: Path) -> None:
     for step in (99_999_998, 99_999_999, 100_000_000):
         save(tmp_path / "c", step)
     (tmp_path / "c" / "step-notes").mkdir()
@@ -208,10 +208,10 @@ def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_last_name(tmp_
     assert {folder.name for folder in (tmp_path / "c").iterdir()} == {"step-99999999", "step-100000000", "step-notes"}
 
 
-# real processes, real faults
+# Real processes and real faults.
 
 
-def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_path: Path) -> None:
+def test_a_save_killed_at_any_moment_leaves_complete_checkpoints(tmp_path: Path) -> None:
     n_killed = in_loaded_process(kill_saves, tmp_path)
     assert n_killed > 8
     for moment in range(1, n_killed + 1):
@@ -219,7 +219,7 @@ def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_p
         position = load(folder)[1]
         assert position.step in (3, 4), moment
         assert all(damage(checkpoint) is None for checkpoint in newest_first(folder)), moment
-        # The next save finds order again, whatever was left.
+        # The next save removes any remains.
         save(folder, 5, 0.6)
         assert steps_in(folder) == [1, position.step, 5], moment
         assert not [checkpoint.name for checkpoint in folder.iterdir() if checkpoint.name.startswith(".")], moment
@@ -248,27 +248,27 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_too_full_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_disk_gives_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         require_previous_checkpoint_only(
             in_loaded_process(save_until_full, disk, 0, 0), "it takes 4 MiB, and 1 MiB are free"
         )
 
 
-def test_a_used_up_quota_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_quota_gives_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=64m,usrquota,usrquota_block_hardlimit=1m,mode=777") as disk:
-        # Quotas do not bind root.
+        # Quotas do not apply to root.
         lines = in_loaded_process(save_until_full, disk, 0, 65534)
         require_previous_checkpoint_only(lines, "quota", "free some of your quota there and try again")
 
 
-def test_what_a_used_up_quota_says_names_the_quota(tmp_path: Path) -> None:
+def test_the_error_for_a_full_quota_names_the_quota(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught, fill_folder(tmp_path / "c", last="z"):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert str(caught.value).endswith("Disk quota exceeded; free some of your quota there and try again")
 
 
-def test_a_parent_folder_for_which_there_is_no_room_is_a_lack_of_room(
+def test_no_space_for_a_parent_folder_is_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, *_: object, **__: object) -> None:
@@ -282,7 +282,7 @@ def test_a_parent_folder_for_which_there_is_no_room_is_a_lack_of_room(
         pass
 
 
-def test_an_older_checkpoint_makes_room_but_never_the_last_good_one(tmp_path: Path) -> None:
+def test_an_older_checkpoint_is_deleted_for_space_but_never_the_last_good_one(tmp_path: Path) -> None:
     def save_large(step: int, keep: int = 2) -> None:
         Checkpoints(disk / "c", keep).save({"large": torch.ones(250_000)}, Position(step, step))
 
@@ -299,16 +299,16 @@ def test_an_older_checkpoint_makes_room_but_never_the_last_good_one(tmp_path: Pa
         assert damage(disk / "c" / "step-00000005") is None
 
 
-def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path: Path) -> None:
+def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> None:
     lines = in_loaded_process(save_until_full, tmp_path / "c", 500_000, 0)
     require_previous_checkpoint_only(lines, "File too large")
 
 
-# when a run saves
+# The times at which a run saves.
 
 
 class Clock(Progress):
-    """A `Progress` by whose clock each step of training takes `seconds`."""
+    """A `Progress` whose clock advances by `seconds` in each training step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def saved_steps(make_trainer: Callable, job: JobConfig, folder: Path, progress: 
     return steps_in(folder)
 
 
-def test_checkpoints_come_by_steps_and_tokens_whichever_is_due(
+def test_checkpoints_are_saved_by_steps_or_tokens(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path
 ) -> None:
     def steps(**train: Any) -> list[int]:
@@ -339,14 +339,14 @@ def test_checkpoints_come_by_steps_and_tokens_whichever_is_due(
     assert steps(checkpoint_every_tokens=750, checkpoint_every=6) == [6, 8, 12, 15, 18, 20]
 
 
-def test_checkpoints_come_by_minutes_since_the_last_one_of_any_kind(
+def test_checkpoints_are_saved_by_minutes_since_any_last_one(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps(folder: str, **train: Any) -> list[int]:
         job = make_job(train={"keep_checkpoints": 99, "checkpoint_every_minutes": 2.5} | train)
         return saved_steps(make_trainer, job, tmp_path / folder, Clock(monkeypatch, seconds=30))
 
-    # The wish is uttered in the step after the one in which the time is up.
+    # The save is requested in the step after the one in which the interval ends.
     assert steps("a") == [6, 12, 18, 20]
     assert steps("b", checkpoint_every=8) == [6, 8, 14, 16, 20]
 
@@ -365,7 +365,7 @@ def test_a_checkpoint_of_a_sweep_holds_every_sae_under_its_label(
     assert read_state(tmp_path / "checkpoints" / "step-00000010").heldout_fvu is not None
 
 
-def test_the_best_checkpoint_of_a_run_outlives_the_newer_ones(
+def test_the_best_checkpoint_of_a_run_outlives_newer_ones(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([0.4, 0.1, 0.3, 0.2, 0.25])
@@ -378,13 +378,13 @@ def test_the_best_checkpoint_of_a_run_outlives_the_newer_ones(
     assert saved_steps(make_trainer, job, tmp_path / "c") == [8, 16, 20]
 
 
-# a rank that dies
+# A rank that dies.
 
 
-def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_that_was_not(
+def test_a_run_killed_in_a_step_and_in_a_save_ends_with_the_same_weights(
     make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, tmp_path: Path
 ) -> None:
-    # A small dead_after_tokens, so that AuxK and the dead counters matter; 30 × 200 tokens reach a third epoch.
+    # dead_after_tokens is small so that AuxK and the dead counters matter; 30 × 200 tokens reach a third epoch.
     job = make_job(
         train={"batch_size": 200, "n_steps": 30, "checkpoint_every": 10},
         sae={"dead_after_tokens": 400, "d_sae": 256},
@@ -418,5 +418,5 @@ def test_held_out_fvus_of_different_rows_are_not_compared(tmp_path: Path) -> Non
     for step, (fvu, held_out) in enumerate([(0.1, "of other rows"), (0.3, "rows"), (0.2, "rows"), (0.4, "rows")]):
         checkpoints.save({}, Position(step, step), fvu, held_out=held_out)
     assert [folder.name[-1] for folder in best_first(newest_first(tmp_path / "c"))] == ["2", "1", "3"]
-    # The lowest of all is not kept.
+    # The lowest FVU is not kept.
     assert [folder.name[-1] for folder in newest_first(tmp_path / "c")] == ["3", "2", "1"]
