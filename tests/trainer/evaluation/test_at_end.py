@@ -1,4 +1,4 @@
-"""The cards that a finished run writes of itself: right, small, and never in the way."""
+"""Tests of the report cards that a finished run writes: correct, cheap, and never a reason for the run to fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(make_trainer: MakeTrainer, job: JobConfig, kept) -> Trainer:
     return trainer
 
 
-def test_the_card_of_a_run_is_the_one_that_eval_makes_of_it(
+def test_the_card_of_a_run_equals_the_card_from_eval(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job()
@@ -68,7 +68,7 @@ def test_each_sae_of_a_sweep_gets_a_card(make_job: MakeJob, make_trainer: MakeTr
 
 
 @pytest.mark.parametrize("change", [{"train": {"report_card": False}}, {"data": {"held_out_tokens": 0}}])
-def test_there_is_none_where_it_is_switched_off_or_nothing_is_held_out(
+def test_no_card_is_written_if_it_is_off_or_no_rows_are_held_out(
     change: dict, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job = make_job(**change)
@@ -77,7 +77,7 @@ def test_there_is_none_where_it_is_switched_off_or_nothing_is_held_out(
     assert not (tmp_path / "sae" / "card.json").exists()
 
 
-def test_a_stop_leaves_the_card_out_and_a_failure_is_told_and_neither_ends_the_run(
+def test_a_stop_or_a_failure_leaves_the_card_out_without_failing_the_run(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job, stop = make_job(), threading.Event()
@@ -95,7 +95,7 @@ def test_a_stop_leaves_the_card_out_and_a_failure_is_told_and_neither_ends_the_r
     assert not (tmp_path / "sae" / "card.json").exists()
 
 
-def test_rows_are_a_small_share_of_those_trained_on_and_come_from_everywhere(
+def test_measured_rows_are_a_small_share_and_come_from_all_parts(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert most_rows(10**9, 1) == MOST_ROWS
@@ -104,7 +104,7 @@ def test_rows_are_a_small_share_of_those_trained_on_and_come_from_everywhere(
     job = make_job()
     cards_of(trained(make_trainer, job, kept), job, kept).write()
     card = json.loads((tmp_path / "sae" / "card.json").read_text())
-    # Of 150 every fourth.
+    # Every fourth of 150 rows.
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
@@ -114,7 +114,7 @@ def test_rows_are_a_small_share_of_those_trained_on_and_come_from_everywhere(
 
 
 def tell_tokens(activations: Path) -> None:
-    """Have the rows come from a text: of each its token, its position, and documents of 50 tokens."""
+    """Add the origin of each row: its token, its position, and a document for every 50 tokens."""
     names = [f" w{number}" for number in range(40)]
     (activations / "tokens.json").write_text(json.dumps(names))
     for file in activations.glob("*.safetensors"):
@@ -124,7 +124,7 @@ def tell_tokens(activations: Path) -> None:
         save_file({"activations": rows, **origin}, file)
 
 
-def test_what_latents_fire_on_is_found_where_the_data_tells_its_tokens(
+def test_contexts_are_found_if_the_data_has_tokens(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)
@@ -132,7 +132,7 @@ def test_what_latents_fire_on_is_found_where_the_data_tells_its_tokens(
     trainer = trained(make_trainer, job, kept)
     cards_of(trainer, job, kept).write()
     features = Features(tmp_path / "sae" / "features.safetensors")
-    # As many rows of the text as a card is of, at the scale of the training.
+    # As many rows of the text as a card uses, with the training's outlier limits.
     assert features.n_rows == 1024
     ((learner, outliers),) = [(one, trainer.outliers[one.hook]) for one in trainer.learners.values()]
     with learner.evaluating():
@@ -145,7 +145,7 @@ def test_what_latents_fire_on_is_found_where_the_data_tells_its_tokens(
     assert features.search("w7")
 
 
-def test_a_card_has_latents_drawn_by_chance_with_their_texts(
+def test_a_card_has_randomly_sampled_latents_with_their_texts(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)
@@ -165,7 +165,7 @@ def test_a_card_has_latents_drawn_by_chance_with_their_texts(
         assert f"**{best['tokens'][best['at']].strip()}**" in readme
 
 
-def test_latents_too_many_to_compare_in_a_small_share_of_the_time_are_left_to_an_evaluation(
+def test_too_many_latents_to_compare_cheaply_are_left_to_eval(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)
@@ -175,7 +175,7 @@ def test_latents_too_many_to_compare_in_a_small_share_of_the_time_are_left_to_an
     assert not (tmp_path / "sae" / "features.safetensors").exists()
 
 
-def test_a_card_stays_where_what_latents_fire_on_cannot_be_written(
+def test_a_card_is_written_even_if_the_features_cannot_be(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)
@@ -188,7 +188,7 @@ def test_a_card_stays_where_what_latents_fire_on_cannot_be_written(
 
 
 @pytest.mark.parametrize("mode", ["tensor", "ddp", "dp", "sweep"])
-def test_in_every_mode_one_rank_measures_the_rows_of_all(
+def test_one_rank_measures_all_rows_in_every_mode(
     mode: str, make_job: MakeJob, start_ranks: Callable, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)

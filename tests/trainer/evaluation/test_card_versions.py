@@ -1,4 +1,4 @@
-"""An evaluation adds to a card: parts that it does not measure stay, and earlier cards can still be read."""
+"""An evaluation updates a card: parts that it does not measure are kept, and earlier cards stay readable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return a finished run on data with tokens, with an earlier checkpoint, evaluated on its rows."""
+    """Return a finished run on data with tokens; it has an earlier checkpoint and was evaluated on its rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)
@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Write parts to the card as an evaluation of only these parts does."""
+    """Write parts to the card like an evaluation of only these parts."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}
@@ -58,7 +58,7 @@ def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
     write_card(folder, msgspec.structs.replace(bare, step=there.step if step is None else step, **parts))
 
 
-def test_an_evaluation_on_rows_keeps_what_was_measured_in_the_model_and_the_promoted_tokens(run: Path) -> None:
+def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: Path) -> None:
     sae = run / "sae"
     add(sae, spliced=msgspec.convert(SPLICED, Spliced), probing=msgspec.convert(PROBING, Probing))
     write_card(sae, card_of(sae), moved_alone(MOVED, WORDS))
@@ -83,7 +83,7 @@ def test_an_evaluation_on_rows_keeps_what_was_measured_in_the_model_and_the_prom
     assert card_of(sae).spliced == before.spliced
 
 
-def test_figures_of_replaced_weights_become_an_older_version_and_return_with_these_weights(run: Path) -> None:
+def test_figures_of_replaced_weights_become_an_older_version_and_can_return(run: Path) -> None:
     sae, (older, newest) = run / "sae", sorted((run / "checkpoints").iterdir())
     add(sae, spliced=msgspec.convert(SPLICED, Spliced))
     fvu = card_of(sae).figures.fvu
@@ -101,7 +101,7 @@ def test_figures_of_replaced_weights_become_an_older_version_and_return_with_the
     assert (card_of(sae).figures.fvu, card_of(sae).spliced) == (fvu, msgspec.convert(SPLICED, Spliced))
 
 
-def test_a_card_is_not_written_next_to_an_sae_that_was_replaced_meanwhile(run: Path) -> None:
+def test_no_card_is_written_next_to_an_sae_replaced_during_evaluation(run: Path) -> None:
     sae, older = run / "sae", min((run / "checkpoints").iterdir())
     card = card_of(sae)
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
@@ -118,7 +118,7 @@ def test_a_card_that_cannot_be_archived_is_removed_from_other_weights(run: Path)
     assert not (sae / "README.md").exists()
 
 
-def test_a_damaged_features_file_is_replaced_and_no_figures_are_lost(run: Path) -> None:
+def test_a_damaged_features_file_is_replaced_and_all_figures_are_kept(run: Path) -> None:
     sae = run / "sae"
     whole = (sae / FEATURES).read_bytes()
     (sae / FEATURES).write_bytes(whole[: len(whole) // 2])
@@ -129,13 +129,13 @@ def test_a_damaged_features_file_is_replaced_and_no_figures_are_lost(run: Path) 
     assert Features(sae / FEATURES).n_latents == 64
 
 
-def test_the_parts_of_one_evaluation_make_one_version(run: Path) -> None:
+def test_all_parts_of_one_evaluation_make_one_version(run: Path) -> None:
     sae, before = run / "sae", card_of(run / "sae")
     first = write_card(sae, msgspec.structs.replace(before, step=21))
     spliced = msgspec.convert(SPLICED, Spliced)
     second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
     assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
-    # A card that another evaluation wrote meanwhile becomes a version.
+    # A card that another evaluation wrote in the meantime becomes a version.
     write_card(sae, msgspec.structs.replace(second, step=22), replaces=first)
     assert [one.card.step for one in versions(sae)] == [22, 21, 20]
 
@@ -147,7 +147,7 @@ def _add_many(folder: Path, name: str, begin: object) -> None:
         add(folder, **{name: part})
 
 
-def test_two_evaluations_that_end_at_the_same_time_are_both_kept(run: Path) -> None:
+def test_two_concurrent_evaluations_are_both_kept(run: Path) -> None:
     context = multiprocessing.get_context("fork")
     begin = context.Barrier(2)
     both = [context.Process(target=_add_many, args=(run / "sae", name, begin)) for name in ("spliced", "probing")]

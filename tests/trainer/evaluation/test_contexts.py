@@ -1,4 +1,4 @@
-"""What latents fire on, against naive loops over the rows in the order of their text."""
+"""Tests of max-activating examples against naive loops over the rows in text order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ W_ENC = torch.randn(D_IN, D_SAE, generator=torch.Generator().manual_seed(0))
 WORDS = [f" w{number}" for number in range(50)]
 
 
-def test_the_shipped_activations_tell_the_text_that_they_are_of() -> None:
+def test_the_shipped_activations_record_their_text() -> None:
     place = Path(__file__).parents[3] / "data" / "sample"
     (text,) = texts_of(place)
     words = json.loads((place / "tokens.json").read_text())
@@ -59,7 +59,7 @@ def sparse(x: Tensor) -> Acts:
 
 
 def text(lengths: list[int], seed: int, first_document: int = 0) -> Text:
-    """Return documents of these lengths, one after the other."""
+    """Return documents of these lengths, concatenated."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     documents = torch.cat([torch.full((length,), first_document + i) for i, length in enumerate(lengths)])
@@ -80,7 +80,7 @@ def features(found: list[Text], folder: Path, acts_of=dense, outliers: Outliers 
 
 
 def naive_contexts(found: list[Text], latent: int) -> list[tuple[float, str]]:
-    """Return the strongest activation of each document and the words around it, the strongest first."""
+    """Return the largest activation of each document with the words around it, the largest first."""
     best: dict[int, tuple[float, str]] = {}
     for one in found:
         acts, origin = dense(one.x).dense()[:, latent], one.origin
@@ -96,7 +96,7 @@ def naive_contexts(found: list[Text], latent: int) -> list[tuple[float, str]]:
 
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(0, 99))
-def test_they_are_those_of_a_loop_over_all_rows(tmp_path_factory, lengths, seed) -> None:
+def test_contexts_match_a_loop_over_all_rows(tmp_path_factory, lengths, seed) -> None:
     found, number = [], 0
     for part, one in enumerate(lengths):
         found.append(text(one, seed + part, number))
@@ -120,7 +120,7 @@ def test_they_are_those_of_a_loop_over_all_rows(tmp_path_factory, lengths, seed)
 
 
 @pytest.mark.parametrize("words", ["w7", "w", " W4", "nothing"])
-def test_a_search_is_that_of_a_loop_over_all_tokens_of_all_contexts(tmp_path: Path, words: str) -> None:
+def test_a_search_matches_a_loop_over_all_tokens_of_all_contexts(tmp_path: Path, words: str) -> None:
     read = features([text([30, 20, 9], 2), text([25], 3, 3)], tmp_path)
     latents = [read.feature(latent) for latent in read.order()]
     has = {
@@ -140,7 +140,7 @@ def test_a_search_is_that_of_a_loop_over_all_tokens_of_all_contexts(tmp_path: Pa
     assert densities == sorted(densities, reverse=True)
 
 
-def test_active_entries_give_what_a_dense_matrix_gives(tmp_path: Path) -> None:
+def test_sparse_activations_give_the_same_file_as_dense_ones(tmp_path: Path) -> None:
     found = [text([30, 5], 1)]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -149,7 +149,7 @@ def test_active_entries_give_what_a_dense_matrix_gives(tmp_path: Path) -> None:
     assert (tmp_path / "a" / FEATURES).read_bytes() == (tmp_path / "b" / FEATURES).read_bytes()
 
 
-def test_each_token_of_a_context_tells_how_strongly_the_latent_fires_on_it(tmp_path: Path) -> None:
+def test_each_token_of_a_context_has_the_activation_of_the_latent(tmp_path: Path) -> None:
     found = [text([40], 3)]
     read, acts = features(found, tmp_path), dense(found[0].x).dense()
     for latent in read.order():
@@ -160,7 +160,7 @@ def test_each_token_of_a_context_tells_how_strongly_the_latent_fires_on_it(tmp_p
         assert context.tokens[context.at].act == context.act == pytest.approx(float(acts[row, latent]))
 
 
-def test_rows_of_enormous_norm_or_with_a_nan_are_left_out(tmp_path: Path) -> None:
+def test_rows_with_a_huge_norm_or_a_nan_are_dropped(tmp_path: Path) -> None:
     one = text([20], 5)
     one.x[3] *= 1000
     one.x[7, 2] = float("nan")
@@ -173,7 +173,7 @@ def test_rows_of_enormous_norm_or_with_a_nan_are_left_out(tmp_path: Path) -> Non
         assert read.feature(latent).largest == pytest.approx(float(acts[:, latent].max()))
 
 
-def test_the_nearest_latents_are_those_of_a_loop_in_float64() -> None:
+def test_the_nearest_latents_match_a_loop_in_float64() -> None:
     w_dec = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
     latents, cosines = nearest_latents(w_dec)
     exact = torch.nn.functional.normalize(w_dec.double(), dim=1)
@@ -183,7 +183,7 @@ def test_the_nearest_latents_are_those_of_a_loop_in_float64() -> None:
         assert cosines[latent].tolist() == pytest.approx([cosine for cosine, _ in others[:5]], abs=1e-6)
 
 
-def test_the_rows_of_an_extraction_are_read_in_the_order_of_their_text(tmp_path: Path) -> None:
+def test_the_rows_of_an_extraction_are_read_in_text_order(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = make_model(tmp_path / "model", "llama")
     corpus = tmp_path / "corpus.jsonl"
@@ -199,24 +199,24 @@ def test_the_rows_of_an_extraction_are_read_in_the_order_of_their_text(tmp_path:
             told[document] = told.get(document, "") + words[token]
     assert sum(map(len, told.values())) > 100
     for document, said in told.items():
-        # The first token of a document is left out, and the last document may be cut.
+        # The first token of a document is skipped, and the last document may be truncated.
         assert said.strip() in texts[document]
 
 
-def test_data_that_does_not_tell_its_tokens_has_no_contexts(tmp_path: Path) -> None:
+def test_data_without_tokens_has_no_contexts(tmp_path: Path) -> None:
     save_file({"activations": torch.randn(8, D_IN)}, tmp_path / "shard.safetensors")
     assert list(texts_of(tmp_path)) == []
     assert contexts_of(dense, texts_of(tmp_path), no_outliers(), D_SAE, N_CONTEXTS) is None
 
 
-def test_an_sae_none_of_whose_latents_fires_has_no_contexts_but_all_its_latents(tmp_path: Path) -> None:
+def test_an_sae_without_active_latents_has_no_contexts_but_all_its_latents(tmp_path: Path) -> None:
     read = features([text([8], 0)], tmp_path, lambda x: DenseActs(torch.zeros(len(x), D_SAE)))
     assert (read.order(), read.n_latents, read.n_rows) == ([], D_SAE, 8)
     assert read.feature(3).contexts == ()
     assert read.search("w") == []
 
 
-def test_tokens_in_another_shape_have_no_contexts(tmp_path: Path) -> None:
+def test_tokens_of_another_shape_give_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     origin = {name: tensor.reshape(2, 4) for name, tensor in one.origin._asdict().items()}
     save_file({"activations": one.x, **origin}, tmp_path / "shard.safetensors")
@@ -234,12 +234,12 @@ def test_shuffled_rows_of_an_unknown_order_have_no_contexts(tmp_path: Path) -> N
 SPREAD_TEXTS = ["今天天气很好，我们去公园。", "naïve 🎉 café", "明天的天气会怎么样？", "the cat sat on the mat"]
 
 
-def test_contexts_of_byte_level_tokens_read_as_the_text_was(tmp_path: Path) -> None:
+def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = make_model(tmp_path / "model", "gpt2")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": one}) + "\n" for one in SPREAD_TEXTS))
-    # A row that is left out would be a part of a character that is missing.
+    # All rows are kept, because a skipped row could be part of a character.
     every_row = {"skip_first": 0, "max_norm": 0.0}
     job = extraction_job(
         model, corpus, tmp_path / "rows", n_tokens=200, hooks=["resid_post.1"], context=64, **every_row
@@ -255,7 +255,7 @@ def test_contexts_of_byte_level_tokens_read_as_the_text_was(tmp_path: Path) -> N
     told = {latent: ["".join(one.text for one in context.tokens) for context in read.feature(latent).contexts]
             for latent in read.order()}  # fmt: skip
     assert sum(map(len, told.values())) > 10
-    # A character that the end of the model's context cuts is told as such.
+    # A character cut by the end of the model's context is shown as �.
     assert all(any(text.strip("�") in whole for whole in SPREAD_TEXTS) for texts in told.values() for text in texts)
     for words in ("天气", "🎉", "ïve", "the cat sat", "很好，"):
         assert sorted(read.search(words)) == sorted(

@@ -1,4 +1,4 @@
-"""Cards of SAEs in folders: beside their run by its held-out rows, alone on the rows that are given."""
+"""Tests of cards of SAEs in folders: next to a run on its held-out rows, otherwise on the rows given."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cards(capsys: Shown, *arguments: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
-def test_an_sae_beside_its_run_is_measured_on_the_rows_that_the_run_held_back(
+def test_an_sae_next_to_its_run_is_measured_on_the_run_s_held_out_rows(
     is_launched: bool,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -69,7 +69,7 @@ def alone(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> str:
     return str(shutil.copytree(tmp_path / "sae", tmp_path / "mine"))
 
 
-def test_an_sae_alone_is_measured_on_the_rows_that_are_given(alone: str, activations: Path, capsys: Shown) -> None:
+def test_an_sae_without_a_run_is_measured_on_the_given_rows(alone: str, activations: Path, capsys: Shown) -> None:
     (card,) = cards(capsys, alone, "--data", str(activations))
     assert (card["name"], card["figures"]["n_tokens"]) == ("mine", 3000)
     assert not card["data"]["is_held_out"]
@@ -78,7 +78,7 @@ def test_an_sae_alone_is_measured_on_the_rows_that_are_given(alone: str, activat
 
 
 @torch.no_grad()
-def test_a_transcoder_alone_is_measured_by_the_targets_that_are_given(
+def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     alone: str, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_a_transcoder_alone_is_measured_by_the_targets_that_are_given(
     fvu = float((output.x_hat - y).square().sum() / (y - y.mean(0)).square().sum())
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-4)
     assert card["figures"]["l0"] == pytest.approx(float((output.acts.dense() > 0).sum()) / 300)
-    # It is as wide as an SAE, but no row is its own target.
+    # Its input and output have the same width, but no row is its own target.
     (theirs / "card.json").unlink()
     for arguments, reason in (
         ([str(theirs), "--data", inputs], "--targets: is missing: "),
@@ -112,7 +112,9 @@ def test_a_transcoder_alone_is_measured_by_the_targets_that_are_given(
     "name", ["saelens 5: rows of one mean norm", "sparsify 2024: skip transcoder without a mark", "gemma-scope 1: res"]
 )
 @torch.no_grad()
-def test_an_sae_of_another_tool_is_measured_with_what_its_files_lack(name: str, tmp_path: Path, capsys: Shown) -> None:
+def test_an_sae_of_another_tool_is_measured_with_the_missing_settings_given(
+    name: str, tmp_path: Path, capsys: Shown
+) -> None:
     torch.manual_seed(0)
     layout = LAYOUTS[name]
     reference = layout.write(tmp_path)
@@ -129,7 +131,7 @@ def test_an_sae_of_another_tool_is_measured_with_what_its_files_lack(name: str, 
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
 
 
-def test_rows_of_another_hook_than_the_saes_are_warned_of(
+def test_rows_of_a_different_hook_give_a_warning(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     def is_of(hook: str) -> None:
@@ -150,7 +152,7 @@ def test_rows_of_another_hook_than_the_saes_are_warned_of(
     assert "note: the SAE says that it is of blocks.3.hook_resid_post, and " in capsys.readouterr().out
 
 
-def test_rows_that_are_not_known_or_of_another_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
+def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
     assert main(["eval", alone]) == 2
     assert "does not belong to a run; give a folder of activations to measure on" in capsys.readouterr().err
     assert main(["eval", alone, "--best", "--data", "x"]) == 2
@@ -188,7 +190,7 @@ def test_a_card_is_written_next_to_an_sae_of_dictionary_learning(
     assert read_card(tmp_path / "theirs")
 
 
-def test_malformed_thresholds_of_the_halves_are_not_used(tmp_path: Path) -> None:
+def test_malformed_thresholds_of_the_halves_are_ignored(tmp_path: Path) -> None:
     sae = made("batch_topk")
     for stated, used in (([0.5, 2.0], 2.0), ([None, "x"], None), ([0.5, float("nan")], None), ([0.5, {}], None)):
         shared = shared_form(sae, {OF_HALVES: stated})
@@ -199,7 +201,7 @@ def test_malformed_thresholds_of_the_halves_are_not_used(tmp_path: Path) -> None
             assert torch.equal(exported._weights["threshold"], expected)
 
 
-def test_foreign_text_is_escaped_in_the_model_card(
+def test_untrusted_text_is_escaped_in_the_model_card(
     alone: str, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     config = json.loads((Path(alone) / "cfg.json").read_text())
@@ -220,7 +222,7 @@ def test_foreign_text_is_escaped_in_the_model_card(
         (("--tokens", "64"), "--tokens: says how many --model reads; give that too, or leave it out"),
     ],
 )
-def test_flags_that_an_sae_alone_has_no_use_for_are_refused(
+def test_flags_without_a_use_for_a_single_sae_are_refused(
     alone: str, activations: Path, capsys: Shown, flags: tuple[str, ...], reason: str
 ) -> None:
     assert main(["eval", alone, "--data", str(activations), *flags]) == EXIT_USAGE

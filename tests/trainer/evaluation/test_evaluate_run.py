@@ -1,4 +1,6 @@
-"""The card of a real run: of its held-out rows, with its training's own figures, written beside the weights."""
+"""Tests of the card of a real run: measured on its held-out rows, equal to the training's metrics, stored with the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ MakeJob = Callable[..., JobConfig]
 
 
 def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: object) -> Path:
-    """Train in this process, and leave what a run's folder holds."""
+    """Train in this process, and write the contents of a run's folder."""
     assert make_trainer(job, kept, checkpoints=folder / "checkpoints", output=folder / "sae").run()
     (folder / "job.toml").write_text(dump_job(job))
     return folder
 
 
-def test_a_card_tells_the_held_out_fvu_of_the_training_and_is_written_beside_the_weights(
+def test_a_card_matches_the_held_out_fvu_and_is_written_next_to_the_weights(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(make_job(), make_trainer, tmp_path / "run", kept)
@@ -63,7 +65,7 @@ def card_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])["cards"][0]
 
 
-def test_a_card_measures_whole_texts_and_stores_their_sums_for_comparisons(
+def test_a_card_measures_full_texts_and_stores_their_sums_for_comparisons(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     tell_texts(activations)
@@ -73,7 +75,7 @@ def test_a_card_measures_whole_texts_and_stores_their_sums_for_comparisons(
     card = card_of(run, capsys)
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
     assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
-    # All-zero rows are equal to each other: 2 of these 150 have copies.
+    # All-zero rows equal each other: 2 of these 150 have copies.
     assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 2 / 150)
     assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
     sums = read_sums(run / "sae", card["figures"]["fvu"])
@@ -81,7 +83,7 @@ def test_a_card_measures_whole_texts_and_stores_their_sums_for_comparisons(
     assert len(sums.errors) == 6
     assert (run / "sae" / SUMS).stat().st_mode & 0o777 == 0o600
     assert read_sums(run / "sae", 2 * card["figures"]["fvu"]) is None
-    # The sums of another SAE state the same rows only if it was measured on the same rows.
+    # The sums of another SAE refer to the same rows only if it was measured on the same rows.
     for number, (seed, split_seed) in enumerate([(1, 0), (0, 1)]):
         job = make_job(train={"seed": seed}, data={"split_seed": split_seed})
         other = finished_run(job, make_trainer, tmp_path / f"other{number}", kept)
@@ -106,7 +108,7 @@ def test_a_run_of_an_earlier_version_is_measured_on_its_own_held_out_rows(
     assert card["data"]["hold_out"] == "rows"
 
 
-def test_held_out_rows_that_are_also_trained_on_are_reported_at_the_start_and_on_the_card(
+def test_held_out_rows_with_copies_in_training_are_reported(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"][:50]
@@ -121,7 +123,7 @@ def test_held_out_rows_that_are_also_trained_on_are_reported_at_the_start_and_on
     assert sentence in capsys.readouterr().out
 
 
-def test_a_model_card_tells_no_path_of_this_machine_and_where_nothing_is_left_out(
+def test_a_model_card_contains_no_path_of_this_machine(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     meta = {"model_name": str(tmp_path / "models" / "smol"), "dataset_path": str(tmp_path / "corpus.jsonl")}
@@ -139,7 +141,7 @@ def test_a_model_card_tells_no_path_of_this_machine_and_where_nothing_is_left_ou
     assert " rows, – rare, " in card
 
 
-def test_a_card_of_a_sweep_has_each_sae_and_leaves_a_strangers_readme_alone(
+def test_a_sweep_has_one_card_per_sae_and_keeps_a_foreign_readme(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(sae={"k": [2, 4]}, data={"held_out_tokens": 0})
@@ -154,7 +156,7 @@ def test_a_card_of_a_sweep_has_each_sae_and_leaves_a_strangers_readme_alone(
     assert (run / "sae" / "k=4" / "card.json").exists()
 
 
-def test_the_card_of_a_transcoder_is_of_what_it_makes_of_the_inputs(
+def test_the_card_of_a_transcoder_measures_its_output_against_the_targets(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = tmp_path / "targets"
@@ -167,7 +169,7 @@ def test_the_card_of_a_transcoder_is_of_what_it_makes_of_the_inputs(
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
 
 
-def test_rows_that_are_not_finite_and_outliers_are_left_out_and_counted(
+def test_non_finite_rows_and_outliers_are_dropped_and_counted(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     run = finished_run(make_job(data={"held_out_tokens": 0}), make_trainer, tmp_path / "run", kept)
@@ -183,7 +185,7 @@ def test_rows_that_are_not_finite_and_outliers_are_left_out_and_counted(
 
 
 @pytest.mark.parametrize("of_targets", [False, True])
-def test_a_card_tells_of_dimensions_that_hold_most_of_the_variance(
+def test_a_card_names_dimensions_that_hold_most_of_the_variance(
     of_targets: bool, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     heavy = tmp_path / "heavy"
@@ -199,7 +201,7 @@ def test_a_card_tells_of_dimensions_that_hold_most_of_the_variance(
     assert told in (run / "sae" / "README.md").read_text()
 
 
-def test_dropped_and_scaled_dimensions_are_folded_and_the_fvu_of_all_dimensions_is_reported(
+def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     rows = torch.cat([load_file(file)["activations"].float() for file in sorted(activations.iterdir())])
@@ -219,7 +221,8 @@ def test_dropped_and_scaled_dimensions_are_folded_and_the_fvu_of_all_dimensions_
     assert not exported["W_dec"][:, 3].any()
     held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
     assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
-    # From the tensors alone, in float64: k latents of raw rows, and the dimension scales of the training.
+    # From the tensors alone in float64: the top k latents of raw rows, with the error weighted by the training's
+    # dimension scales.
     weights = {name: one.double() for name, one in exported.items()}
     pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])
@@ -241,7 +244,7 @@ def test_dropped_and_scaled_dimensions_are_folded_and_the_fvu_of_all_dimensions_
     assert "FVU of all dimensions" in (tmp_path / "run" / "sae" / "README.md").read_text()
 
 
-def test_a_card_lies_only_beside_the_weights_that_it_is_of(
+def test_a_card_is_only_next_to_the_weights_that_it_was_measured_on(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
@@ -259,7 +262,7 @@ def test_a_card_lies_only_beside_the_weights_that_it_is_of(
     assert (sae / "card.json").exists()
 
 
-def test_the_card_of_a_launched_job_goes_to_where_its_sae_is(
+def test_the_card_of_a_launched_job_is_written_next_to_its_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job, run, output = make_job(), tmp_path / "runs" / "1", tmp_path / "saes" / "1"
@@ -272,6 +275,6 @@ def test_the_card_of_a_launched_job_goes_to_where_its_sae_is(
     assert not (run / "sae").exists()
 
 
-def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
     assert "neither the folder of a run" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Whose runs may be measured, and what of them is not run."""
+"""Tests of who may evaluate a run, and of remote code in a run, which needs consent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(file: Path, more: str, mode: int) -> Path:
     return file
 
 
-def test_a_models_own_code_runs_only_with_consent_and_if_only_the_user_may_write_the_file(
+def test_remote_code_needs_consent_and_a_file_that_only_the_user_can_write(
     file: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"job\.toml"):
@@ -49,7 +49,7 @@ def test_a_models_own_code_runs_only_with_consent_and_if_only_the_user_may_write
 
 
 @pytest.mark.parametrize("command", ["run", "extract", "join", "bench", "resume"])
-def test_no_command_runs_a_models_own_code_without_consent(file: Path, command: str, capsys) -> None:
+def test_no_command_runs_remote_code_without_consent(file: Path, command: str, capsys) -> None:
     write(file, "remote_code = true", 0o600)
     section = "data"
     if command == "extract":
@@ -64,7 +64,7 @@ def test_no_command_runs_a_models_own_code_without_consent(file: Path, command: 
     assert sorted(file.parent.iterdir()) == [file]
 
 
-def test_any_other_run_of_somebody_else_is_measured_in_fp32(file: Path) -> None:
+def test_a_run_of_another_user_without_code_is_measured_in_fp32(file: Path) -> None:
     job = evaluated_job(write(file, "", 0o666))
     assert job.train.precision == "fp32"
     assert not job.data.knobs.remote_code

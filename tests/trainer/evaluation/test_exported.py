@@ -1,4 +1,4 @@
-"""What is read back from an SAE's files does what the SAE did that wrote them."""
+"""An SAE read back from its files computes the same as the SAE that was exported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_sae_from_its_files_reconstructs_as_the_one_that_was_trained(
+def test_an_sae_from_files_reconstructs_like_the_trained_one(
     architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": architecture}))
@@ -35,12 +35,12 @@ def test_an_sae_from_its_files_reconstructs_as_the_one_that_was_trained(
     with torch.no_grad(), learner.evaluating():
         own = learner.forward(x * learner.sae.x_scale, x * learner.sae.y_scale)
     acts, x_hat = read.reconstruct(x)
-    # A latent whose pre-activation is at the border may fall on either side.
+    # A latent with a pre-activation near the threshold may differ between the two.
     assert float(((own.x_hat / learner.sae.y_scale - x_hat).norm(dim=1) < 1e-3).float().mean()) > 0.99
     assert float((acts.values > 0).sum()) == pytest.approx(float((own.acts.dense() > 0).sum()), rel=1e-3)
 
 
-def test_a_transcoder_from_its_files_maps_as_the_one_that_was_trained(
+def test_a_transcoder_from_files_maps_like_the_trained_one(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"
@@ -71,7 +71,7 @@ def exported(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> Pa
         ({"architecture": "gated"}, "has no tensor b_gate; it holds another kind of SAE"),
     ],
 )
-def test_an_sae_of_a_kind_that_is_not_known_is_refused(change: dict, words: str, exported: Path) -> None:
+def test_an_sae_of_an_unknown_kind_is_refused(change: dict, words: str, exported: Path) -> None:
     config = json.loads((exported / "cfg.json").read_text())
     (exported / "cfg.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=words):
@@ -79,7 +79,7 @@ def test_an_sae_of_a_kind_that_is_not_known_is_refused(change: dict, words: str,
 
 
 @pytest.mark.parametrize("form", ["sparsify", "dictionary_learning"])
-def test_an_sae_in_the_format_of_another_tool_reconstructs_alike(form: str, exported: Path, tmp_path: Path) -> None:
+def test_an_sae_in_the_format_of_another_tool_reconstructs_the_same(form: str, exported: Path, tmp_path: Path) -> None:
     shared = FORMATS["saelens"].load()().read(exported)
     FORMATS[form].load()().write(shared, tmp_path / form)
     x = torch.randn(50, shared.d_in)

@@ -1,4 +1,4 @@
-"""The figures of an SAE against naive loops in float64, and against SAELens' evaluation of the same SAE."""
+"""Tests of the figures of an SAE against naive loops in float64 and against SAELens' evaluation of the same SAE."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def acts(rows: Tensor) -> Tensor:
     return fires * (wanted + 0.1)
 
 
-def test_every_figure_is_that_of_a_naive_loop(rows: Tensor, w_dec: Tensor, acts: Tensor) -> None:
+def test_every_figure_matches_a_naive_loop(rows: Tensor, w_dec: Tensor, acts: Tensor) -> None:
     x_hat = 0.8 * rows + 0.1 * acts @ w_dec
     where = {tuple(row.tolist()): index for index, row in enumerate(rows)}
 
@@ -88,7 +88,7 @@ def test_every_figure_is_that_of_a_naive_loop(rows: Tensor, w_dec: Tensor, acts:
 
 
 @torch.no_grad()
-def test_every_figure_that_saelens_has_too_is_the_same_there(tmp_path: Path) -> None:
+def test_figures_that_saelens_also_computes_are_equal(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     from sae_lens.evals import get_sparsity_and_variance_metrics
     from sae_lens.load_model import load_model
@@ -98,7 +98,7 @@ def test_every_figure_that_saelens_has_too_is_the_same_there(tmp_path: Path) -> 
     (tmp_path / "text.txt").write_text("a cat sat")
     stream = ModelStream(model=str(model), hook="resid_post.1", text=str(tmp_path / "text.txt"), context=16)
     stream.begin(0, 1, CPU)
-    # 128 latents on rows far from the origin, of which some never fire.
+    # 128 latents on rows far from the origin; some of them never fire.
     sae = made("standard", x_scale=0.1, y_scale=0.1)
     sae.b_enc.copy_(torch.linspace(-8, 1, 128))
     export_sae(sae, tmp_path / "sae", origin(stream.meta))
@@ -141,11 +141,11 @@ def test_the_clustered_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
     jackknife = math.sqrt(59 / 60 * ((left_out - left_out.mean()) ** 2).sum())
     by_text = [by_label(text, torch.from_numpy(one)) for one in (error, spread)]
     assert ratio_error(*by_text) == pytest.approx(jackknife, rel=0.02)
-    # If rows counted as independent, it would be half as large.
+    # If rows counted as independent, the error would be less than half as large.
     assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 
-def test_the_error_of_the_fvu_is_what_resampling_the_rows_gives() -> None:
+def test_the_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
     generator = np.random.default_rng(0)
     spread = generator.gamma(2.0, size=4000)
     error = 0.3 * spread * generator.uniform(0.2, 1.8, size=4000)
@@ -157,8 +157,8 @@ def test_the_error_of_the_fvu_is_what_resampling_the_rows_gives() -> None:
     assert math.isnan(ratio_error(torch.ones(1), torch.ones(1)))
 
 
-def test_the_share_of_rare_latents_is_not_told_where_too_few_rows_could_show_one() -> None:
-    """On so few rows a latent that fires at all is above that share."""
+def test_the_share_of_rare_latents_needs_enough_rows() -> None:
+    """With fewer rows, any latent that fires at all is above the threshold."""
     fires = torch.zeros(LEAST_ROWS_FOR_RARE, 4)
     fires[:9, 0] = 1
     fires[:, 1] = 1
@@ -175,7 +175,7 @@ def test_the_share_of_rare_latents_is_not_told_where_too_few_rows_could_show_one
     assert rare(len(fires) - 1000) is None
 
 
-def test_densities_are_counted_by_half_decades_and_never_firing_not_at_all() -> None:
+def test_densities_are_counted_by_half_decades_without_silent_latents() -> None:
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
     counts = histogram(torch.tensor([0.0, 1.0, 0.5, 0.2, 0.011, 1e-9]))
     assert len(counts) == n_bins
@@ -185,7 +185,7 @@ def test_densities_are_counted_by_half_decades_and_never_firing_not_at_all() -> 
     assert counts[0] == 1
 
 
-def test_the_nearest_directions_are_found_by_comparing_each_pair(w_dec: Tensor) -> None:
+def test_nearest_directions_match_a_comparison_of_all_pairs(w_dec: Tensor) -> None:
     unit = (w_dec / w_dec.norm(dim=1, keepdim=True)).double().numpy()
     nearest = [max(float(a @ b) for j, b in enumerate(unit) if j != i) for i, a in enumerate(unit)]
     assert largest_cosines(w_dec) == pytest.approx(sum(nearest) / F, rel=1e-5)
@@ -194,6 +194,6 @@ def test_the_nearest_directions_are_found_by_comparing_each_pair(w_dec: Tensor) 
     assert recovered(known, w_dec) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_nothing_to_measure_on_is_said(w_dec: Tensor) -> None:
+def test_an_evaluation_without_rows_is_refused(w_dec: Tensor) -> None:
     with pytest.raises(ValueError, match="no row"):
         measure(lambda x, _: (DenseActs(x), x), list, w_dec)

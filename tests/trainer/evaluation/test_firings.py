@@ -13,7 +13,7 @@ from trainer.evaluation.firings import CONTEXT
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"
 
 
-def test_a_cache_has_what_the_exported_sae_computes_on_each_token_of_the_text(tmp_path: Path) -> None:
+def test_a_cache_has_the_activations_of_the_exported_sae_on_each_token(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{SAMPLE}"\n[launch]\ngpus = "cpu"\n')
     small = ["sae.d_sae=384", "sae.k=8", "train.n_steps=4", "train.batch_size=512", "train.report_card=false"]
     flags = [word for setting in small for word in ("--set", setting)]
@@ -39,7 +39,7 @@ def test_a_cache_has_what_the_exported_sae_computes_on_each_token_of_the_text(tm
     torch.testing.assert_close(acts.reshape(n, -1), expected[:n], rtol=2e-3, atol=1e-3)
 
 
-def test_data_without_tokens_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_data_without_tokens_is_refused_before_any_file_is_written(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(
         '[data]\nsource = "synthetic"\n[sae]\nd_sae = 128\nk = 4\n[train]\nn_steps = 2\nbatch_size = 64\n'
         'report_card = false\n[launch]\ngpus = "cpu"\n'

@@ -1,4 +1,4 @@
-"""Tokens that decoder directions promote and suppress, against loops over the parameters that each family has."""
+"""Tests of the tokens that decoder directions promote and suppress, against loops over each family's parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.evaluation.spliced import SplicedModel
 
 D_SAE = 7
 W_DEC = torch.randn(D_SAE, D_IN, generator=torch.Generator().manual_seed(1))
-# By family: the path of the final norm, whether it takes the mean out, and what is added to its weight.
+# By family: the path of the final norm, whether it subtracts the mean, and the number added to its weight.
 NORMS = {
     "gpt2": ("transformer.ln_f", True, 0.0),
     "llama": ("model.norm", False, 0.0),
@@ -29,7 +29,7 @@ NORMS = {
 
 
 def make_causal(folder: Path, family: str) -> Any:
-    """Write a causal model whose norms are far from 1, and return it."""
+    """Write a causal model with norm weights far from 1, and return it."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer(family)
     model = transformers.AutoModelForCausalLM.from_config(make_config(family, len(tokenizer)))
@@ -49,7 +49,7 @@ def job_of(folder: Path, hook: str = "resid_post.1") -> ExtractJob:
 
 
 def in_a_loop(model: Any, family: str) -> list[list[float]]:
-    """Return the logits of each direction by the definition, number by number in float64."""
+    """Return the logits of each direction by definition, one by one in float64."""
     path, takes_mean, added = NORMS[family]
     scale = (model.get_submodule(path).weight.double() + added).tolist()
     w_u = model.lm_head.weight.double().tolist()
@@ -62,7 +62,7 @@ def in_a_loop(model: Any, family: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("family", NORMS)
-def test_the_tokens_moved_most_are_those_of_a_loop_over_the_models_own_parameters(tmp_path: Path, family: str) -> None:
+def test_the_most_affected_tokens_match_a_loop_over_the_model_s_parameters(tmp_path: Path, family: str) -> None:
     logits = in_a_loop(make_causal(tmp_path, family), family)
     told = SplicedModel(job_of(tmp_path), "resid_post.1", CPU).moved_tokens(W_DEC)
     for latent, of_tokens in enumerate(logits):
@@ -74,12 +74,12 @@ def test_the_tokens_moved_most_are_those_of_a_loop_over_the_models_own_parameter
 
 
 @pytest.mark.parametrize("hook", ["mlp_in.1", "transformer.h.1.attn.c_proj"])
-def test_rows_that_are_no_part_of_the_residual_stream_have_no_such_tokens(tmp_path: Path, hook: str) -> None:
+def test_hooks_outside_the_residual_stream_have_no_promoted_tokens(tmp_path: Path, hook: str) -> None:
     make_causal(tmp_path, "gpt2")
     assert SplicedModel(job_of(tmp_path, hook), hook, CPU).moved_tokens(W_DEC) == {}
 
 
-def test_a_model_with_more_than_a_norm_before_its_unembedding_has_no_such_tokens(tmp_path: Path) -> None:
+def test_a_model_with_more_than_a_norm_before_its_unembedding_has_none(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bert")
     config = make_config("bert", len(tokenizer))
     config.is_decoder = True
@@ -88,7 +88,7 @@ def test_a_model_with_more_than_a_norm_before_its_unembedding_has_no_such_tokens
     assert SplicedModel(job_of(tmp_path), "resid_post.1", CPU).moved_tokens(W_DEC) == {}
 
 
-def test_directions_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_are_processed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     w_u = torch.randn(D_IN, 50, generator=torch.Generator().manual_seed(2))
     whole = moved_tokens(W_DEC, w_u)
     monkeypatch.setattr("trainer.evaluation.logit_lens._AT_ONCE", 100)

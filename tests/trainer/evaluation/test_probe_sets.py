@@ -12,24 +12,24 @@ from trainer.contract.errors import UserError
 from trainer.evaluation import probe_sets
 from trainer.evaluation.probe_sets import DEFAULTS, PACKAGE, PER_CLASS, read_sets
 
-# Where `make model` puts what only tests read.
+# `make model` stores files here that only tests read.
 FETCHED = Path(sys.prefix) / "model"
 
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder whose packages hide those that are installed."""
+    """Return a folder whose packages shadow the installed ones."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-def test_the_usual_sets_come_first_and_then_the_others_by_their_numbers(packages: Path) -> None:
+def test_default_sets_come_first_and_then_the_others_by_number(packages: Path) -> None:
     for name in ("30_later", "4_early", DEFAULTS[1], DEFAULTS[0]):
         write_set(packages, name, two_classes(70))
     assert [one.name for one in read_sets(4)] == [*DEFAULTS[:2], "4_early", "30_later"]
 
 
-def test_each_class_has_as_many_texts_those_that_come_first(packages: Path) -> None:
+def test_each_class_has_the_same_number_of_texts_from_the_start(packages: Path) -> None:
     rows = two_classes(PER_CLASS + 10) + [("the cat sat on", "0")] * 40 + [("", "1"), ("no label", "")]
     write_set(packages, "1_texts", rows)
     (one,) = read_sets(1)
@@ -38,7 +38,7 @@ def test_each_class_has_as_many_texts_those_that_come_first(packages: Path) -> N
     assert one.texts[-1] == f"a dog ran {PER_CLASS - 1}"
 
 
-def test_sets_of_more_than_two_classes_or_of_few_texts_are_passed_over(packages: Path) -> None:
+def test_sets_with_more_than_two_classes_or_few_texts_are_skipped(packages: Path) -> None:
     write_set(packages, "1_three", [*two_classes(70), *[("again", "2")] * 70])
     write_set(packages, "2_few", two_classes(20))
     write_set(packages, "3_texts", two_classes(70))
@@ -66,14 +66,14 @@ def test_another_table_is_refused_in_a_sentence(packages: Path) -> None:
 
 
 @pytest.mark.skipif(not (FETCHED / PACKAGE).exists(), reason="no sets are here; `make model` fetches them (44 MB)")
-def test_the_usual_sets_are_those_of_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_sets_exist_in_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FETCHED)
     sets = read_sets(len(DEFAULTS) + 1)
     assert [one.name for one in sets[:-1]] == [*DEFAULTS]
     assert all(sum(one.labels) * 2 == len(one.labels) == len(one.texts) <= 2 * PER_CLASS for one in sets)
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(probe_sets._NEEDED, "no_such_package", "no-such-package")
     with pytest.raises(UserError, match=r"^--probe: needs .*no-such-package: `pip install 'sae-tui\[eval\]'`$"):
         read_sets(1)

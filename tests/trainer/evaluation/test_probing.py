@@ -1,4 +1,4 @@
-"""k-sparse probing against latents that are known to tell two classes apart, and against scikit-learn used plainly."""
+"""Tests of k-sparse probing with latents known to separate two classes, and against plain scikit-learn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N, D_IN = 180, 24
 
 
 def labelled(seed: int, told_by: Tensor) -> LabelledRows:
-    """Return rows [N, D_IN] of noise, of which those of class 1 have `told_by` [D_IN] in addition."""
+    """Return noise rows [N, D_IN]; rows of class 1 have `told_by` [D_IN] added."""
     generator = torch.Generator().manual_seed(seed)
     labels = [0] * (N // 2) + [1] * (N // 2)
     rows = torch.randn(N, D_IN, generator=generator) + torch.tensor(labels)[:, None] * told_by
@@ -40,14 +40,14 @@ def only(dimension: int, size: float) -> Tensor:
     return told_by
 
 
-def test_one_latent_that_tells_the_classes_is_as_good_as_all_activations() -> None:
+def test_one_latent_that_separates_the_classes_is_as_good_as_all_activations() -> None:
     result = probe(probe_rows([labelled(0, only(3, 8.0)), labelled(1, only(5, 8.0))]), torch.relu)
     assert result.k["1"].auc > 0.99
     assert result.dense.auc > 0.99
     assert (result.n_sets, result.n_seeds, result.n_texts) == (2, 3, 2 * N)
 
 
-def test_latents_that_tell_nothing_are_at_chance_and_what_many_tell_needs_many() -> None:
+def test_uninformative_latents_are_at_chance_and_spread_information_needs_many() -> None:
     nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
     assert abs(nothing.k["1"].auc - 0.5) < 0.12
     spread = probe(probe_rows([labelled(0, torch.full((D_IN,), 0.5))]), lambda rows: rows)
@@ -55,7 +55,7 @@ def test_latents_that_tell_nothing_are_at_chance_and_what_many_tell_needs_many()
     assert spread.k["1"].set_error is None
 
 
-def test_latents_are_in_the_order_of_a_loop_over_them() -> None:
+def test_latents_are_ordered_like_in_a_loop_over_them() -> None:
     generator = np.random.default_rng(0)
     acts = np.maximum(generator.normal(size=(60, 9)), 0) * generator.uniform(0.1, 10, size=9)
     acts[:, 7] = 0
@@ -70,7 +70,7 @@ def test_latents_are_in_the_order_of_a_loop_over_them() -> None:
     assert order[-1] == 7
 
 
-def test_a_probe_is_scikit_learns_with_the_penalty_that_does_best_on_the_last_fifth() -> None:
+def test_a_probe_equals_scikit_learn_s_with_the_penalty_best_on_the_last_fifth() -> None:
     one, generator = labelled(2, torch.full((D_IN,), 0.3)), np.random.default_rng(1)
     order = generator.permutation(N)
     x, y = one.rows.double().numpy()[order], np.array(one.labels)[order]
@@ -95,7 +95,7 @@ def test_errors_are_those_of_means_over_seeds_and_over_sets() -> None:
 
 
 @pytest.mark.parametrize(("family", "has_loss"), [("gpt2", True), ("bert", False)])
-def test_the_card_of_a_run_tells_what_its_latents_tell_of_texts(
+def test_the_card_of_a_run_has_the_probing_results(
     family: str,
     has_loss: bool,
     make_job: Callable[..., JobConfig],
@@ -130,7 +130,7 @@ def test_the_card_of_a_run_tells_what_its_latents_tell_of_texts(
         (["--sets", "3"], "--sets: says on how many sets --probe trains; give that too"),
     ],
 )
-def test_probes_without_what_they_need_are_refused(
+def test_probes_without_their_requirements_are_refused(
     flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", str(tmp_path), *flags]) == 2

@@ -14,7 +14,7 @@ from trainer.evaluation.command import evaluate
 from trainer.training.loop import Trainer
 
 
-def test_what_the_latents_of_a_stream_fire_on_is_found_by_reading_its_text_again(
+def test_contexts_of_a_streamed_run_are_found_by_reading_its_text_again(
     make_trainer: Callable[..., Trainer],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -41,7 +41,7 @@ def test_what_the_latents_of_a_stream_fire_on_is_found_by_reading_its_text_again
     assert may_tell_tokens(job.hooks.values())
     told = evaluate(folder, best=False, device="cpu")
     assert len(told) == 2
-    # Once for all SAEs of a hook, and not kept.
+    # The text is read once for all SAEs of a hook, and its rows are deleted.
     assert len(read) == 1
     assert not read[0].exists()
     for one in told:

@@ -1,4 +1,4 @@
-"""The loss of a language model with an SAE spliced in, against a loop over documents and against SAELens' figures."""
+"""Tests of the loss of a language model with an SAE patched in, against a loop over documents and against SAELens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def halved(x: Tensor, _: Tensor) -> tuple[DenseActs, Tensor]:
 
 
 class Spied:
-    """The untouched model, and the rows of a block's output changed where a mask says so."""
+    """The unmodified model, with a hook that can change the output rows of block 1."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -85,7 +85,7 @@ def keep_first(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return lambda rows: torch.cat([rows[:, :1], change(rows[:, 1:])], 1)
 
 
-def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job: ExtractJob) -> None:
+def test_losses_match_a_loop_over_single_documents(gpt2: Path, job: ExtractJob) -> None:
     spied, mean = Spied(gpt2), torch.linspace(-1, 1, D_IN)
     changes = {"sae": half, "zeros": torch.zeros_like, "mean": lambda rows: mean.expand_as(rows)}
     ce: dict[str, list[float]] = {"clean": [], **{name: [] for name in changes}}
@@ -94,7 +94,7 @@ def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job:
         ids = torch.tensor([piece])
         clean = spied.logits(ids).log_softmax(-1)[0]
         of_each = {name: spied.logits(ids, keep_first(change)).log_softmax(-1)[0] for name, change in changes.items()}
-        # The first token of a document is left as it is, and does not count.
+        # The first token of a document is not changed and does not count.
         for at in range(1, ids.shape[1]):
             for name, changed in of_each.items():
                 kl[name].append(
@@ -117,7 +117,7 @@ def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job:
     )
 
 
-def test_the_errors_of_the_scores_agree_with_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) -> None:
+def test_score_errors_match_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     changes = {"clean": None, "sae": keep_first(half), "zeros": keep_first(torch.zeros_like)}
     lengths = [len(spied.tokenizer(one).input_ids) for one in sentences(80)]
@@ -141,14 +141,14 @@ def test_the_errors_of_the_scores_agree_with_a_bootstrap_over_texts(gpt2: Path, 
     spliced = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
     assert spliced.n_texts == len(lengths)
     assert spliced.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
-    # An untrained model loses next to nothing, and resampled CE scores are anywhere: the error by its definition.
+    # An untrained model loses almost nothing, so resampled CE scores are useless. Compute the error by its definition.
     clean, sae, zeros = (by_text[name][:, 0] for name in ("clean", "sae", "zeros"))
     left = (zeros - sae) - spliced.ce_score * (zeros - clean)
     error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))
     assert spliced.ce_score_error == pytest.approx(error, rel=1e-3)
 
 
-def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Path, job: ExtractJob) -> None:
+def test_the_output_of_a_transcoder_replaces_another_hook(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     mlp = spied.model.transformer.h[1].mlp
     read: list[Tensor] = []
@@ -179,12 +179,12 @@ def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Pa
 
 
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
-    """Return what is left of each document in a row where the text is cut after every `length` tokens."""
+    """Return the pieces of all documents, with the text cut after every `length` tokens."""
     return [piece for context in contexts_of(spied, length) for piece in context]
 
 
 def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
-    """Lay the documents end to end, cut them after every `length` tokens, and return the pieces of each context."""
+    """Concatenate the documents, cut them after every `length` tokens, and return the pieces of each context."""
     stream = [(number, one) for number, text in enumerate(sentences(80)) for one in spied.tokenizer(text)["input_ids"]]
     contexts = [stream[first : first + length] for first in range(0, len(stream), length)]
     return [
@@ -194,7 +194,7 @@ def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
 
 
 class LensModel:
-    """What SAELens' evaluation asks of a model of TransformerLens."""
+    """The interface of a TransformerLens model that SAELens' evaluation uses."""
 
     def __init__(self, spied: Spied) -> None:
         self._spied = spied
@@ -209,7 +209,7 @@ class LensModel:
         return logits, -of_next
 
 
-def test_the_losses_and_scores_are_those_of_saelens(gpt2: Path, job: ExtractJob, tmp_path: Path) -> None:
+def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     evals = pytest.importorskip("sae_lens.evals")
     from sae_lens.training.activation_scaler import ActivationScaler
@@ -218,7 +218,7 @@ def test_the_losses_and_scores_are_those_of_saelens(gpt2: Path, job: ExtractJob,
     sae = TopK(D_IN, 64, k=8, k_aux=None, auxk_alpha=0.0)
     export_sae(sae, tmp_path / "sae", {"hook_name": "blocks.1.hook_resid_post"})
     theirs = sae_lens.SAE.load_from_disk(tmp_path / "sae")
-    # Documents of one length, each a context of its own; the end of a text is a special token.
+    # Documents of equal length, one in each context; the end of a text is a special token.
     spied = Spied(gpt2)
     texts = [" ".join(text.split()[:3]) for text in sentences(60)]
     ids = [spied.tokenizer(text)["input_ids"] for text in texts]
@@ -252,7 +252,7 @@ def test_the_losses_and_scores_are_those_of_saelens(gpt2: Path, job: ExtractJob,
         assert view.kl_score == pytest.approx(expected["kl_div_score"], rel=1e-3)
 
 
-def test_what_changes_nothing_loses_nothing(job: ExtractJob) -> None:
+def test_an_identity_reconstruction_loses_nothing(job: ExtractJob) -> None:
     spliced = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x, _: (DenseActs(x), x), None)
     assert (spliced.ce_score, spliced.kl_score) == (pytest.approx(1), pytest.approx(1))
     assert spliced.kl_with_sae == pytest.approx(0, abs=1e-6)
@@ -271,7 +271,7 @@ def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: Extract
     assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean) for one in reconstructs]
 
 
-def test_text_that_comes_after_what_was_extracted_is_read_where_there_is_some(job: ExtractJob) -> None:
+def test_text_after_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
     run(job)
     unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
     assert unseen.is_unseen
@@ -282,13 +282,13 @@ def test_text_that_comes_after_what_was_extracted_is_read_where_there_is_some(jo
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
-def test_a_model_without_an_unembedding_of_its_own_is_refused(family: str, tmp_path: Path, job: ExtractJob) -> None:
+def test_a_model_without_an_unembedding_is_refused(family: str, tmp_path: Path, job: ExtractJob) -> None:
     other = extraction_job(make_model(tmp_path / family, family), Path(job.text.path or ""), tmp_path / "rows")
     with pytest.raises(UserError, match=r"model.path: .* choose"):
         SplicedModel(other, HOOK, CPU)
 
 
-def test_the_extraction_that_wrote_the_data_is_known_and_one_of_another_hook_refused(job: ExtractJob) -> None:
+def test_the_extraction_of_the_data_is_found_and_another_hook_refused(job: ExtractJob) -> None:
     run(job)
     known = job_of_data(job.folder(HOOK))
     assert (known.model, known.text, known.extract) == (job.model, job.text, job.extract)
@@ -301,7 +301,7 @@ def test_the_extraction_that_wrote_the_data_is_known_and_one_of_another_hook_ref
         job_of_data(Path("/nothing/here"))
 
 
-def test_data_of_somebody_else_cannot_have_a_models_code_run(job: ExtractJob) -> None:
+def test_data_of_another_user_cannot_run_remote_code(job: ExtractJob) -> None:
     run(job)
     file = Path(job.extract.output) / "extraction.json"
     state = json.loads(file.read_text())
@@ -318,7 +318,7 @@ def test_measured_parts_are_kept_when_a_later_part_fails(
     folder = tmp_path / "run"
     assert make_trainer(training, checkpoints=folder / "checkpoints", output=folder / "sae").run()
     (folder / "job.toml").write_text(dump_job(training))
-    # Of one token a document, after which none comes.
+    # The document has one token, and no token follows it.
     (tmp_path / "short.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
     short = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, path=str(tmp_path / "short.jsonl")))
     (tmp_path / "short.toml").write_text(dump_job(short))
@@ -331,7 +331,7 @@ def test_measured_parts_are_kept_when_a_later_part_fails(
 
 
 @pytest.mark.parametrize("architecture", ["topk", "batch_topk"])
-def test_a_transcoder_with_a_skip_is_spliced_in_for_its_mlp(
+def test_a_transcoder_with_a_skip_replaces_its_mlp(
     architecture: str,
     job: ExtractJob,
     make_job: Callable[..., JobConfig],
@@ -356,7 +356,7 @@ def test_a_transcoder_with_a_skip_is_spliced_in_for_its_mlp(
     assert Features(folder / "sae" / FEATURES).n_latents == 64
 
 
-def test_the_card_of_a_run_on_extracted_rows_tells_the_loss_of_its_model(
+def test_the_card_of_a_run_on_extracted_rows_has_the_model_s_loss(
     job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
 ) -> None:
     run(job)
@@ -378,5 +378,5 @@ def test_the_card_of_a_run_on_extracted_rows_tells_the_loss_of_its_model(
     feature = features.feature(features.order()[0])
     assert len(feature.promoted) == len(feature.suppressed) == N_TOKENS
     assert feature.promoted[0].logit >= feature.promoted[-1].logit > feature.suppressed[-1].logit
-    # Their texts are known, also of tokens that are in none of the contexts.
+    # The texts of tokens are known even for tokens that occur in no context.
     assert not any(one.text.startswith("[") for one in feature.promoted)

@@ -1,4 +1,4 @@
-"""The row of a text is that of its last token, as the model reads that text alone."""
+"""The row of a text is that of its last token when the model reads that text alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(folder: Path, *, whole: bool = False) -> LanguageModel:
 
 
 def alone(folder: Path, text: str) -> torch.Tensor:
-    """Return what the second block makes of the last token of a text, [d]."""
+    """Return the output of the second block for the last token of a text, [d]."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     ids = tokenizer(text)["input_ids"]
@@ -45,7 +45,7 @@ def test_each_text_has_the_row_that_it_has_alone(tiny: Callable[[str], Path], fa
     torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_whole_model_gives_the_same_rows_and_reads_no_further_than_its_hook(tiny: Callable[[str], Path]) -> None:
+def test_a_full_model_gives_the_same_rows_and_stops_at_its_hook(tiny: Callable[[str], Path]) -> None:
     texts, model = sentences(5), load(tiny("gpt2"), whole=True)
     reads: list[object] = []
     model._model.get_output_embeddings().register_forward_pre_hook(lambda *_: reads.append(1))
