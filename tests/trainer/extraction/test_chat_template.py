@@ -1,4 +1,4 @@
-"""Chat templates, which are programs of the model's author: each failure is one sentence, and none takes long."""
+"""Chat templates are programs by the model's author: each failure is one sentence, and none takes long."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def refusal(tokenizer: Any, template: str | None) -> str:
     return str(refused.value)
 
 
-def test_a_chat_without_a_template_or_that_its_template_refuses_is_one_sentence(tokenizer) -> None:
+def test_a_missing_or_refusing_template_is_reported_in_one_sentence(tokenizer) -> None:
     expected = "text.column: holds chats, but the model's tokenizer has no template for them"
     assert refusal(tokenizer, None) == expected
     expected = "text.column: the model's chat template refuses a chat: roles must alternate; remove it"
     assert refusal(tokenizer, "{{ raise_exception('roles must alternate') }}") == expected
 
 
-def test_a_template_that_never_ends_is_a_one_sentence_error_in_any_thread(tokenizer, monkeypatch) -> None:
+def test_an_endless_template_is_a_one_sentence_error_in_any_thread(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(chat_template, "_LIMIT_S", 0.2)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
     sentence = "text.column: the model's chat template takes more than 0.2 s for a chat; take another template"

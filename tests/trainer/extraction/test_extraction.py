@@ -1,4 +1,4 @@
-"""Extractions: the same bytes for the same job, whatever interrupts it, and every row accounted for."""
+"""Extractions write the same bytes for the same job despite interruptions, and account for each row."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_sta
 from trainer.extraction.text import documents
 
 Make = Callable[..., ExtractJob]
-# A token that is in most documents.
+# A token that occurs in most documents.
 COMMON = 261
 
 
 def digests(job: ExtractJob) -> dict[str, str]:
-    """Return the SHA-256 of every file in the output of a job but the lock."""
+    """Return the SHA-256 of each file in the output of a job except the lock."""
     output = Path(job.extract.output)
     files = [file for file in output.rglob("*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def tensors(job: ExtractJob, hook: str) -> dict[str, Tensor]:
-    """Return what all shards of a hook hold, one behind the other."""
+    """Return the concatenated tensors of all shards of a hook."""
     shards = [load_file(file) for file in sorted(job.folder(hook).glob("*.safetensors"))]
     return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
@@ -56,7 +56,7 @@ def meta(job: ExtractJob, hook: str) -> dict[str, Any]:
 
 
 def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
-    """Return what stops an extraction that is told of `n` batches."""
+    """Return an event and a callback that sets it after `n` batches, to stop an extraction."""
     stop, seen = threading.Event(), []
 
     def advance(rows: int) -> None:
@@ -69,13 +69,13 @@ def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
 
 @pytest.fixture(scope="module")
 def example(tiny, corpus, tmp_path_factory) -> tuple[ExtractJob, Result]:
-    """Return an extraction of Llama's hooks to 300 rows in three shards, of the last of which a part is filled."""
+    """Return an extraction of 300 rows from Llama hooks into three shards, the last of them partly filled."""
     hooks = ["resid_post.1", "mlp_out.0", "layers.1.mlp"]
     job = extraction_job(tiny("llama"), corpus, tmp_path_factory.mktemp("example"), hooks=hooks)
     return job, run(job)
 
 
-def test_the_rows_of_all_hooks_are_those_of_the_same_tokens(example) -> None:
+def test_the_rows_of_all_hooks_belong_to_the_same_tokens(example) -> None:
     job, result = example
     assert (result.state, result.n_tokens) == ("finished", 300)
     assert result.outputs == {hook: str(job.folder(hook)) for hook in job.model.hooks}
@@ -85,7 +85,7 @@ def test_the_rows_of_all_hooks_are_those_of_the_same_tokens(example) -> None:
         assert all(torch.equal(first[name], other[name]) for name in ("token_ids", "positions", "document"))
 
 
-def test_a_row_is_what_the_model_computes_for_its_token(example, tiny) -> None:
+def test_a_row_is_the_model_s_activation_for_its_token(example, tiny) -> None:
     job, _ = example
     tokenizer = Extraction(job, CPU, Alone(threading.Event())).model.tokenizer
     made = list(pack(tokenizer.tokens(documents(job.text)), job.text.context))
@@ -104,7 +104,7 @@ def test_a_row_is_what_the_model_computes_for_its_token(example, tiny) -> None:
         assert any(torch.allclose(stored["activations"][row], one, atol=1e-3) for one in candidates)
 
 
-def test_meta_says_what_the_rows_are_and_their_mean_and_spread(example, tiny) -> None:
+def test_metadata_describes_the_rows_and_their_mean_and_spread(example, tiny) -> None:
     job, result = example
     for hook, name, module in (
         ("resid_post.1", "blocks.1.hook_resid_post", "layers.1"),
@@ -126,7 +126,7 @@ def test_meta_says_what_the_rows_are_and_their_mean_and_spread(example, tiny) ->
         assert len(shards) == 3
 
 
-def test_meta_says_which_text_tokenizer_weights_and_limits_gave_the_rows(make: Make, tiny) -> None:
+def test_metadata_names_the_text_and_tokenizer_and_weights_and_limits(make: Make, tiny) -> None:
     job = make(name="limited", skip_first=2, keep_special=True, max_norm=3.0, column="text", hooks=["resid_post.1"])
     run(job)
     facts, folder = meta(job, "resid_post.1"), tiny("gpt2")
@@ -143,22 +143,22 @@ def test_meta_says_which_text_tokenizer_weights_and_limits_gave_the_rows(make: M
     assert meta(without, "mlp_out.0")["norm_limit"] is None
 
 
-def test_the_same_job_gives_the_same_bytes_wherever_it_is_written(make: Make) -> None:
+def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
     first, second, other = make(name="a"), make(name="b"), make(name="c", seed=1)
     results = [run(job) for job in (first, second, other)]
     assert results[0].left_out == results[1].left_out == results[2].left_out
     assert digests(first) == digests(second)
-    # Of another seed there are the same rows in each shard, in another order.
+    # Another seed puts the same rows into each shard in another order.
     shuffled = {name: digest for name, digest in digests(first).items() if not name.endswith("tokens.json")}
     assert all(digests(other)[name] != digest for name, digest in shuffled.items())
     one, another = (tensors(job, "mlp_out.0")["activations"][:128].sum(1) for job in (first, other))
     assert torch.equal(one.sort()[0], another.sort()[0])
 
 
-# Shards of several batches, and several shards of a batch.
+# Both shards of several batches and several shards per batch.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_stopped_after_each_batch_it_comes_to_the_same(make: Make, family: str, shard_rows: int) -> None:
+def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make, family: str, shard_rows: int) -> None:
     settings = {"shard_rows": shard_rows}
     whole, job = make(family, "whole", **settings), make(family, "stopped", **settings)
     at_once = run(whole)
@@ -171,7 +171,7 @@ def test_stopped_after_each_batch_it_comes_to_the_same(make: Make, family: str, 
 
 
 @pytest.mark.parametrize("n_tokens", [300, 10**6])
-def test_cut_off_just_before_its_end_it_comes_to_the_same(make: Make, n_tokens: int, monkeypatch) -> None:
+def test_an_extraction_killed_just_before_its_end_gives_the_same_files(make: Make, n_tokens: int, monkeypatch) -> None:
     whole, job = make(name="whole", n_tokens=n_tokens, shard_rows=100), make(n_tokens=n_tokens, shard_rows=100)
     run(whole)
 
@@ -188,7 +188,7 @@ def test_cut_off_just_before_its_end_it_comes_to_the_same(make: Make, n_tokens: 
 
 
 def n_read_of(job: ExtractJob) -> tuple[int, int]:
-    """Return how many tokens and pieces of documents the contexts of a text have."""
+    """Return the numbers of tokens and of document pieces in the contexts of a text."""
     contexts = list(
         pack(Extraction(job, CPU, Alone(threading.Event())).model.tokenizer.tokens(documents(job.text)), 32)
     )
@@ -198,14 +198,14 @@ def n_read_of(job: ExtractJob) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("family", "settings", "special", "first"),
     [
-        # Llama's pieces begin with a special token, which is the first.
+        # Llama's pieces begin with a special token, which is their first token.
         ("llama", {}, 1, 0),
         ("gpt2", {}, 0, 1),
         ("llama", {"keep_special": True}, 0, 0),
         ("gpt2", {"skip_first": 0}, 0, 0),
     ],
 )
-def test_every_token_is_stored_or_counted(make: Make, family: str, settings: Any, special: int, first: int) -> None:
+def test_each_token_is_stored_or_counted(make: Make, family: str, settings: Any, special: int, first: int) -> None:
     job = make(family, n_tokens=10**6, max_norm=0, **settings)
     n_tokens, n_pieces = n_read_of(job)
     result = run(job)
@@ -216,12 +216,12 @@ def test_every_token_is_stored_or_counted(make: Make, family: str, settings: Any
     assert int((positions == 0).sum()) == (0 if special + first else n_pieces)
 
 
-def test_the_first_tokens_of_a_document_are_left_out_as_many_as_asked_for(make: Make) -> None:
+def test_the_requested_number_of_first_tokens_is_skipped(make: Make) -> None:
     run(job := make(skip_first=3))
     assert int(tensors(job, "mlp_out.0")["positions"].min()) == 3
 
 
-def test_rows_of_an_encoder_are_of_its_text_and_never_of_fillings(make: Make, corpus: Path) -> None:
+def test_an_encoder_s_rows_belong_to_its_text_and_not_to_padding(make: Make, corpus: Path) -> None:
     job = make("bert", n_tokens=10**6, max_norm=0)
     result = run(job)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job.model.path)
@@ -236,7 +236,7 @@ def test_rows_of_an_encoder_are_of_its_text_and_never_of_fillings(make: Make, co
 
 @pytest.fixture
 def changed(tiny, tmp_path: Path) -> Callable[[float], Path]:
-    """Return a function that copies GPT-2 with the embedding of a common token times a factor."""
+    """Return a function that copies GPT-2 and multiplies the embedding of a common token by a factor."""
 
     def copy(factor: float) -> Path:
         folder = Path(shutil.copytree(tiny("gpt2"), tmp_path / f"gpt2-{factor}"))
@@ -248,7 +248,7 @@ def changed(tiny, tmp_path: Path) -> Callable[[float], Path]:
     return copy
 
 
-def test_rows_of_a_token_with_a_huge_norm_are_counted_and_left_out(make: Make, changed) -> None:
+def test_rows_of_a_token_with_a_huge_norm_are_counted_and_dropped(make: Make, changed) -> None:
     plain, folder = make(name="plain", n_tokens=10**6), changed(1000)
     job = with_model(make(n_tokens=10**6), folder)
     every = with_model(make(name="every", n_tokens=10**6, max_norm=0), folder)
@@ -261,7 +261,7 @@ def test_rows_of_a_token_with_a_huge_norm_are_counted_and_left_out(make: Make, c
         assert not (tensors(job, hook)["token_ids"] == COMMON).any()
 
 
-def test_rows_that_overflow_are_left_out_even_without_a_limit(make: Make, changed) -> None:
+def test_rows_that_overflow_are_dropped_even_without_a_limit(make: Make, changed) -> None:
     job = with_model(make(n_tokens=10**6, max_norm=0, dtype="fp16"), changed(1e6))
     assert run(job).left_out[OUTLIERS] > 20
     stored = tensors(job, "resid_post.1")
@@ -279,21 +279,21 @@ def test_a_model_whose_rows_all_overflow_is_refused(make: Make, tiny, tmp_path: 
         run(with_model(make(dtype="fp16"), folder))
 
 
-def test_rows_are_stored_as_asked_for_and_facts_are_of_what_is_stored(make: Make) -> None:
+def test_rows_have_the_requested_dtype_and_metadata_describes_stored_rows(make: Make) -> None:
     run(job := make(dtype="bf16"))
     x = tensors(job, "resid_post.1")["activations"]
     assert x.dtype == torch.bfloat16
     np.testing.assert_allclose(meta(job, "resid_post.1")["mean"], x.double().mean(0).numpy(), rtol=1e-9, atol=1e-12)
 
 
-def test_a_text_that_ends_early_gives_what_it_has(make: Make) -> None:
+def test_a_text_that_ends_early_gives_all_its_rows(make: Make) -> None:
     result = run(job := make(n_tokens=10**6, shard_rows=10**6))
     assert result.state == "finished"
     assert 300 < result.n_tokens == len(tensors(job, "mlp_out.0")["activations"])
     assert [file.name for file in job.folder("mlp_out.0").glob("*.safetensors")] == ["shard-00000.safetensors"]
 
 
-def test_a_text_without_a_row_is_refused_and_may_then_be_another(make: Make, tmp_path: Path, corpus: Path) -> None:
+def test_a_text_without_rows_is_refused_and_may_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
     with pytest.raises(UserError, match=r"^text.path: the text gives no row; give more text$"):
         run(make(text=empty))
@@ -319,11 +319,11 @@ def refusal(job: ExtractJob) -> str:
     return str(error.value)
 
 
-def test_rows_of_another_type_do_not_follow_those_of_a_stopped_extraction(make: Make) -> None:
+def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) -> None:
     job = make()
     assert run(job, *stop_after(4)).state == "stopped"
     file = Path(job.extract.output) / STATE
-    # As a GPU would have written them.
+    # The state that a GPU would have written.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     with pytest.raises(
         UsageError, match=r"^extract.output: the shards in .* hold bfloat16, and this device gives float32; go"
@@ -331,13 +331,13 @@ def test_rows_of_another_type_do_not_follow_those_of_a_stopped_extraction(make: 
         run(job)
 
 
-def test_a_finished_extraction_is_known_as_such_whatever_it_is_called(example) -> None:
+def test_a_finished_extraction_is_recognised_under_another_name(example) -> None:
     job, result = example
     state = stored_state(msgspec.structs.replace(job, name="other"))
     assert (state.is_finished, state.n_stored, state.left_out) == (True, 300, result.left_out)
 
 
-def test_shards_of_something_else_are_not_mixed_with_ours(make: Make) -> None:
+def test_shards_of_other_origin_are_not_mixed_with_ours(make: Make) -> None:
     job = make()
     job.folder("mlp_out.0").mkdir(parents=True)
     save_file({"activations": torch.zeros(2, 2)}, job.folder("mlp_out.0") / "shard-00007.safetensors")
@@ -345,7 +345,7 @@ def test_shards_of_something_else_are_not_mixed_with_ours(make: Make) -> None:
     assert refusal(job).startswith(shown)
 
 
-def test_a_shard_that_has_been_deleted_is_named(make: Make) -> None:
+def test_a_deleted_shard_is_named(make: Make) -> None:
     run(job := make())
     (file := job.folder("mlp_out.0") / "shard-00001.safetensors").unlink()
     shown = f"extract.output: {file} is missing; delete {job.extract.output} or choose another folder"
@@ -360,12 +360,12 @@ def test_an_output_that_is_a_file_or_a_link_is_refused(make: Make, tmp_path: Pat
         Extraction(make(name="link"), CPU, Alone(threading.Event()))
 
 
-def test_an_output_among_the_texts_is_refused(make: Make, tmp_path: Path) -> None:
+def test_an_output_inside_the_text_folder_is_refused(make: Make, tmp_path: Path) -> None:
     shown = f"extract.output: {tmp_path}/activations is in text.path, all files of which are read; choose another"
     assert refusal(make(text=tmp_path)) == shown
 
 
-def test_two_at_once_in_a_folder_are_refused(make: Make) -> None:
+def test_two_extractions_into_one_folder_at_once_are_refused(make: Make) -> None:
     job = make()
     Path(job.extract.output).mkdir()
     with RunLock(Path(job.extract.output)), pytest.raises(UserError, match="is still going; stop it, wait until"):
@@ -373,8 +373,8 @@ def test_two_at_once_in_a_folder_are_refused(make: Make) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.1])
-def test_a_batch_that_is_read_ahead_changes_no_byte(make: Make, max_norm: float) -> None:
-    """As on a GPU, where the rows of a batch are waited for once the next one is read."""
+def test_reading_ahead_gives_the_same_bytes(make: Make, max_norm: float) -> None:
+    """Simulates a GPU, where the rows of a batch are awaited after the next batch was read."""
     whole, job = make(name="whole", max_norm=max_norm), make(max_norm=max_norm)
     run(whole)
     stop, advance = stop_after(4)
@@ -388,16 +388,16 @@ def test_a_batch_that_is_read_ahead_changes_no_byte(make: Make, max_norm: float)
 
 @pytest.fixture
 def fill_disk() -> Iterator[Callable[[int], None]]:
-    """Return a function that lets no file grow above some bytes once rows are stored, as on a full disk."""
+    """Return a function that limits the size of files once rows are stored, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda n_stored: resource.setrlimit(resource.RLIMIT_FSIZE, (1024 if n_stored else soft, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_up_keeps_finished_shards_and_goes_on(make: Make, fill_disk) -> None:
+def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make: Make, fill_disk) -> None:
     whole, job = make(name="whole", n_tokens=900), make(n_tokens=900)
     run(whole)
-    # Of a shard, or of how far the extraction is.
+    # Either a shard or the extraction's state could not be written.
     with pytest.raises(UserError, match=r"^[^\n]* could not be written: [^\n]* and try again$"):
         run(job, advance=lambda _: fill_disk(stored_state(job).n_stored))
     fill_disk(0)
@@ -407,7 +407,7 @@ def test_a_disk_that_fills_up_keeps_finished_shards_and_goes_on(make: Make, fill
     assert digests(job) == digests(whole)
 
 
-def test_more_rows_than_the_disk_has_room_for_are_refused_at_the_start(make: Make) -> None:
+def test_more_rows_than_disk_space_are_refused_at_the_start(make: Make) -> None:
     job = make(n_tokens=10**13)
     with pytest.raises(
         UserError, match=r"could not be written: it takes [0-9.]+ \w+, and [0-9.]+ \w+ are free; free some"

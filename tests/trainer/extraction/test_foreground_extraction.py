@@ -1,4 +1,4 @@
-"""`sae-train extract`: what it prints, how it ends, and that nothing that stops it changes what it writes."""
+"""Tests of `sae-train extract`: its output, its exit codes, and the same files despite any interruption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Give back the signals that a command takes."""
+    """Restore the signal handlers that a command replaces."""
     numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -53,7 +53,7 @@ def job_file(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypa
     return file
 
 
-def test_the_last_line_with_json_has_the_folders_and_what_was_left_out(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_the_json_output_has_the_folders_and_the_dropped_rows(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["extract", str(job_file), "--json"]) == EXIT_FINISHED
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result.keys() == {"state", "outputs", "n_tokens", "left_out", "tokens_per_s"}
@@ -64,7 +64,9 @@ def test_the_last_line_with_json_has_the_folders_and_what_was_left_out(job_file:
     assert result["tokens_per_s"] > 0
 
 
-def test_a_finished_extraction_says_so_again_without_the_model(job_file: Path, tmp_path: Path, tiny, capsys) -> None:
+def test_a_finished_extraction_is_reported_again_without_the_model(
+    job_file: Path, tmp_path: Path, tiny, capsys
+) -> None:
     moved = Path(shutil.copytree(tiny("gpt2"), tmp_path / "model"))
     asked = ["extract", str(job_file), "--set", "model.path=model"]
     assert main(asked) == EXIT_FINISHED
@@ -79,19 +81,17 @@ def test_a_finished_extraction_says_so_again_without_the_model(job_file: Path, t
     assert "loading" not in again.err
 
 
-def test_each_hook_is_told_by_its_names_in_transformer_lens_and_in_the_model(
-    job_file: Path, tmp_path: Path, capsys
-) -> None:
+def test_each_hook_is_listed_with_its_transformer_lens_and_module_names(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["extract", str(job_file), "--set", 'model.hooks=["resid_post.1", "h.0.mlp"]']) == EXIT_FINISHED
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(f"resid_post.1: {tmp_path}/activations/resid_post.1")
     assert lines[at + 1] == "  also called blocks.1.hook_resid_post and h.1"
-    # The path of a module is all the names that it has.
+    # A hook given by module path has no other names.
     assert lines[at + 2 : at + 4] == [f"h.0.mlp: {tmp_path}/activations/h.0.mlp", lines[-2]]
 
 
 class Gate(BaseHTTPRequestHandler):
-    """A hub on which every model is gated."""
+    """A hub where all models are gated."""
 
     def do_HEAD(self) -> None:
         self.send_response(403)
@@ -106,7 +106,7 @@ class Gate(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def test_of_a_gated_model_the_page_of_its_licence_and_the_login_are_told(job_file: Path, tmp_path: Path) -> None:
+def test_a_gated_model_is_reported_with_its_licence_page_and_the_login(job_file: Path, tmp_path: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Gate) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{hub.server_port}"
@@ -120,7 +120,7 @@ def test_of_a_gated_model_the_page_of_its_licence_and_the_login_are_told(job_fil
     assert done.stderr.splitlines()[-1] == f'model.path: "someone/gated" is gated; {licence}'
 
 
-def test_a_text_that_ends_early_is_told(job_file: Path, capsys) -> None:
+def test_a_text_that_ends_early_is_reported(job_file: Path, capsys) -> None:
     assert main(["extract", str(job_file), "--set", "extract.n_tokens=1M"]) == EXIT_FINISHED
     assert "the text has ended before the 1,000,000 rows of extract.n_tokens" in capsys.readouterr().out
 
@@ -132,7 +132,7 @@ def test_unpaired_surrogates_in_texts_are_replaced_and_reported(job_file: Path, 
     assert "unpaired surrogates in 30 texts are replaced by U+FFFD\n" in capsys.readouterr().err
 
 
-def test_a_model_without_a_tokenizer_or_with_git_lfs_pointers_is_one_whole_sentence(
+def test_a_missing_tokenizer_and_a_git_lfs_pointer_are_one_sentence_each(
     job_file: Path, tmp_path: Path, tiny, capsys
 ) -> None:
     bare, pointers = tmp_path / "bare", tmp_path / "pointers"
@@ -148,7 +148,7 @@ def test_a_model_without_a_tokenizer_or_with_git_lfs_pointers_is_one_whole_sente
         assert f"model.path: {sentence}" in capsys.readouterr().err
 
 
-def test_one_document_in_a_context_is_told_where_the_model_sees_its_neighbour(job_file: Path, tiny, capsys) -> None:
+def test_one_document_per_context_is_reported_if_packing_is_impossible(job_file: Path, tiny, capsys) -> None:
     assert main(["extract", str(job_file), "--set", f"model.path={tiny('bert')}"]) == EXIT_FINISHED
     assert "one document in each context: packed, this model would let one see the other\n" in capsys.readouterr().err
 
@@ -178,7 +178,7 @@ def test_bad_input_is_one_sentence(job_file: Path, override: str, code: int, sen
     assert lines[0].startswith(sentence)
 
 
-def test_memory_that_runs_out_is_one_sentence(job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_an_out_of_memory_error_is_one_sentence(job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(LanguageModel, "rows", lambda *_: torch.empty(2**50))
     assert main(["extract", str(job_file)]) == EXIT_FAILED
     sentence = "extract.batch_tokens: memory has run out; give fewer than 64, or a shorter text.context\n"
@@ -190,7 +190,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.ranks.foreground_extraction.visible_gpus", list)
 
 
-def test_run_and_extract_refuse_each_others_jobs(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_run_and_extract_refuse_jobs_of_the_other_kind(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["run", str(job_file)]) == EXIT_USAGE
     assert 'kind: is "extract" and not "train"; ' in capsys.readouterr().err
     (training := tmp_path / "training.toml").write_text('[data]\npath = "activations/mlp_out.0"\n')
@@ -212,13 +212,13 @@ def test_a_training_runs_on_the_folder_of_a_hook(job_file: Path, tmp_path: Path,
 
 
 def digests(output: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file but the lock and hidden ones, which a killed process leaves for an hour."""
+    """Return the SHA-256 of each file except the lock and hidden files, which a killed process leaves for an hour."""
     files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.mark.timeout(240)
-def test_killed_or_interrupted_at_any_moment_it_ends_with_the_same_files(job_file: Path, tmp_path: Path) -> None:
+def test_an_extraction_killed_at_any_moment_ends_with_the_same_files(job_file: Path, tmp_path: Path) -> None:
     (root := tmp_path / "killed").mkdir()
     command = [sys.executable, ROOT / "tests/support/killed_extractions.py", job_file, root, "0", "6"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

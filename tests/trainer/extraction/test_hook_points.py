@@ -1,4 +1,4 @@
-"""What a hook hands over is what flows through the model that nobody has touched."""
+"""A hook returns the activations of the unmodified model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IDS = np.arange(2 * 20).reshape(2, 20) * 7 % 290 + 3
 POSITIONS = np.tile(np.arange(20), (2, 1))
 BATCH = Batch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
-# By family and site: the module and whether its input is meant. Of Gemma's branches it is the output of their norms.
+# By family and site: the module; mlp_in is a module's input. For Gemma's branches it is the output of their norms.
 MODULES = {
     "gpt2": {"mlp_in": "h.{}.mlp", "mlp_out": "h.{}.mlp", "attn_out": "h.{}.attn", "block": "h.{}"},
     "bert": {
@@ -48,7 +48,7 @@ MODULES["gemma3"] = MODULES["llama"] | {
 
 
 def reference(folder: Path, family: str) -> dict[str, Tensor]:
-    """Read the batch with the model as transformers loads it; return rows by our names of the hooks."""
+    """Read the batch with the model as transformers loads it; return rows by our hook names."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     rows: dict[str, Tensor] = {}
     for layer in range(N_BLOCKS):
@@ -63,7 +63,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
             module.register_forward_hook(hook)
     with torch.inference_mode():
         states = model(input_ids=torch.from_numpy(IDS), output_hidden_states=True).hidden_states
-    # The last of them is that of the whole model, behind its last norm.
+    # The last hidden state follows the model's final norm, so it is not a block's output.
     before = {f"resid_pre.{layer}": states[layer].flatten(0, 1) for layer in range(N_BLOCKS)}
     after = {f"resid_post.{layer}": states[layer + 1].flatten(0, 1) for layer in range(N_BLOCKS - 1)}
     assert all(torch.equal(rows[name], of_hook) for name, of_hook in after.items())
@@ -72,7 +72,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def both(tiny: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return a function that gives the rows of all hooks of a family, as we read them and as they are."""
+    """Return a function that returns the rows of all hooks of a family: as we read them, and a reference."""
 
     @functools.cache
     def read(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -86,14 +86,14 @@ def both(tiny: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, Tensor]
 
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_are_bit_for_bit_those_of_the_untouched_model(both, family: str, site: str) -> None:
+def test_rows_equal_those_of_the_unmodified_model_bit_for_bit(both, family: str, site: str) -> None:
     ours, theirs = both(family)
     for layer in range(N_BLOCKS):
         assert torch.equal(ours[f"{site}.{layer}"], theirs[f"{site}.{layer}"]), layer
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
-def test_what_the_branches_add_is_the_difference_of_the_residual_stream(both, family: str) -> None:
+def test_branch_outputs_add_up_to_the_change_of_the_residual_stream(both, family: str) -> None:
     rows, _ = both(family)
     added = rows["resid_pre.1"] + rows["attn_out.1"] + rows["mlp_out.1"]
     # BERT normalises the sum, twice.
@@ -101,14 +101,14 @@ def test_what_the_branches_add_is_the_difference_of_the_residual_stream(both, fa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_above_the_last_hook_are_not_there_and_rows_are_the_same(tiny, both, family: str) -> None:
+def test_blocks_above_the_last_hook_are_dropped_and_rows_are_the_same(tiny, both, family: str) -> None:
     job = extraction_job(tiny(family), Path("text"), Path("output"), hooks=["resid_post.0"])
     model = LanguageModel(job, CPU)
     assert len(model._model.get_submodule(MODULES[family]["block"].removesuffix(".{}"))) == 1
     assert torch.equal(model.rows(BATCH, PLACES)[0], both(family)[1]["resid_post.0"])
 
 
-def test_a_module_is_named_by_its_path_and_transformer_lens_names_are_ours(tiny, both) -> None:
+def test_hooks_accept_module_paths_and_transformer_lens_names(tiny, both) -> None:
     hooks = ["h.1.mlp", "blocks.1.hook_resid_post"]
     model = LanguageModel(extraction_job(tiny("gpt2"), Path("text"), Path("output"), hooks=hooks), CPU)
     mlp, after = model.rows(BATCH, PLACES)
@@ -116,14 +116,14 @@ def test_a_module_is_named_by_its_path_and_transformer_lens_names_are_ours(tiny,
     assert torch.equal(after, both("gpt2")[1]["resid_post.1"])
 
 
-def test_only_the_rows_asked_for_are_handed_over(tiny, both) -> None:
+def test_only_the_requested_rows_are_returned(tiny, both) -> None:
     model = LanguageModel(extraction_job(tiny("llama"), Path("t"), Path("o"), hooks=["mlp_in.1"]), CPU)
     places = torch.tensor([3, 25, 39])
     assert torch.equal(model.rows(BATCH, places)[0], both("llama")[1]["mlp_in.1"][places])
 
 
 class Mixed(nn.Module):
-    """Two blocks of four experts each, as mixtures of experts were built."""
+    """Two blocks of four experts each, like early mixture-of-experts models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def linear(_: int) -> nn.Linear:
     return nn.Linear(2, 2)
 
 
-def test_blocks_are_the_longest_list_that_is_not_inside_of_another() -> None:
+def test_blocks_are_the_longest_list_that_is_not_nested_in_another() -> None:
     assert find_blocks(Mixed()) == Blocks("layers", 2)
 
 
@@ -160,21 +160,21 @@ def test_a_model_without_a_list_of_blocks_is_refused() -> None:
         ),
     ],
 )
-def test_a_place_that_the_model_does_not_have_is_refused(hook: Hook, sentence: str) -> None:
+def test_a_hook_that_the_model_lacks_is_refused(hook: Hook, sentence: str) -> None:
     model = Mixed()
     with pytest.raises(UserError) as error:
         find_point(model, find_blocks(model), hook)
     assert str(error.value) == sentence
 
 
-def test_a_module_outside_of_the_blocks_keeps_all_of_them() -> None:
+def test_a_module_outside_the_blocks_keeps_all_of_them() -> None:
     model = Mixed()
     assert drop_blocks_above(model, Blocks("layers", 2), [Point("layers.0", False), Point("norms", False)]) == 2
     assert drop_blocks_above(model, Blocks("layers", 2), [Point("layers.0", False)]) == 1
     assert len(model.layers) == 1
 
 
-def test_nothing_is_left_in_the_model_once_it_has_been_watched() -> None:
+def test_hooks_are_removed_from_the_model_after_use() -> None:
     model, seen = nn.Sequential(linear(0), linear(0)), []
     with taking(model, [Point("0", True), Point("1", False)], lambda number, _: seen.append(number)):
         model(torch.zeros(1, 2))
@@ -182,7 +182,7 @@ def test_nothing_is_left_in_the_model_once_it_has_been_watched() -> None:
     assert seen == [0, 1]
 
 
-def test_heads_of_a_token_are_one_row_and_other_shapes_are_refused() -> None:
+def test_heads_of_a_token_form_one_row_and_other_shapes_are_refused() -> None:
     heads = torch.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)
     assert torch.equal(rows_of(heads, torch.tensor([4]), (2, 3)), heads[1, 1].reshape(1, 8))
     assert torch.equal(rows_of(heads.reshape(6, 8), torch.tensor([4]), (2, 3)), heads[1, 1].reshape(1, 8))

@@ -1,4 +1,4 @@
-"""Documents that share a context do not see each other, and a model that cannot be read is refused in a sentence."""
+"""Documents in one context are isolated from each other, and an unreadable model is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def load(folder: Path, *hooks: str, **settings: object) -> LanguageModel:
 
 
 def rows_of(model: LanguageModel, batch: Batch) -> Tensor:
-    """Return the rows of the first hook for every place of a batch, [n_contexts, n_tokens, d]."""
+    """Return the rows of the first hook for each token of a batch, [n_contexts, n_tokens, d]."""
     return model.rows(batch, torch.arange(batch.ids.size))[0].reshape(*batch.ids.shape, -1)
 
 
 def alone(folder: Path, ids: np.ndarray) -> Tensor:
-    """Return what the untouched model makes of one document: the output of its last block."""
+    """Return the unmodified model's output of its last block for one document."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     outputs: list[Tensor] = []
@@ -48,7 +48,7 @@ def alone(folder: Path, ids: np.ndarray) -> Tensor:
 
 
 def require_like_alone(folder: Path, model: LanguageModel, made: list[Batch]) -> list[int]:
-    """Require that each piece of a document comes out as that piece alone; return the lengths of the pieces."""
+    """Check that each document piece gives the same rows as it does alone; return the lengths of the pieces."""
     lengths = []
     for batch in made:
         for ids, numbers, rows in zip(batch.ids, batch.documents, rows_of(model, batch), strict=True):
@@ -60,10 +60,10 @@ def require_like_alone(folder: Path, model: LanguageModel, made: list[Batch]) ->
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_packed_document_is_read_as_it_would_be_alone(tiny: Callable[[str], Path], family: str) -> None:
+def test_a_packed_document_is_read_as_if_alone(tiny: Callable[[str], Path], family: str) -> None:
     model = load(tiny(family))
     assert model.packs
-    # The last context is shorter than the others, and with two in a batch it is in one of its own.
+    # The last context is shorter than the others, so it gets its own batch.
     made = list(batches(pack(model.tokenizer.tokens(sentences(6)), 32), 2, fills=False))
     assert made[-1].ids.shape < (1, 32) < made[0].ids.shape == (2, 32)
     lengths = require_like_alone(tiny(family), model, made)
@@ -72,7 +72,7 @@ def test_a_packed_document_is_read_as_it_would_be_alone(tiny: Callable[[str], Pa
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_an_encoder_gets_one_document_in_a_row_and_fillings_change_nothing(tiny, family: str) -> None:
+def test_an_encoder_gets_one_document_per_row_and_padding_changes_nothing(tiny, family: str) -> None:
     model = load(tiny(family))
     assert not model.packs
     made = list(batches(separate(model.tokenizer.tokens(sentences(6)), 32), 3, fills=True))
@@ -89,7 +89,7 @@ def test_an_encoder_with_weak_attention_is_not_packed(copy, weight: float) -> No
     assert not load(folder).packs
 
 
-def test_a_model_that_separates_documents_only_in_a_batch_of_one_is_not_packed(
+def test_a_model_that_isolates_documents_only_in_single_batches_is_not_packed(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = LanguageModel._forward
@@ -103,7 +103,7 @@ def test_a_model_that_separates_documents_only_in_a_batch_of_one_is_not_packed(
 
 @pytest.fixture
 def copy(tiny, tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that copies a model, to be damaged."""
+    """Return a function that copies a model, so that a test can damage it."""
     return lambda family: Path(shutil.copytree(tiny(family), tmp_path / family))
 
 
@@ -118,28 +118,28 @@ def require_refused(sentence: str, folder: Path, *hooks: str, **settings: object
     assert str(error.value).startswith(sentence)
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     require_refused(f"model.path: there is nothing at {tmp_path / 'none'}", tmp_path / "none")
     require_refused(f"model.path: {tmp_path} has no config.json; give the folder of a model", tmp_path)
 
 
-def test_a_damaged_file_of_weights_is_refused(copy) -> None:
+def test_a_damaged_weight_file_is_refused(copy) -> None:
     (folder := copy("gpt2")).joinpath("model.safetensors").write_bytes(b"nothing")
     require_refused('model.path: "', folder)
 
 
-def test_a_model_whose_files_lack_weights_is_refused_rather_than_made_up(copy) -> None:
+def test_a_model_with_missing_weights_is_refused_and_not_initialised(copy) -> None:
     file = (folder := copy("llama")) / "model.safetensors"
     weights = load_file(file)
     lacking = [name for name in weights if ".1.mlp" in name]
     save_file({name: one for name, one in weights.items() if name not in lacking}, file, {"format": "pt"})
     sentence = "model.path: its files have no weights for layers.1.mlp.down_proj.weight and 2 more"
     require_refused(sentence, folder)
-    # That block is not needed.
+    # The block without weights is not needed.
     load(folder, "resid_post.0")
 
 
-def test_code_of_a_model_is_not_run_unasked(copy) -> None:
+def test_remote_code_is_not_run_by_default(copy) -> None:
     folder = copy("gpt2")
     (folder / "own.py").write_text("raise SystemExit(5)\n")
     edit(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.C", "AutoModel": "own.M"})
@@ -164,7 +164,7 @@ def test_code_of_a_model_is_not_run_unasked(copy) -> None:
         ({"use_kernels": True}, "asks for code of the hub (use_kernels = true)"),
     ],
 )
-def test_a_configuration_that_asks_for_too_much_is_refused_before_anything_is_built(copy, settings, sentence) -> None:
+def test_an_excessive_configuration_is_refused_before_building_the_model(copy, settings, sentence) -> None:
     folder = copy("gpt2")
     edit(folder / "config.json", **settings)
     with pytest.raises(UserError, match=re.escape(sentence)) as refused:
@@ -202,7 +202,7 @@ def test_the_configurations_of_large_models_are_accepted(settings: dict[str, Any
     refuse_odd_config(settings, tmp_path, allows_code=False)
 
 
-def test_a_model_with_many_added_tokens_and_an_sae_next_to_its_weights_is_loaded(copy) -> None:
+def test_a_model_with_many_added_tokens_and_an_sae_in_its_folder_is_loaded(copy) -> None:
     folder = copy("gpt2")
     file = folder / "model.safetensors"
     torch.save(load_file(file), folder / "pytorch_model.bin")
@@ -225,7 +225,7 @@ def test_the_weights_of_a_model_in_several_files_are_counted(copy) -> None:
         load(folder)
 
 
-def test_model_files_that_point_outside_the_folder_or_are_too_large_are_refused(copy) -> None:
+def test_model_files_outside_the_folder_and_oversized_ones_are_refused(copy) -> None:
     folder = copy("gpt2")
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     index = {"metadata": {}, "weight_map": {"wte.weight": "../outside.safetensors"}}
@@ -246,7 +246,7 @@ def test_a_folder_without_a_tokenizer_is_refused(copy) -> None:
     require_refused(f"model.path: {folder} has no tokenizer; copy the model's tokenizer.json and ", folder)
 
 
-def test_a_model_that_needs_more_than_a_text_is_refused(tiny, tmp_path: Path) -> None:
+def test_a_model_that_needs_more_than_text_is_refused(tiny, tmp_path: Path) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
     transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path)
     for file in tiny("gpt2").glob("tokenizer*"):
@@ -254,7 +254,7 @@ def test_a_model_that_needs_more_than_a_text_is_refused(tiny, tmp_path: Path) ->
     require_refused("model.path: T5Model does not read a text by itself: ", tmp_path, "encoder.block.0")
 
 
-def test_a_context_longer_than_the_models_is_refused(tiny) -> None:
+def test_a_context_longer_than_the_model_s_is_refused(tiny) -> None:
     load(tiny("gpt2"), context=CONTEXT)
     sentence = f"text.context: must be at most {CONTEXT}, which is what the model sees at once, not {CONTEXT + 1}"
     require_refused(sentence, tiny("gpt2"), context=CONTEXT + 1)
@@ -271,7 +271,7 @@ def test_a_context_above_the_window_of_longrope_is_noted(copy) -> None:
     assert load(folder, context=CONTEXT // 2).window_before is None
 
 
-def test_token_ids_that_the_model_does_not_know_are_refused(tiny) -> None:
+def test_unknown_token_ids_are_refused(tiny) -> None:
     model = load(tiny("gpt2"))
     for unknown in (300, -100):
         ids = np.array([[5, unknown, 7]])
@@ -279,7 +279,7 @@ def test_token_ids_that_the_model_does_not_know_are_refused(tiny) -> None:
             rows_of(model, Batch(ids, np.arange(3)[None], np.zeros((1, 3), np.int64)))
 
 
-def test_modules_that_have_not_a_row_for_each_token_or_are_not_run_are_refused(tiny) -> None:
+def test_modules_without_a_row_per_token_or_that_do_not_run_are_refused(tiny) -> None:
     batch = Batch(np.arange(5, 13)[None], np.arange(8)[None], np.zeros((1, 8), np.int64))
     shape = r"^model.hooks: pooler gives a tensor of shape \[1, 32\] for \[1, 8\] tokens; choose another module$"
     with pytest.raises(UserError, match=shape):
@@ -291,7 +291,9 @@ def test_modules_that_have_not_a_row_for_each_token_or_are_not_run_are_refused(t
 
 
 @pytest.mark.parametrize(("setting", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
-def test_weights_are_of_the_type_asked_for_and_of_fp32_on_the_cpu(copy, setting: str, dtype: torch.dtype) -> None:
+def test_weights_have_the_requested_dtype_and_fp32_on_the_cpu_by_default(
+    copy, setting: str, dtype: torch.dtype
+) -> None:
     folder = copy("llama")
     edit(folder / "config.json", dtype="bfloat16")
     job = extraction_job(folder, Path("text"), Path("output"))
@@ -301,7 +303,7 @@ def test_weights_are_of_the_type_asked_for_and_of_fp32_on_the_cpu(copy, setting:
     assert model.packs
 
 
-def test_what_a_tokenizer_puts_around_a_text_is_in_each_packed_piece(tiny) -> None:
+def test_special_tokens_around_a_text_are_in_each_packed_piece(tiny) -> None:
     model = load(tiny("llama"))
     (context, *_) = pack(model.tokenizer.tokens(sentences(6)), 32)
     bos = model.tokenizer._tokenizer.convert_tokens_to_ids(BOS)

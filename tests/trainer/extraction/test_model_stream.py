@@ -1,4 +1,4 @@
-"""`data.source = "model"`: the rows that an extraction stores, trained on as they come and stored nowhere."""
+"""`data.source = "model"`: training on the same rows that an extraction would store, without storing them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Make = Callable[..., ExtractJob]
 
 
 def stream_of(job: ExtractJob, **settings: Any) -> ModelStream:
-    """Return the stream of the first hook of an extraction."""
+    """Return the stream of an extraction's first hook."""
     given = {"model": job.model.path, "hook": job.model.hooks[0], "text": job.text.path, "context": job.text.context}
     return ModelStream(**given | {"batch_tokens": job.extract.batch_tokens} | settings)
 
@@ -65,7 +65,7 @@ def stream_of_hooks(job: ExtractJob, hooks: Sequence[str]) -> ModelStream:
 
 
 def assert_same(pairs: Sequence[Pair | None], expected: Sequence[Pair]) -> None:
-    """Assert that rows are the same to the bit, batch by batch."""
+    """Assert that rows are equal bit for bit, batch by batch."""
     assert len(pairs) == len(expected)
     for pair, wanted in zip(pairs, expected, strict=True):
         assert pair
@@ -104,14 +104,14 @@ def table_of(job: ExtractJob, text: Path, n_steps: int = 200) -> dict[str, Any]:
 
 @pytest.fixture
 def long_text(tmp_path: Path) -> Path:
-    """Write a text of some 18,000 tokens."""
+    """Write a text of about 18,000 tokens."""
     file = tmp_path / "long.jsonl"
     file.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(1100)))
     return file
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_its_rows_are_those_that_an_extraction_stores(make: Make, family: str) -> None:
+def test_streamed_rows_are_those_that_an_extraction_stores(make: Make, family: str) -> None:
     job = make(family, n_tokens=10_000, max_norm=0.0, hooks=["resid_post.1"])
     run(job)
     stored = torch.cat([load_file(file)["activations"] for file in sorted(job.folder("resid_post.1").glob("*.saf*"))])
@@ -125,7 +125,7 @@ def test_its_rows_are_those_that_an_extraction_stores(make: Make, family: str) -
     assert (stream.meta["tokens_before_text"], origin(stream.meta)["prepend_bos"]) == (before, bool(before))
 
 
-def test_the_parts_of_ranks_are_the_whole_and_no_row_is_in_two(make: Make) -> None:
+def test_the_parts_of_ranks_make_up_the_stream_and_no_row_is_in_two(make: Make) -> None:
     whole, first, second = (stream_of(make()) for _ in range(3))
     whole.begin(0, 1, CPU)
     first.begin(0, 2, CPU)
@@ -137,7 +137,7 @@ def test_the_parts_of_ranks_are_the_whole_and_no_row_is_in_two(make: Make) -> No
     )
 
 
-def test_where_it_was_is_told_in_json_and_gone_to_in_another_process(make: Make) -> None:
+def test_the_state_is_json_and_can_be_restored_in_another_stream(make: Make) -> None:
     stream, other = stream_of(make()), stream_of(make())
     stream.begin(1, 2, CPU)
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_where_it_was_is_told_in_json_and_gone_to_in_another_process(make: Make)
 
 @pytest.mark.parametrize("hook", ["resid_post.1", "mlp.0"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_with_the_same_tokens_read_a_share_of_the_text_each_and_have_the_rows_of_one_alone(
+def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
     size: int, hook: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_read: Counter[LanguageModel] = Counter()
@@ -186,14 +186,14 @@ def test_ranks_with_the_same_tokens_read_a_share_of_the_text_each_and_have_the_r
             assert len(pairs) == len(expected) > 5
             assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
             assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
-    # What is left of the text is read twice, by all of them together, and at most two rounds before.
+    # Both passes after the first batch read the text once in total across ranks, plus at most two rounds before.
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
     assert max(of_each) <= 2 * -(-n_batches // size) + 2
 
 
 @pytest.mark.parametrize("hooks", [["resid_post.1"], ["resid_post.0", "resid_post.1"], ["mlp.0"]])
-def test_models_on_devices_of_their_own_give_the_rows_of_one_in_its_order(make: Make, hooks: list[str]) -> None:
+def test_models_on_separate_devices_give_the_same_rows_in_order(make: Make, hooks: list[str]) -> None:
     alone, several = (stream_of_hooks(make(), hooks) for _ in range(2))
     several.own_devices = [CPU] * 3
     for stream in (alone, several):
@@ -209,7 +209,7 @@ def test_models_on_devices_of_their_own_give_the_rows_of_one_in_its_order(make: 
     assert_same(pairs_of(several), whole[3:])
 
 
-def test_ranks_that_share_the_reading_deal_their_shares_out_to_their_own_devices(make: Make) -> None:
+def test_ranks_that_divide_the_reading_distribute_it_to_their_own_devices(make: Make) -> None:
     alone, *streams = (stream_of(make()) for _ in range(3))
     for stream in streams:
         stream.own_devices = [CPU] * 2
@@ -229,9 +229,7 @@ def test_ranks_that_share_the_reading_deal_their_shares_out_to_their_own_devices
         assert_same(again, whole[3:])
 
 
-def test_models_of_their_own_read_ahead_without_being_asked_and_no_further_than_they_may(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_on_their_own_devices_read_ahead_up_to_a_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     n_devices = 2
     n_read, is_ahead = Counter[LanguageModel](), threading.Event()
     read = LanguageModel.rows
@@ -249,13 +247,13 @@ def test_models_of_their_own_read_ahead_without_being_asked_and_no_further_than_
     stream.begin(0, 1, CPU)
     stream.next_rows()
     assert is_ahead.wait(60)
-    # Ends its threads, so that none of them could read on.
+    # Stops the reading threads, so that none of them can read on.
     stream.restore({"batch": 0})
     assert sorted(n_read.values()) == [AHEAD, 1 + AHEAD]
     assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
 
 
-def test_what_one_of_several_models_cannot_read_is_told_once_after_the_rows_before_it(
+def test_an_error_of_one_model_is_raised_once_after_the_rows_before_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, several = (stream_of(make()) for _ in range(2))
@@ -282,7 +280,7 @@ def test_what_one_of_several_models_cannot_read_is_told_once_after_the_rows_befo
     assert_same(pairs_of(several), whole[3:])
 
 
-def test_memory_that_runs_out_where_only_the_model_is_does_not_blame_the_sae(
+def test_out_of_memory_on_a_device_for_the_model_alone_does_not_blame_the_sae(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: object) -> None:
@@ -296,7 +294,7 @@ def test_memory_that_runs_out_where_only_the_model_is_does_not_blame_the_sae(
         stream.next_rows()
 
 
-def test_a_fault_of_the_text_comes_after_the_rows_before_it(make: Make) -> None:
+def test_a_text_error_is_raised_after_the_rows_before_it(make: Make) -> None:
     def cut_off() -> Iterator[int]:
         yield from range(5)
         raise UserError("text.path: cannot be read")
@@ -308,7 +306,7 @@ def test_a_fault_of_the_text_comes_after_the_rows_before_it(make: Make) -> None:
     assert readers.next() is None
 
 
-def test_threads_that_read_end_with_whoever_has_them_and_keep_no_process_alive() -> None:
+def test_reading_threads_end_with_their_owner_and_keep_no_process_alive() -> None:
     readers = Readers([lambda number: number], itertools.count())  # type: ignore[arg-type, list-item]
     readers.next()
     threads = list(readers._threads)
@@ -324,7 +322,7 @@ def test_threads_that_read_end_with_whoever_has_them_and_keep_no_process_alive()
 
 
 @pytest.mark.parametrize("mode", ["tensor", "sweep"])
-def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on_to_the_very_weights(
+def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
     mode: str, make: Make, long_text: Path, tmp_path: Path
 ) -> None:
     table = table_of(make(), long_text, n_steps=60)
@@ -343,14 +341,14 @@ def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on
             time.sleep(0.01)
         psutil.Process(process.pid).children()[1].kill()
         _, told = process.communicate(timeout=60)
-    # By whom it was killed is told by a counter of the whole machine, on which other tests run out of memory.
+    # The counter that tells who killed it covers the whole machine, where other tests run out of memory.
     assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000060" / "tensors.safetensors") for one in (whole, killed)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
-def test_ranks_with_models_of_their_own_learn_the_very_weights_of_as_many_without(
+def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without(
     make: Make, long_text: Path, tmp_path: Path
 ) -> None:
     table = table_of(make(), long_text, n_steps=40)
@@ -361,7 +359,7 @@ def test_ranks_with_models_of_their_own_learn_the_very_weights_of_as_many_withou
         job, problems = parse_job(table | {"data": table["data"] | {"model_gpus": model_gpus}})
         assert job, problems
         run_dir = tmp_path / f"{model_gpus}"
-        # Processes on the CPU stand for GPUs, as simulated ones do.
+        # Processes on the CPU stand in for GPUs, like simulated GPUs.
         spec = RankSpec(run_dir, run_dir / "sae", attempt=1, world_size=2, device="cpu", model_gpus=model_gpus)
         with new_run(job, run_dir) as lock:
             assert Foreground(job, spec, lock).run() == EXIT_FINISHED
@@ -371,7 +369,7 @@ def test_ranks_with_models_of_their_own_learn_the_very_weights_of_as_many_withou
     assert "the language model has 4 of 6 GPUs to itself; each reads one of 4 parts of the text, for " in log
 
 
-def test_a_killed_training_goes_on_in_the_text_where_it_was(make: Make, long_text: Path, tmp_path: Path) -> None:
+def test_a_killed_training_resumes_at_its_position_in_the_text(make: Make, long_text: Path, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(tomli_w.dumps(table_of(make(), long_text)))
     trainer = [sys.executable, "-m", "trainer"]
@@ -413,11 +411,11 @@ def test_a_sweep_reads_the_text_once(
     rest_of(stream)
     n_all, n_read = n_read, 0
     make_trainer(job).run()
-    # Nor is it read again for the sample, which here is all of it.
+    # The text is not read again for the sample, which is all of the text here.
     assert n_read == n_all > 200 * 64
 
 
-def test_a_text_that_ends_before_the_run_is_told(make: Make, corpus: Path, tmp_path: Path, capsys) -> None:
+def test_a_text_that_ends_before_the_run_is_reported(make: Make, corpus: Path, tmp_path: Path, capsys) -> None:
     from trainer.cli import main
 
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table_of(make(), corpus)))
@@ -441,7 +439,7 @@ def test_a_text_that_ends_before_the_run_is_told(make: Make, corpus: Path, tmp_p
         ({"skip_first": 32}, "data.skip_first: must be below data.context, 32, not 32"),
     ],
 )
-def test_what_is_wrong_with_it_is_told_before_a_run(make: Make, changes: dict[str, Any], problem: str) -> None:
+def test_bad_settings_are_reported_before_a_run(make: Make, changes: dict[str, Any], problem: str) -> None:
     job = make()
     given = {"model": job.model.path, "hook": "resid_post.1", "text": job.text.path, "context": 32}
     with pytest.raises(JobFileError) as error:
@@ -449,14 +447,14 @@ def test_what_is_wrong_with_it_is_told_before_a_run(make: Make, changes: dict[st
     assert str(error.value).startswith(problem)
 
 
-def test_a_width_that_is_not_the_hooks_is_told(make: Make) -> None:
+def test_a_width_that_differs_from_the_hook_s_is_refused(make: Make) -> None:
     stream = stream_of(make(), hook="h.0.mlp", d_in=7)
     stream.begin(0, 1, CPU)
     with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 numbers, not 7$"):
         stream.next_rows()
 
 
-def test_paths_are_found_beside_the_job_file_and_a_name_on_the_hub_stays_one(make: Make, tmp_path: Path) -> None:
+def test_paths_next_to_the_job_file_are_found_and_hub_names_are_kept(make: Make, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("a cat sat")
     table = table_of(make(), Path("texts.txt"))
     table["data"]["model"] = "somebody/some-model"
@@ -466,7 +464,7 @@ def test_paths_are_found_beside_the_job_file_and_a_name_on_the_hub_stays_one(mak
     assert (knobs.text, knobs.model) == (str(tmp_path / "texts.txt"), "somebody/some-model")
 
 
-def test_memory_and_time_are_those_of_the_model_too(make: Make, corpus: Path) -> None:
+def test_memory_and_time_include_the_language_model(make: Make, corpus: Path) -> None:
     job, problems = parse_job(table_of(make(), corpus))
     assert job, problems
     assert parse_job(table_from(job))[0] == job
@@ -485,7 +483,7 @@ def test_memory_and_time_are_those_of_the_model_too(make: Make, corpus: Path) ->
 @pytest.mark.parametrize(
     ("mode", "nodes", "n_parts"), [("ddp", 1, 4), ("tensor", 1, 4), ("tensor", 2, 1), ("ddp", 2, 4)]
 )
-def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
+def test_ranks_of_one_machine_divide_the_text_and_the_plan_shows_it(
     mode: str, nodes: int, n_parts: int, make: Make, corpus: Path
 ) -> None:
     table = table_of(make(), corpus) | {"parallel": {"mode": mode}}

@@ -1,4 +1,4 @@
-"""Documents in contexts: nothing is lost, contexts are full, and each piece begins as a text of its own."""
+"""Documents in contexts: no token is lost, contexts are full, and each piece starts like a separate text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from trainer.contract.errors import UserError
 from trainer.extraction.packing import PADDING, Batch, Tokenizer, Tokens, batches, pack, separate
 
-# What the tokenizer puts around a text; no other token is one of these.
+# Tokens that the tokenizer puts around a text; no other token has these ids.
 BEFORE, AFTER = 900, 901
 
 
 @st.composite
 def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
-    """Draw documents with what is put around them, and a length of contexts that has room for that and a token."""
+    """Draw documents with their surrounding tokens, and a context length with space for these and one more token."""
     around = draw(st.sampled_from([([], []), ([BEFORE], []), ([BEFORE], [AFTER]), ([BEFORE] * 2, [AFTER])]))
     documents = draw(st.lists(st.lists(st.integers(0, 800), max_size=40), max_size=8))
     length = draw(st.integers(len(around[0]) + len(around[1]) + 1, 24))
@@ -27,7 +27,7 @@ def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
 
 
 def pieces(contexts: list[Batch]) -> list[tuple[int, list[int], list[int]]]:
-    """Return the pieces of documents: number, ids and positions; a document has one in a context."""
+    """Return the pieces of documents as number, ids and positions; each document has one piece per context."""
     laid = []
     for ids, positions, documents in contexts:
         rows = zip(documents[0].tolist(), ids[0].tolist(), positions[0].tolist(), strict=True)
@@ -39,7 +39,7 @@ def pieces(contexts: list[Batch]) -> list[tuple[int, list[int], list[int]]]:
 
 @pytest.mark.parametrize("lay", [pack, separate])
 @given(texts())
-def test_pieces_put_together_are_the_documents(lay, text: tuple[list[Tokens], int]) -> None:
+def test_pieces_joined_together_are_the_documents(lay, text: tuple[list[Tokens], int]) -> None:
     documents, length = text
     read: list[list[int]] = [[] for _ in documents]
     for number, ids, _ in pieces(list(lay(documents, length))):
@@ -49,7 +49,7 @@ def test_pieces_put_together_are_the_documents(lay, text: tuple[list[Tokens], in
 
 @pytest.mark.parametrize("lay", [pack, separate])
 @given(texts())
-def test_positions_begin_anew_and_each_piece_has_what_is_put_around_a_text(lay, text) -> None:
+def test_positions_restart_and_each_piece_has_the_surrounding_tokens(lay, text) -> None:
     documents, length = text
     around = 0 if not documents else len(documents[0].before) + len(documents[0].after)
     for number, ids, positions in pieces(list(lay(documents, length))):
@@ -59,12 +59,12 @@ def test_positions_begin_anew_and_each_piece_has_what_is_put_around_a_text(lay, 
             assert ids[: len(document.before)] == document.before
             assert ids[len(ids) - len(document.after) :] == document.after
         else:
-            # The room at the end of a context that no text fits into.
+            # At the end of a context, no text fits into the remaining space.
             assert ids == (document.before + document.after)[: len(ids)]
 
 
 @given(texts())
-def test_packed_contexts_are_full_but_the_last_and_hold_each_document_in_order(text) -> None:
+def test_packed_contexts_are_full_except_the_last_and_keep_the_order(text) -> None:
     documents, length = text
     contexts = list(pack(documents, length))
     assert all(context.ids.shape == (1, length) for context in contexts[:-1])
@@ -74,14 +74,14 @@ def test_packed_contexts_are_full_but_the_last_and_hold_each_document_in_order(t
 
 
 @given(texts())
-def test_a_context_of_one_document_holds_no_other_and_is_not_longer_than_asked_for(text) -> None:
+def test_a_separate_context_has_one_document_and_the_length_limit(text) -> None:
     contexts = list(separate(*text))
     assert all(len({*context.documents[0].tolist()}) == 1 for context in contexts)
     assert all(0 < context.ids.shape[1] <= text[1] for context in contexts)
 
 
 @given(texts(), st.integers(1, 5))
-def test_batches_of_packed_contexts_have_no_fillings_and_lose_none(text, n: int) -> None:
+def test_batches_of_packed_contexts_have_no_padding_and_lose_nothing(text, n: int) -> None:
     contexts = list(pack(*text))
     made = list(batches(contexts, n, fills=False))
     assert all(len(batch.ids) <= n and (batch.documents != PADDING).all() for batch in made)
@@ -94,7 +94,7 @@ def test_batches_of_packed_contexts_have_no_fillings_and_lose_none(text, n: int)
 
 
 @given(texts(), st.integers(1, 5))
-def test_shorter_contexts_of_a_batch_are_filled_up_behind(text, n: int) -> None:
+def test_shorter_contexts_of_a_batch_are_padded_on_the_right(text, n: int) -> None:
     contexts = list(separate(*text))
     made = list(batches(contexts, n, fills=True))
     assert [len(batch.ids) for batch in made[:-1]] == [n] * (len(made) - 1)
@@ -112,13 +112,13 @@ def load(tiny):
     return lambda family: Tokenizer(transformers.AutoTokenizer.from_pretrained(tiny(family)))
 
 
-def test_a_tokenizer_knows_what_its_family_puts_around_a_text(load) -> None:
+def test_the_surrounding_tokens_of_each_model_family_are_detected(load) -> None:
     around = {family: (load(family).before, load(family).after) for family in ("gpt2", "llama", "bert")}
     assert around == {"gpt2": ([], []), "llama": ([0], []), "bert": ([0], [1])}
     assert load("gpt2").special == [0, 1, 2]
 
 
-def test_texts_chats_and_token_ids_may_follow_each_other(load) -> None:
+def test_texts_and_chats_and_token_ids_may_be_mixed(load) -> None:
     tokenizer = load("qwen3")
     chat = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
     text, of_chat, ids, again = tokenizer.tokens(["the cat", chat, [5, 6, 7], "the cat"])
@@ -128,7 +128,7 @@ def test_texts_chats_and_token_ids_may_follow_each_other(load) -> None:
     assert of_chat == Tokens(whole.ids, [], [])
 
 
-def test_more_documents_than_are_tokenized_at_once_keep_their_order(load) -> None:
+def test_batched_tokenization_keeps_the_order_of_documents(load) -> None:
     texts = [f"cat {number}" for number in range(150)]
     tokenizer = load("llama")
     one_by_one = [next(tokenizer.tokens([text])) for text in texts]
@@ -145,13 +145,13 @@ def test_unpaired_surrogates_are_replaced_and_their_texts_are_counted(load) -> N
     assert tokenizer.n_mended == 2
 
 
-def test_a_context_without_room_for_text_is_refused(load) -> None:
+def test_a_context_without_space_for_text_is_refused(load) -> None:
     load("bert").require_room(3)
     with pytest.raises(UserError, match=r"^text.context: must be above 2, since the model's tokenizer puts 2 special"):
         load("bert").require_room(2)
 
 
-def test_a_text_longer_than_the_models_window_is_split_without_a_warning(load, capfd) -> None:
+def test_a_text_longer_than_the_model_s_window_is_split_without_a_warning(load, capfd) -> None:
     (tokens,) = load("bert").tokens(["cat " * 5000])
     assert len(tokens.ids) >= 5000
     assert capfd.readouterr().err == ""

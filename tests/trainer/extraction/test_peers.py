@@ -1,4 +1,4 @@
-"""Extractions by several ranks: together they store what one does, exactly as many rows, whatever interrupts them."""
+"""Extractions by several ranks store the same rows as one rank, exactly as many, despite interruptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.extraction.state import STATE, stored_state
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
-# More than the text has.
+# More tokens than the text has.
 ALL = 10**6
 
 
@@ -38,7 +38,7 @@ def meta(job: ExtractJob, hook: str = "mlp_out.0") -> dict[str, Any]:
 
 
 def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], list[Tensor]]:
-    """Return the rows of a hook by document, position and token, of which a document cut in two has the same twice."""
+    """Return the rows of a hook by document, position and token; a document cut in two has several rows under a key."""
     rows: dict[tuple[int, ...], list[Tensor]] = {}
     for file in sorted(job.folder(hook).glob("*.safetensors")):
         shard = load_file(file)
@@ -49,21 +49,21 @@ def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], l
 
 
 def digests(output: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file but locks and hidden ones."""
+    """Return the SHA-256 of each file except locks and hidden files."""
     files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.fixture(scope="module")
 def n_rows(tiny: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Count the rows that all of the text gives."""
+    """Return the number of rows that the entire text gives."""
     from support.extractions import extraction_job
 
     return run(extraction_job(tiny("gpt2"), corpus, tmp_path_factory.mktemp("all") / "rows", n_tokens=ALL)).n_tokens
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_of_a_text_gives_the_rows_that_one_rank_stores(make: Make, tmp_path: Path, size: int) -> None:
+def test_several_ranks_store_the_same_rows_as_one(make: Make, tmp_path: Path, size: int) -> None:
     alone, several = (make(name=name, n_tokens=ALL, max_norm=1.02) for name in ("alone", "several"))
     whole = run(alone)
     result = run_ranks(several, size, tmp_path / "meet")[0]
@@ -77,7 +77,7 @@ def test_all_of_a_text_gives_the_rows_that_one_rank_stores(make: Make, tmp_path:
         )
 
 
-def test_what_is_told_of_the_rows_is_that_of_the_rows_of_all_ranks(make: Make, tmp_path: Path) -> None:
+def test_metadata_describes_the_rows_of_all_ranks(make: Make, tmp_path: Path) -> None:
     job = make(n_tokens=500)
     run_ranks(job, 2, tmp_path / "meet")
     for hook in job.model.hooks:
@@ -94,14 +94,14 @@ def test_what_is_told_of_the_rows_is_that_of_the_rows_of_all_ranks(make: Make, t
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 301, 1000])
-def test_there_are_exactly_as_many_rows_as_asked_for(make: Make, tmp_path: Path, n_tokens: int) -> None:
+def test_exactly_the_requested_number_of_rows_is_stored(make: Make, tmp_path: Path, n_tokens: int) -> None:
     job = make(n_tokens=n_tokens)
     assert run_ranks(job, 3, tmp_path / "meet")[0].n_tokens == n_tokens
     assert sum(map(len, rows_of(job).values())) == n_tokens
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 20])
-def test_what_one_rank_lacks_at_the_end_of_the_text_others_give(
+def test_other_ranks_make_up_for_one_that_runs_out_of_text(
     make: Make, tmp_path: Path, n_rows: int, lacking: int
 ) -> None:
     job = make(n_tokens=n_rows - lacking, shard_rows=100)
@@ -113,14 +113,14 @@ def test_what_one_rank_lacks_at_the_end_of_the_text_others_give(
         assert [result.n_tokens for result in results[1:]] != shares[1:]
 
 
-def test_the_order_within_a_shard_is_told_by_its_name(make: Make, tmp_path: Path) -> None:
+def test_rows_of_a_shard_can_be_restored_to_text_order(make: Make, tmp_path: Path) -> None:
     job = make(n_tokens=600)
     run_ranks(job, 2, tmp_path / "meet")
     for text in texts_of(job.folder("mlp_out.0")):
         assert (text.origin.document.diff() >= 0).all()
 
 
-def test_an_extraction_goes_on_with_as_many_ranks_only(make: Make, tmp_path: Path) -> None:
+def test_an_extraction_continues_only_with_the_same_number_of_ranks(make: Make, tmp_path: Path) -> None:
     job = make(n_tokens=1400, shard_rows=64)
     folder = job.folder("mlp_out.0")
 
@@ -139,7 +139,7 @@ def test_an_extraction_goes_on_with_as_many_ranks_only(make: Make, tmp_path: Pat
     undisturbed = make(name="undisturbed", n_tokens=1400, shard_rows=64)
     run_ranks(undisturbed, 2, tmp_path / "undisturbed-meet")
     assert digests(Path(job.extract.output)) == digests(Path(undisturbed.extract.output))
-    # What has ended is not extracted again, by however many.
+    # A finished extraction is not repeated, for any number of ranks.
     assert stored_state(job, 1).is_finished
 
 

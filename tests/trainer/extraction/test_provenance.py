@@ -1,4 +1,4 @@
-"""What tells models and tokenizers apart that lie in a folder or a file, wherever that is."""
+"""Tests of the hashes that identify models and tokenizers in local files, independent of their location."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
 
 
-def test_the_weights_of_a_folder_are_hashed_whole_and_those_of_the_hub_not_at_all(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_weights_of_a_folder_are_hashed_and_those_of_the_hub_are_not(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"not what is read")
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in WEIGHTS}
@@ -37,7 +37,7 @@ def test_a_single_file_such_as_gguf_is_hashed(tmp_path: Path) -> None:
     }
 
 
-def test_of_large_weights_pieces_are_hashed_and_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_hashed_in_samples_and_labelled_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "WHOLE_BYTES", 1000)
     content = bytearray(40_000_000)
     (file := tmp_path / "model.gguf").write_bytes(content)
@@ -49,9 +49,7 @@ def test_of_large_weights_pieces_are_hashed_and_called_so(tmp_path: Path, monkey
     assert weights_facts(str(file)) != first
 
 
-def test_a_tokenizer_has_the_same_hash_wherever_it_lies_and_another_with_other_rules(
-    tiny: Tiny, tmp_path: Path
-) -> None:
+def test_a_tokenizer_s_hash_depends_on_its_rules_and_not_its_folder(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "elsewhere")
     own = tokenizer_hash(tokenizer(tiny("llama")))
     assert tokenizer_hash(tokenizer(folder)) == own
@@ -63,7 +61,7 @@ def test_a_tokenizer_has_the_same_hash_wherever_it_lies_and_another_with_other_r
     assert tokenizer_hash(Tokenizer(changed)) != own
 
 
-def test_a_tokenizer_that_has_read_texts_has_the_hash_that_it_had_before(tiny: Tiny) -> None:
+def test_reading_texts_does_not_change_a_tokenizer_s_hash(tiny: Tiny) -> None:
     one = tokenizer(tiny("llama"))
     before = tokenizer_hash(one)
     list(one.tokens(["a text", "and a longer one"]))

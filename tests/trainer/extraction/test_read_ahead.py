@@ -1,4 +1,4 @@
-"""Reading ahead: the same items in the same order, few of them before they are asked for, and a thread that ends."""
+"""Tests of reading ahead: the same items in the same order, a bounded number in advance, and a thread that ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from trainer.extraction.read_ahead import AHEAD, ReadAhead
 
 
-def test_items_come_in_their_order_and_an_error_comes_in_its_place() -> None:
+def test_items_keep_their_order_and_an_error_is_raised_at_its_position() -> None:
     def items() -> Iterator[int]:
         yield from range(50)
         raise ValueError("the text is damaged")
@@ -23,7 +23,7 @@ def test_items_come_in_their_order_and_an_error_comes_in_its_place() -> None:
     assert list(ReadAhead(iter(range(3)))) == [0, 1, 2]
 
 
-def test_no_more_is_made_than_so_much_ahead_and_nothing_once_it_is_closed() -> None:
+def test_reading_ahead_is_bounded_and_stops_after_closing() -> None:
     made, enough = [], threading.Event()
 
     def items() -> Iterator[int]:
@@ -44,7 +44,7 @@ def test_no_more_is_made_than_so_much_ahead_and_nothing_once_it_is_closed() -> N
     assert list(ahead) == []
 
 
-def test_the_thread_ends_once_nobody_holds_it() -> None:
+def test_the_thread_ends_when_the_reader_is_garbage_collected() -> None:
     ahead = ReadAhead(iter(range(10**6)))
     thread = ahead._thread
     assert next(ahead) == 0

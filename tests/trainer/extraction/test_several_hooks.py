@@ -1,4 +1,4 @@
-"""A training at several hooks: each SAE is that of its hook alone, and the language model reads the text once."""
+"""Training at several hooks: each SAE equals one trained at its hook alone, and the model reads the text once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
 ROOT = Path(__file__).parents[3]
-# In two of the three dialects.
+# One hook name of ours and one of TransformerLens.
 HOOKS = ["resid_post.0", "blocks.1.hook_resid_post"]
 LABELS = ["hook=L0", "hook=L1"]
 TRANSCODERS = ["mlp.0", "mlp.1"]
@@ -56,7 +56,7 @@ Make = Callable[..., ExtractJob]
 
 @pytest.fixture(scope="module")
 def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a text of some 8,000 tokens."""
+    """Write a text of about 8,000 tokens."""
     file = tmp_path_factory.mktemp("text") / "long.jsonl"
     file.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(500)))
     return file
@@ -72,7 +72,7 @@ def table_of(data: dict[str, Any], n_steps: int = 40, **train: Any) -> dict[str,
 
 
 def streamed(job: ExtractJob, text: Path, hook: Any) -> dict[str, Any]:
-    """Return the settings of the data that the model of an extraction makes as it reads."""
+    """Return the settings of data streamed from the model of an extraction."""
     sizes = {"context": 32, "batch_tokens": 256, "shuffle_tokens": 500}
     return {"source": "model", "model": job.model.path, "hook": hook, "text": str(text)} | sizes
 
@@ -95,7 +95,7 @@ def hook_name(folder: Path) -> str:
 
 @pytest.fixture
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the contexts that models read; return a function that returns them and starts anew."""
+    """Count the contexts that models read; return a function that returns the count and resets it."""
     n_read = [0]
     read = LanguageModel.rows
 
@@ -113,7 +113,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.fixture
 def stored(make: Make, long_text: Path) -> Path:
-    """Store the rows of both hooks, and beside them those that nobody asks for."""
+    """Store the rows of both hooks, and of other hooks that not all tests use."""
     ends = [f"mlp_{end}.{layer}" for layer in (0, 1) for end in ("in", "out")]
     job = make(n_tokens=3000, text=long_text, hooks=[*HOOKS, *ends], shard_rows=1000)
     run(job)
@@ -122,7 +122,7 @@ def stored(make: Make, long_text: Path) -> Path:
 
 @pytest.mark.parametrize("hooks", [HOOKS, TRANSCODERS], ids=["SAEs", "transcoders"])
 @pytest.mark.parametrize("source", ["model", "shards"])
-def test_each_sae_is_that_of_its_hook_alone(
+def test_each_sae_equals_one_trained_at_its_hook_alone(
     source: str,
     hooks: list[str],
     make: Make,
@@ -164,7 +164,7 @@ def test_a_batch_of_text_is_read_once_for_all_hooks(
     assert counts[0] == counts[1] == counts[2] > 20 * 64 / 32
 
 
-def test_an_sae_of_each_other_setting_is_trained_at_every_hook(
+def test_a_sweep_trains_all_its_saes_at_each_hook(
     make: Make, make_trainer: Callable[..., Any], long_text: Path, tmp_path: Path
 ) -> None:
     table = table_of(streamed(make(), long_text, "blocks.0-1.hook_resid_post"), 4)
@@ -177,7 +177,7 @@ def test_an_sae_of_each_other_setting_is_trained_at_every_hook(
     assert [hook_name(tmp_path / "sae" / label) for label in labels] == names
 
 
-def test_a_killed_training_at_two_hooks_goes_on_to_the_very_weights(
+def test_a_killed_training_at_two_hooks_resumes_to_the_same_weights(
     make: Make, long_text: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "job.toml"
@@ -202,7 +202,7 @@ def test_a_killed_training_at_two_hooks_goes_on_to_the_very_weights(
         assert {"fvu@hook=L0", "fvu@hook=L1", "heldout_fvu@hook=L1"} <= {*reader.latest()}
 
 
-def test_a_checkpoint_and_the_cards_know_the_hook_of_each_sae(
+def test_a_checkpoint_and_the_cards_have_the_hook_of_each_sae(
     stored: Path, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [f"blocks.{layer}.hook_resid_post" for layer in (0, 1)]
@@ -227,7 +227,7 @@ def test_a_checkpoint_and_the_cards_know_the_hook_of_each_sae(
     assert at_end[0]["data"]["gamma"] != pytest.approx(at_end[1]["data"]["gamma"], rel=1e-2)
 
 
-def test_the_transcoders_of_one_run_are_a_set_for_circuit_tracer(
+def test_the_transcoders_of_one_run_form_a_set_for_circuit_tracer(
     stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = table_of({"path": str(stored), "hook": "mlp.0-1"}, 20)
@@ -252,7 +252,7 @@ def test_the_transcoders_of_one_run_are_a_set_for_circuit_tracer(
         torch.testing.assert_close(loaded[layer](x), own, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_streamed_model_loses_is_measured_in_that_model(
+def test_the_loss_of_a_streamed_model_is_measured_in_that_model(
     make: Make, long_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table_of(streamed(make(), long_text, TRANSCODERS))))
@@ -278,7 +278,7 @@ def write_hooks(folder: Path, **rows: torch.Tensor) -> Path:
     return folder
 
 
-def test_a_row_that_is_an_outlier_at_one_hook_stays_at_the_other(
+def test_an_outlier_at_one_hook_is_kept_at_the_other(
     make_trainer: Callable[..., Any], tmp_path: Path, kept: Any
 ) -> None:
     first, second = torch.randn(2, 2000, 16).unbind()
@@ -300,7 +300,7 @@ def test_a_row_that_is_an_outlier_at_one_hook_stays_at_the_other(
     of_first, of_second = (torch.cat(seen[hook]) for hook in (0, 1))
     assert of_first.shape == of_second.shape == (20 * 64, 16)
     assert of_first.norm(dim=1).max() < 100
-    # Where nothing was replaced, both are of one token.
+    # If nothing was replaced, the two rows belong to the same token.
     places = {tuple(row): place for place, row in enumerate(second.tolist())}
     tokens = torch.tensor([places[tuple(row)] for row in of_second.tolist()])
     own = torch.tensor([token % 40 != 0 for token in tokens.tolist()])
@@ -313,7 +313,7 @@ def test_a_row_that_is_an_outlier_at_one_hook_stays_at_the_other(
     assert " % of a sample of 1,900 rows at a have a norm of more than 10 times the median" in told
 
 
-def test_a_row_that_is_not_finite_at_one_hook_is_told(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_non_finite_row_at_one_hook_is_reported(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     first, second = torch.randn(2, 2000, 16).unbind()
     second[17] = torch.nan
     folder = write_hooks(tmp_path / "acts", a=first, b=second)
@@ -341,9 +341,7 @@ def test_a_row_that_is_not_finite_at_one_hook_is_told(make_trainer: Callable[...
         ({"hook": "a", "target_path": "b"}, "data.hook: does not go with data.target_path; leave one of them out"),
     ],
 )
-def test_hooks_that_do_not_go_together_are_refused_in_a_sentence(
-    data: dict[str, Any], problem: str, tmp_path: Path
-) -> None:
+def test_incompatible_hooks_are_refused_in_a_sentence(data: dict[str, Any], problem: str, tmp_path: Path) -> None:
     x = torch.randn(2000, 16)
     path = write_hooks(
         tmp_path / "acts",
@@ -358,7 +356,7 @@ def test_hooks_that_do_not_go_together_are_refused_in_a_sentence(
     assert str(error.value).startswith(problem.format(path=path))
 
 
-def test_a_layer_that_the_model_has_not_is_told_before_it_is_loaded(make: Make, long_text: Path) -> None:
+def test_a_layer_out_of_range_is_refused_before_the_model_is_loaded(make: Make, long_text: Path) -> None:
     job = parsed(table_of(streamed(make(), long_text, "resid_post.1-3")))
     with pytest.raises(JobFileError, match=r'^data.hook: "resid_post.3" is in no layer of .*, which has 3 layers'):
         job.data_shape()
@@ -388,7 +386,7 @@ def test_memory_counts_the_rows_of_all_hooks_and_time_one_forward_pass(make: Mak
     assert times[2] - times[1] == pytest.approx(times[1] - times[0])
 
 
-def test_memory_counts_what_goes_into_an_mlp_and_what_comes_out(make: Make, long_text: Path) -> None:
+def test_memory_counts_both_the_input_and_output_rows_of_an_mlp(make: Make, long_text: Path) -> None:
     def activations(hook: str) -> int:
         job = parsed(table_of(streamed(make(), long_text, hook)))
         return estimate(Workload(job, 1, job.data_shape(), CPU_PROCESS)).activations

@@ -1,4 +1,4 @@
-"""Rows in shards: shuffled in the same way for each hook, whole or not there, with sums that are exact."""
+"""Tests of writing shards: the same shuffle for all hooks, atomic files, and exact statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.extraction.shard_writer import Blocks, Origin, Sums, add_sums
 
 
 def rows(first: int, n: int) -> tuple[list[Tensor], Origin]:
-    """Return rows of two hooks, of 3 and 2 dimensions, that hold their own number."""
+    """Return rows of two hooks, with 3 and 2 dimensions; each row contains its own number."""
     numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
     ids = numbers[:, 0].int()
     return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], Origin(ids, ids + 1000, ids // 10)
@@ -29,7 +29,7 @@ def blocks(tmp_path: Path) -> Blocks:
     return Blocks([tmp_path / "a", tmp_path / "b"], shard_rows=8, seed=3)
 
 
-def test_each_shard_has_the_next_rows_in_an_order_that_all_hooks_share(blocks: Blocks, tmp_path: Path) -> None:
+def test_each_shard_has_the_next_rows_in_one_order_for_all_hooks(blocks: Blocks, tmp_path: Path) -> None:
     for first, n in ((0, 5), (5, 0), (5, 15)):
         blocks.add(*rows(first, n))
     for number in range(2):
@@ -49,7 +49,7 @@ def test_each_shard_has_the_next_rows_in_an_order_that_all_hooks_share(blocks: B
     assert blocks.n_waiting == 0
 
 
-def test_another_seed_is_another_order_and_the_same_seed_the_same_bytes(tmp_path: Path) -> None:
+def test_the_seed_determines_the_order_and_the_bytes(tmp_path: Path) -> None:
     digests = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         blocks = Blocks([tmp_path / name, tmp_path / f"{name}2"], shard_rows=8, seed=seed)
@@ -58,7 +58,7 @@ def test_another_seed_is_another_order_and_the_same_seed_the_same_bytes(tmp_path
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_shard_is_noted_with_the_sum_of_its_bytes_and_leaves_no_other_file(blocks: Blocks, tmp_path: Path) -> None:
+def test_a_shard_is_recorded_with_its_hash_and_leaves_no_other_file(blocks: Blocks, tmp_path: Path) -> None:
     blocks.add(*rows(0, 8))
     for (shard, _), hook in zip(blocks.write(0), "ab", strict=True):
         file = tmp_path / hook / shard.name
@@ -68,7 +68,7 @@ def test_a_shard_is_noted_with_the_sum_of_its_bytes_and_leaves_no_other_file(blo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_shard_has_the_bytes_that_safetensors_gives_it(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_shard_has_the_same_bytes_as_safetensors_would_write(tmp_path: Path, dtype: torch.dtype) -> None:
     blocks, n = Blocks([tmp_path], shard_rows=12_000, seed=0), 12_000
     x = torch.randn(n, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
     numbers = torch.arange(n, dtype=torch.int32)
@@ -82,7 +82,7 @@ def test_a_shard_has_the_bytes_that_safetensors_gives_it(tmp_path: Path, dtype: 
     assert torch.equal(stored["activations"], x[stored["token_ids"].long()])
 
 
-def test_of_rows_of_which_some_are_chosen_only_those_are_stored(blocks: Blocks, tmp_path: Path) -> None:
+def test_only_selected_rows_are_stored(blocks: Blocks, tmp_path: Path) -> None:
     some, origin = rows(0, 20)
     at = torch.tensor([1, 2, 3, 5, 8, 13, 18, 19, 0, 4])
     blocks.add(some, Origin(*(one[at] for one in origin)), at)
@@ -94,7 +94,7 @@ def test_of_rows_of_which_some_are_chosen_only_those_are_stored(blocks: Blocks, 
     assert blocks.n_waiting == 2
 
 
-def test_sums_are_those_of_float64_over_all_shards(tmp_path: Path) -> None:
+def test_statistics_equal_those_of_float64_over_all_shards(tmp_path: Path) -> None:
     x = torch.randn(9000, 3, generator=torch.Generator().manual_seed(0)) * 5 + torch.tensor([100.0, 0, -7])
     blocks = Blocks([tmp_path], shard_rows=5000, seed=0)
     blocks.add([x.to(torch.bfloat16)], Origin(*(torch.zeros(9000, dtype=torch.int32),) * 3))
@@ -108,7 +108,7 @@ def test_sums_are_those_of_float64_over_all_shards(tmp_path: Path) -> None:
     np.testing.assert_allclose(together.variance, stored.var(0).sum(), rtol=1e-9)
 
 
-def test_the_bytes_of_a_row_are_those_that_it_takes_on_the_disk(blocks: Blocks, tmp_path: Path) -> None:
+def test_row_bytes_equal_the_size_of_a_row_on_disk(blocks: Blocks, tmp_path: Path) -> None:
     some, origin = rows(0, 8)
     some[1] = some[1].half()
     blocks.add(some, origin)
@@ -119,7 +119,7 @@ def test_the_bytes_of_a_row_are_those_that_it_takes_on_the_disk(blocks: Blocks, 
 
 @pytest.fixture
 def small_files() -> Iterator[int]:
-    """Let no file grow above so many bytes, as on a disk that is full."""
+    """Limit the size of files, to simulate a full disk; return the limit in bytes."""
     limit = 4096
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -127,7 +127,7 @@ def small_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_shard_that_the_disk_does_not_take_is_one_sentence_and_leaves_nothing(tmp_path: Path, small_files) -> None:
+def test_a_shard_on_a_full_disk_is_one_sentence_and_leaves_no_file(tmp_path: Path, small_files) -> None:
     blocks = Blocks([tmp_path / "a", tmp_path / "b"], shard_rows=small_files, seed=0)
     blocks.add(*rows(0, small_files))
     with pytest.raises(UserError, match=r"^.*/a/shard-00000.safetensors could not be written: [^\n]* and try again$"):

@@ -1,4 +1,4 @@
-"""A model that is larger than a GPU is spread over several, block by block."""
+"""A model larger than one GPU is spread over several GPUs, block by block."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Load = Callable[[str], LanguageModel]
 
 @pytest.fixture
 def load(tiny: Callable[[str], Path]) -> Load:
-    """Return what loads a tiny model of a family, to read the first and the last block."""
+    """Return a function that loads a tiny model of a family, with hooks in its first and its last block."""
     hooks = ["mlp_in.0", f"resid_post.{N_BLOCKS - 1}"]
     return lambda family: LanguageModel(extraction_job(tiny(family), Path("text"), Path("rows"), hooks=hooks), CPU)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_block_is_on_one_gpu_and_they_follow_each_other(load: Load, family: str) -> None:
+def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load: Load, family: str) -> None:
     model = load(family)._model
     n_bytes = sum(parameter.nbytes for parameter in model.parameters())
     room = n_bytes * 9 // 10
@@ -50,11 +50,11 @@ def test_gpus_that_are_too_small_together_are_refused_in_a_sentence(load: Load) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_are_read_where_each_module_is_given_its_inputs_on_its_own_device(load: Load, family: str) -> None:
+def test_rows_are_the_same_if_modules_move_their_inputs_between_devices(load: Load, family: str) -> None:
     model, ids = load(family), np.arange(24).reshape(2, 12)
     batch = Batch(ids, np.tile(np.arange(12), (2, 1)), np.repeat([[0], [1]], 12, axis=1))
     before = model.rows(batch, torch.arange(24))
-    # What moves inputs wraps the forward pass of every module, also on the only device that there is.
+    # Accelerate wraps the forward pass of each module, even if all are on one device.
     modules = {name: torch.device("cpu") for name, part in model._model.named_modules() if not [*part.children()]}
     dispatch_model(model._model, modules, force_hooks=True)
     assert any(hasattr(part, "_hf_hook") for part in model._model.modules())

@@ -1,4 +1,4 @@
-"""Documents of local files: what each kind holds, and a sentence for each that cannot be read."""
+"""Tests of documents in local files: the content of each format, and one sentence for each unreadable file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_short_text_file_is_one_document(tmp_path: Path) -> None:
     assert read(write(tmp_path / "empty.txt", "")) == []
 
 
-def test_a_text_file_above_a_mebibyte_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_long_text_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -> None:
     content = "".join(f"{number} a cat sät\n" for number in range(200_000))
     pieces = read(write(tmp_path / "a.txt", content))
     assert "".join(pieces) == content
@@ -55,7 +55,7 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["parquet", "datasets"])
-def test_other_texts_are_read_next_to_one_that_is_not_utf_8(form: str, tmp_path: Path) -> None:
+def test_other_texts_are_read_next_to_one_with_invalid_utf_8(form: str, tmp_path: Path) -> None:
     raw = [b"a cat", b"the \xed\xa0\xbd cat", b"caf\xe9", None]
     table = pyarrow.table({"text": pyarrow.array(raw, pyarrow.binary()), "id": [1, 2, 3, 4]})
     buffers = table.column("text").chunk(0).buffers()
@@ -70,7 +70,7 @@ def test_other_texts_are_read_next_to_one_that_is_not_utf_8(form: str, tmp_path:
     assert [mended(text) for text in found] == ["a cat", "the \ufffd cat", "caf\ufffd"]
 
 
-def test_other_chats_are_read_next_to_one_that_is_not_utf_8(tmp_path: Path) -> None:
+def test_other_chats_are_read_next_to_one_with_invalid_utf_8(tmp_path: Path) -> None:
     def chats(text: pyarrow.DataType) -> pyarrow.DataType:
         return pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", text)]))
 
@@ -91,23 +91,23 @@ def test_rows_of_jsonl_and_json_are_documents(tmp_path: Path) -> None:
     assert read(write(tmp_path / "gaps.jsonl", '\n{"text": "a cat"}\n\n')) == ["a cat"]
 
 
-def test_rows_without_a_value_are_passed_over(tmp_path: Path) -> None:
+def test_rows_without_a_value_are_skipped(tmp_path: Path) -> None:
     file = lines_of(tmp_path / "a.jsonl", {"text": None}, {"text": "a cat"}, {"text": None}, {"text": "sat"})
     assert read(file) == read(file, column="text") == ["a cat", "sat"]
 
 
 @pytest.mark.parametrize("column", ["text", "content", "document", "messages", "conversations", "input_ids", "tokens"])
-def test_the_usual_names_of_columns_are_found(tmp_path: Path, column: str) -> None:
+def test_the_usual_column_names_are_found(tmp_path: Path, column: str) -> None:
     assert read(lines_of(tmp_path / "a.jsonl", {"id": 1, column: "a cat"})) == ["a cat"]
 
 
-def test_chats_and_token_ids_are_handed_on_as_they_are(tmp_path: Path) -> None:
+def test_chats_and_token_ids_are_passed_through_unchanged(tmp_path: Path) -> None:
     assert read(lines_of(tmp_path / "a.jsonl", {"messages": CHAT})) == [CHAT]
     assert read(lines_of(tmp_path / "b.jsonl", {"input_ids": [5, 6]}, {"input_ids": []})) == [[5, 6], []]
     assert read(lines_of(tmp_path / "c.jsonl", {"text": "a", "mine": [1]}), column="mine") == [[1]]
 
 
-def test_a_chat_in_sharegpts_words_is_one_in_those_of_chat_templates(tmp_path: Path) -> None:
+def test_a_sharegpt_chat_is_converted_to_the_roles_of_chat_templates(tmp_path: Path) -> None:
     theirs = [
         {"from": "system", "value": "be short"}, {"from": "human", "value": "a cat"}, {"from": "gpt", "value": "sat"},
     ]  # fmt: skip
@@ -119,7 +119,7 @@ def test_a_chat_in_sharegpts_words_is_one_in_those_of_chat_templates(tmp_path: P
         read(lines_of(tmp_path / "c.jsonl", {"conversations": [{"from": "human"}]}))
 
 
-def test_ids_that_only_fill_a_row_up_are_dropped(tmp_path: Path) -> None:
+def test_padding_ids_are_dropped(tmp_path: Path) -> None:
     rows = [
         {"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]},
         {"input_ids": [0, 7], "attention_mask": [0, 1]},
@@ -133,7 +133,7 @@ def test_ids_that_only_fill_a_row_up_are_dropped(tmp_path: Path) -> None:
         read(lines_of(tmp_path / "b.jsonl", {"input_ids": [5, 6], "attention_mask": [1]}))
 
 
-def test_parquet_is_read_by_rows_of_any_of_these_columns(tmp_path: Path) -> None:
+def test_parquet_is_read_from_any_of_these_columns(tmp_path: Path) -> None:
     table = pyarrow.table({"id": range(3000), "text": [f"cat {n}" for n in range(3000)], "messages": [CHAT] * 3000})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
     assert read(tmp_path / "a.parquet") == [f"cat {n}" for n in range(3000)]
@@ -142,7 +142,7 @@ def test_parquet_is_read_by_rows_of_any_of_these_columns(tmp_path: Path) -> None
         read(tmp_path / "a.parquet", column="prose")
 
 
-def test_a_folder_is_all_its_files_by_name_and_nothing_else(tmp_path: Path) -> None:
+def test_a_folder_is_read_by_file_name_and_other_files_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "b" / "x.txt", "second")
     write(tmp_path / "a.md", "first")
     lines_of(tmp_path / "c.jsonl", {"text": "third"})
@@ -150,7 +150,7 @@ def test_a_folder_is_all_its_files_by_name_and_nothing_else(tmp_path: Path) -> N
     assert read(tmp_path) == ["first", "second", "third"]
 
 
-def test_what_the_library_datasets_has_saved_is_read(tmp_path: Path) -> None:
+def test_data_saved_by_the_datasets_library_is_read(tmp_path: Path) -> None:
     import datasets
 
     train, test = (datasets.Dataset.from_dict({"text": [word, "cat"]}) for word in ("a", "the"))
@@ -166,8 +166,8 @@ def test_what_the_library_datasets_has_saved_is_read(tmp_path: Path) -> None:
         read(tmp_path / "one")
 
 
-def test_a_data_set_of_the_hub_that_cannot_be_read_is_one_sentence() -> None:
-    # Nothing is asked of the hub: this is no name there.
+def test_an_unreadable_hub_data_set_is_one_sentence() -> None:
+    # No request is sent to the hub, because this is not a valid name.
     with pytest.raises(UserError, match=r"^text.dataset: no//name cannot be read: [^\n]+$"):
         list(documents(Text(dataset="no//name")))
 
@@ -188,7 +188,7 @@ def test_a_data_set_of_the_hub_that_cannot_be_read_is_one_sentence() -> None:
         ("a.csv", "a,b", "text.path: {} must end in .txt, .md, .rst, .jsonl, .json, .parquet"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, sentence: str) -> None:
+def test_unreadable_input_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, sentence: str) -> None:
     file = write(tmp_path / name, content)
     with pytest.raises(UserError) as error:
         read(file)
@@ -196,12 +196,12 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content:
     assert str(error.value).startswith(sentence.format(file))
 
 
-def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+def test_deeply_nested_json_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^text.path: .*/a.json cannot be read: [^\n]*$"):
         read(write(tmp_path / "a.json", "[" * 100_000))
 
 
-def test_a_small_parquet_file_that_expands_to_all_memory_is_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
+def test_a_parquet_file_that_expands_beyond_memory_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
     one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["A" * 2**21]))
     nested = pyarrow.array([[{"role": "user", "content": "hi"}]] * 4096)
     numbers = pyarrow.array([[7] * 2**19] * 4)
@@ -220,7 +220,7 @@ def test_a_small_parquet_file_that_expands_to_all_memory_is_a_one_sentence_error
     assert len(read(file)) == 4096
 
 
-def test_columns_of_equal_numbers_next_to_token_ids_are_read_or_ignored(tmp_path: Path, monkeypatch) -> None:
+def test_constant_columns_next_to_token_ids_are_read_or_ignored(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(text, "_LARGEST_GROUP", 2**10)
     ids = [[7 * at % 5003 for at in range(4000)]] * 64
     ones, zeros = [[1] * 4000] * 64, [[0] * 4000] * 64
@@ -234,9 +234,7 @@ def test_columns_of_equal_numbers_next_to_token_ids_are_read_or_ignored(tmp_path
     assert read(tmp_path / "a.parquet") == ids
 
 
-def test_a_too_long_json_row_is_a_one_sentence_error_and_a_long_line_of_text_is_cut(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_too_long_json_row_is_one_sentence_and_a_long_line_of_text_is_cut(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(text, "_LONGEST_ROW", 1000)
     monkeypatch.setattr(text, "_LARGEST_JSON", 2000)
     monkeypatch.setattr(text, "_LONGEST", 999)
@@ -251,7 +249,7 @@ def test_a_too_long_json_row_is_a_one_sentence_error_and_a_long_line_of_text_is_
     assert max(map(len, pieces)) < 1000
 
 
-def test_a_path_with_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^text.path: there is nothing at {tmp_path}/none$"):
         read(tmp_path / "none")
     write(tmp_path / "picture.png", b"\xff")
@@ -259,7 +257,7 @@ def test_a_path_with_no_text_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_pipe_is_refused_rather_than_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
     with pytest.raises(UserError, match=r"^text.path: "):
         read(tmp_path / "a.txt")

@@ -1,4 +1,4 @@
-"""What tokens stand for: joined, they are the text again, whatever is split where."""
+"""Tests of the bytes of tokens: joined, they give the text again, even if a character spans several tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainer.extraction.token_bytes import TOKENS, read_tokens, token_bytes, wri
 
 TEXTS = ["今天天气很好，我们去公园。”", "👩‍💻 is 🎉", "naïve café Ångström", "the cat sat", "  two\n\tspaces", ""]
 BYTE_LEVEL = make_tokenizer("gpt2")
-# Of texts that UTF-8 can hold.
+# Any text that UTF-8 can encode.
 ANY = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 def with_byte_fallback() -> Any:
-    """Return a tokenizer as SentencePiece makes them: a few words, and a token for each byte of all others."""
+    """Return a tokenizer in SentencePiece style: a few words, and one token for each byte of all other text."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thecasomégà天"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
@@ -46,29 +46,29 @@ def joined(tokenizer: Any, text: str) -> bytes:
 
 
 @given(st.one_of(ANY, st.sampled_from(TEXTS)))
-def test_byte_level_tokens_joined_are_the_text(text: str) -> None:
+def test_byte_level_tokens_join_to_the_text(text: str) -> None:
     assert joined(BYTE_LEVEL, text) == text.encode()
 
 
 @given(st.one_of(ANY, st.sampled_from(TEXTS)).filter(lambda text: "▁" not in text and "<" not in text))
-def test_tokens_with_byte_fallback_joined_are_the_text(text: str) -> None:
+def test_tokens_with_byte_fallback_join_to_the_text(text: str) -> None:
     assert joined(BYTE_FALLBACK, text) == text.encode()
 
 
 @needs_model
-def test_the_tokens_of_a_trained_model_joined_are_the_text() -> None:
+def test_tokens_of_a_trained_model_join_to_the_text() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=NAME)
     for text in TEXTS:
         assert joined(tokenizer, text) == text.encode()
 
 
-def test_an_added_token_is_what_stands_in_the_text() -> None:
+def test_an_added_token_has_the_bytes_of_its_text() -> None:
     tokenizer = make_tokenizer("gpt2")
     tokenizer.add_tokens(["é天"])
     assert joined(tokenizer, "a é天<eos>") == "a é天<eos>".encode()
 
 
-def test_words_of_wordpiece_have_the_space_before_them() -> None:
+def test_wordpiece_words_have_the_space_before_them() -> None:
     model = tokenizers.models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2, "天": 3}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.decoder = tokenizers.decoders.WordPiece()
@@ -79,7 +79,7 @@ def test_words_of_wordpiece_have_the_space_before_them() -> None:
 @pytest.mark.parametrize(
     "decoder", [None, tokenizers.decoders.BPEDecoder(), tokenizers.decoders.Replace(tokenizers.Regex("h+"), "h")]
 )
-def test_of_a_decoder_of_another_kind_each_token_is_decoded_alone(decoder: Any) -> None:
+def test_tokens_of_another_decoder_are_decoded_one_by_one(decoder: Any) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "▁cat": 1}, unk_token="the"))
     if decoder:
         tokenizer.decoder = decoder
@@ -89,11 +89,11 @@ def test_of_a_decoder_of_another_kind_each_token_is_decoded_alone(decoder: Any) 
 
 
 @given(st.lists(st.one_of(st.binary(max_size=4), st.text(st.characters(exclude_categories=["Cs"])).map(str.encode))))
-def test_what_is_stored_is_read_again(tmp_path_factory: pytest.TempPathFactory, tokens: list[bytes]) -> None:
+def test_stored_tokens_are_read_back_unchanged(tmp_path_factory: pytest.TempPathFactory, tokens: list[bytes]) -> None:
     folder = tmp_path_factory.mktemp("stored")
     write_tokens(folder, tokens)
     assert read_tokens(folder) == tokens
-    # What is text is stored as such, as it was before.
+    # Valid text is stored as text, as in earlier versions.
     assert [one for one in json.loads((folder / TOKENS).read_text()) if isinstance(one, str)] == [
         token.decode() for token in tokens if token.decode("utf-8", "ignore").encode() == token
     ]
@@ -102,12 +102,12 @@ def test_what_is_stored_is_read_again(tmp_path_factory: pytest.TempPathFactory, 
 @pytest.mark.parametrize(
     "content", ["", "{}", "[1]", '[{"base64": "#"}]', '[{"hex": "e5"}]', '["\\ud800"]', "[" * 9999]
 )
-def test_what_is_no_list_of_tokens_tells_none(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_no_list_of_tokens_gives_none(tmp_path: Path, content: str) -> None:
     assert read_tokens(tmp_path) == []
     (tmp_path / TOKENS).write_text(content)
     assert read_tokens(tmp_path) == []
 
 
-def test_a_list_from_before_tokens_had_bytes_is_read(tmp_path: Path) -> None:
+def test_a_list_from_before_byte_tokens_is_read(tmp_path: Path) -> None:
     (tmp_path / TOKENS).write_text('[" the", "\\ufffd", "s"]')
     assert read_tokens(tmp_path) == [b" the", "�".encode(), b"s"]

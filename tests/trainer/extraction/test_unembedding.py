@@ -1,4 +1,4 @@
-"""A final norm is told by what it does to rows, whatever it calls its parameters."""
+"""A final norm is recognised by its effect on rows, not by the names of its parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.extraction.unembedding import Ending, folded
 
 
 class Shifted(nn.Module):
-    """Gemma's norm: what it multiplies by is one more than its weight."""
+    """Gemma's norm, which multiplies by 1 plus its weight."""
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize("d", [8, 9])
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Shifted])
-def test_the_factors_of_a_norm_and_its_mean_are_folded_in(kind: type[nn.Module], d: int) -> None:
+def test_the_weight_and_the_mean_of_a_norm_are_folded_in(kind: type[nn.Module], d: int) -> None:
     torch.manual_seed(0)
     norm, w_u = kind(d), torch.randn(5, d)
     with torch.no_grad():
@@ -34,6 +34,6 @@ def test_the_factors_of_a_norm_and_its_mean_are_folded_in(kind: type[nn.Module],
     torch.testing.assert_close(directions @ folded(Ending(norm, w_u)), (moved * scale) @ w_u.T, rtol=1e-4, atol=1e-4)
 
 
-def test_without_a_norm_the_unembedding_is_left_as_it_is() -> None:
+def test_without_a_norm_the_unembedding_is_unchanged() -> None:
     w_u = torch.randn(5, 8)
     assert torch.equal(folded(Ending(None, w_u)), w_u.T)
