@@ -1,4 +1,4 @@
-"""What `bench` measures and shows; how fast anything is is not tested."""
+"""Tests of what `bench` measures and prints; speeds themselves are not tested."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job_file(make_job: MakeJob, tmp_path: Path) -> Path:
     return file
 
 
-def test_every_rank_takes_the_steps_of_a_real_one(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_rank_takes_the_same_steps_as_a_real_one(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(job_file), "--set", "launch.gpus=cpu:2", "--steps", "3", "--json"]) == EXIT_FINISHED
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["ranks"], report["steps"], report["tokens_per_step"]) == (2, 3, 2 * 128)
@@ -54,13 +54,13 @@ def test_every_rank_takes_the_steps_of_a_real_one(job_file: Path, capsys: pytest
 
 
 def event(name: str, start_us: int, end_us: int, thread: int = 1) -> FunctionEvent:
-    """Make an event of a profile: a mark of a phase, or an operation."""
+    """Make an event of a profile: a phase mark or an operation."""
     is_mark = name.startswith("sae:")
     return FunctionEvent(0, name, thread, start_us, end_us, is_user_annotation=is_mark, device_type=DeviceType.CPU)
 
 
 def kernel(number: int, started_us: int, took_us: int, thread: int = 1) -> list[FunctionEvent]:
-    """Make the events of a kernel: the driver's call that starts it, and itself, later on the GPU."""
+    """Make the events of a kernel: the driver's launch call, and the kernel itself, later on the GPU."""
     call = FunctionEvent(number, "cuLaunchKernelEx", thread, started_us, started_us + 5, device_type=DeviceType.CPU)
     begins = 10_000 + 1000 * number
     return [call, FunctionEvent(number, "_sum_bags", 0, begins, begins + took_us, device_type=DeviceType.CUDA)]
@@ -72,18 +72,18 @@ MARKS = [
 ]
 
 
-def test_on_a_cpu_phases_have_the_time_of_the_host_and_the_encoder_is_not_counted_twice() -> None:
+def test_on_a_cpu_phases_have_host_time_without_counting_the_encoder_twice() -> None:
     found = phases_ms([*MARKS, event("aten::mm", 1100, 1200)])
     assert list(found) == list(PHASES)
     assert list(found.values()) == pytest.approx([0.2, 0.8, 0.5, 0.1, 0.001, 0.399])
 
 
-def test_on_a_gpu_phases_have_the_time_of_the_kernels_that_any_thread_started_in_them() -> None:
+def test_on_a_gpu_phases_have_the_kernels_that_any_thread_launched_in_them() -> None:
     kernels = [
         *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
         *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
     ]
-    # A mark is on the GPU, too, from its first kernel to its last; operations are numbered by themselves.
+    # The GPU trace also has each mark, from its first kernel to its last; the ids of operations are separate.
     of_gpu = FunctionEvent(2, phases.FORWARD, 0, 11_000, 99_000, is_user_annotation=True, device_type=DeviceType.CUDA)
     operation = FunctionEvent(3, "aten::mm", 1, 1650, 1660, device_type=DeviceType.CPU)
     found = phases_ms([*MARKS, *kernels, of_gpu, operation])
@@ -91,45 +91,47 @@ def test_on_a_gpu_phases_have_the_time_of_the_kernels_that_any_thread_started_in
 
 
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
-def test_the_encoder_is_found_in_every_architecture(architecture: str, make_job: MakeJob, single: Parallel) -> None:
+def test_the_encoder_phase_is_found_in_each_architecture(
+    architecture: str, make_job: MakeJob, single: Parallel
+) -> None:
     job = make_job(sae={"architecture": architecture}, train={"batch_size": 64})
     figures = measure_steps(job, 16, None, 1, single)
     assert figures["phases_ms"]["forward_encode"] > 0
 
 
-def test_the_floor_is_the_product_or_the_traffic_of_all_saes(make_job: MakeJob, single: Parallel) -> None:
+def test_the_floor_is_the_matmul_time_or_the_memory_traffic_of_all_saes(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
     steps = RepeatedStep(job, 16, None, single)
     steps.take(1)
     figures = floor(steps, CPU, job)
     parameters = 2 * 16 * 64 + 64 + 16
-    # Weights, two moments: read and written; gradients: written and read; pre-activations likewise.
+    # Weights and two moments are read and written; gradients and pre-activations are each written and read.
     per_sae = 2 * 4 * 4 * parameters + 3 * 2 * 4 * 128 * 64
     assert figures["traffic_bytes"] == 2 * per_sae
     assert figures["traffic_ms"] == pytest.approx(1000 * figures["traffic_bytes"] / figures["bandwidth_bytes_per_s"])
     assert figures["floor_ms"] == max(figures["encoder_product_ms"], figures["traffic_ms"])
 
 
-def test_without_a_job_file_the_defaults_are_measured_on_a_common_width() -> None:
+def test_without_a_job_file_the_defaults_are_measured_at_a_common_width() -> None:
     job, (d_in, d_out, _) = bench_job(None, ["sae.k=7", "launch.gpus=cpu"])
     assert d_out is None
     assert (d_in, job.sae.width(d_in), job.train.batch_size) == (768, 6144, 4096)
     assert job.sae.knobs.k == 7
 
 
-def test_synthetic_data_has_the_width_it_is_asked_for() -> None:
+def test_synthetic_data_has_the_requested_width() -> None:
     job, shape = bench_job(None, ["data.source=synthetic", "data.d_in=48"])
     assert (shape.d_in, job.sae.width(48)) == (48, 384)
 
 
-def test_a_transcoder_is_measured_on_two_widths(make_job: MakeJob, single: Parallel) -> None:
+def test_a_transcoder_is_measured_with_two_widths(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"architecture": "batch_topk"})
     figures = measure_steps(job, 16, 24, 1, single)
     assert (figures["d_in"], figures["d_out"]) == (16, 24)
     assert "d_in 16, d_out 24, d_sae 64" in table(figures)
 
 
-def test_the_table_is_aligned_and_says_how_near_to_the_floor_the_step_is(make_job: MakeJob, single: Parallel) -> None:
+def test_the_table_is_aligned_and_compares_the_step_with_the_floor(make_job: MakeJob, single: Parallel) -> None:
     figures = measure_steps(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
     lines = table(figures).splitlines()
     assert "this step reaches 43% of it" in lines[-3]
@@ -147,7 +149,7 @@ def test_the_table_is_aligned_and_says_how_near_to_the_floor_the_step_is(make_jo
         (["sae.k=1000"], "sae.k: must be at most the number of latents, 64"),
     ],
 )
-def test_a_job_that_cannot_run_is_told_before_anything_is_measured(
+def test_an_invalid_job_is_refused_before_the_measurement(
     settings: list[str], start: str, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [part for setting in settings for part in ("--set", setting)]
@@ -155,12 +157,12 @@ def test_a_job_that_cannot_run_is_told_before_anything_is_measured(
     assert capsys.readouterr().err.startswith(start)
 
 
-def test_a_rank_that_fails_is_told_by_its_reason(make_job: MakeJob) -> None:
+def test_a_failed_rank_is_reported_with_its_reason(make_job: MakeJob) -> None:
     with pytest.raises(UserError, match=r"^launch\.gpus: PyTorch .* sees 0 GPUs, so rank 0 has none"):
         measure(make_job(), DataShape(16, None, 99), 1, world_size=1, gpu_uuids=("GPU-of-nobody",))
 
 
-def test_ranks_on_gpus_agree_on_kernels_before_they_are_measured(
+def test_ranks_on_gpus_agree_on_kernels_before_the_measurement(
     job_file: Path, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Times(msgspec.Struct):
@@ -168,7 +170,7 @@ def test_ranks_on_gpus_agree_on_kernels_before_they_are_measured(
 
     name, gpu = "trainer.saes.kernels.triton_sparse", torch.device("cuda", 0)
     spec = RankSpec(run_dir=tmp_path, output_dir=tmp_path, attempt=1, world_size=1, device="cuda")
-    # What a machine without a GPU cannot do.
+    # Replace the parts that need a GPU.
     monkeypatch.setattr(bench_rank, "rank_device", lambda *_: gpu)
     monkeypatch.setattr(bench_rank, "end_with_parent", lambda: None)
     monkeypatch.setattr(bench_rank, "arrange", lambda *_: (make_job(), None, Times()))

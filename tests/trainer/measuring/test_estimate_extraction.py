@@ -1,4 +1,4 @@
-"""What `estimate` tells of an extraction before its model is loaded."""
+"""Tests of `estimate` for an extraction, whose model is not loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_memory_adds_up_and_disk_time_and_rate_are_told(
+def test_memory_adds_up_and_disk_and_time_and_rate_are_reported(
     job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", str(job_file), "--json"]) == 0
@@ -47,12 +47,12 @@ def test_memory_adds_up_and_disk_time_and_rate_are_told(
     assert capsys.readouterr().out.splitlines()[-1].endswith(" by speeds measured here")
 
 
-def test_gpus_that_are_not_here_are_taken_for_usual_ones(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpus_are_assumed_to_be_typical_ones(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["estimate", str(job_file), "--set", "launch.gpus=auto:2"]
     assert main(arguments) == 0
     assert capsys.readouterr().out.startswith("per GPU, on 2:\n")
 
 
-def test_a_model_that_is_not_on_this_disk_is_named(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_on_disk_is_named(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(job_file), "--set", "model.path=someone/some-model"]) == 2
     assert capsys.readouterr().err.startswith("model.path: someone/some-model is not on this disk")

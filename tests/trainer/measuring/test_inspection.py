@@ -1,4 +1,4 @@
-"""What `inspect` says of stored activations, against numpy in float64 and data that is wrong in one way each."""
+"""Tests of `inspect` on stored activations, against numpy in float64 and on data with one fault each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sentences(facts: Inspection) -> list[str]:
     return [finding.sentence for finding in facts.findings]
 
 
-def test_the_figures_are_those_of_numpy_in_float64() -> None:
+def test_figures_match_numpy_in_float64() -> None:
     rows = load_file(SAMPLE / "acts-00000.safetensors")["activations"].numpy().astype(np.float64)
     facts = inspect_data(SAMPLE)
     spread = np.sqrt(rows.var(axis=0).sum())
@@ -61,9 +61,7 @@ def test_outliers_count_for_neither_mean_nor_spread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_few_rows_that_are_not_finite_are_a_warning_and_more_than_1_percent_an_error(
-    value: float, tmp_path: Path
-) -> None:
+def test_a_few_non_finite_rows_are_a_warning_and_over_1_percent_an_error(value: float, tmp_path: Path) -> None:
     rows = ordinary()
     for n_bad, severity in ((2, "warning"), (50, "error")):
         rows[:n_bad, 5] = value
@@ -73,7 +71,7 @@ def test_a_few_rows_that_are_not_finite_are_a_warning_and_more_than_1_percent_an
         assert main(["inspect", str(tmp_path / severity)]) == (severity == "error")
 
 
-def test_zero_rows_are_reported_as_padding_not_as_duplicates_and_outliers_are_still_found(tmp_path: Path) -> None:
+def test_zero_rows_are_reported_as_padding_and_not_as_duplicates(tmp_path: Path) -> None:
     rows = ordinary()
     rows[:1200] = 0
     rows[1300:1310] *= 100
@@ -84,7 +82,7 @@ def test_zero_rows_are_reported_as_padding_not_as_duplicates_and_outliers_are_st
     assert found.remedy == "set data.drop_zero_rows = true to leave them out"
 
 
-def test_few_dimensions_that_hold_most_of_the_variance_are_told(tmp_path: Path) -> None:
+def test_few_dimensions_with_most_of_the_variance_are_reported(tmp_path: Path) -> None:
     rows = ordinary()
     assert inspect_data(store(tmp_path / "a", rows)).heavy_dimensions == []
     rows[:, 17] *= 1000
@@ -108,13 +106,13 @@ def test_rows_too_large_or_too_small_for_fp32_are_an_error(factor: float, word: 
     assert inspect_data(store(tmp_path / "b", ordinary() * factor**0.9)).findings == []
 
 
-def test_norms_whose_squares_overflow_in_fp32_are_told_as_they_are(tmp_path: Path) -> None:
+def test_norms_whose_squares_overflow_in_fp32_are_reported_correctly(tmp_path: Path) -> None:
     facts = inspect_data(store(tmp_path / "a", ordinary() * 1e30))
     assert 1e30 < facts.median_norm < facts.largest_norm < 1e33
     assert facts.findings[0].sentence.endswith("too large for fp32")
 
 
-def test_values_of_fp16_that_are_too_small_for_their_digits_are_told(tmp_path: Path) -> None:
+def test_fp16_values_too_small_for_full_precision_are_reported(tmp_path: Path) -> None:
     facts = inspect_data(store(tmp_path / "a", (ordinary() * 1e-6).half()))
     (found,) = facts.findings
     assert found.severity == "warning"
@@ -123,7 +121,7 @@ def test_values_of_fp16_that_are_too_small_for_their_digits_are_told(tmp_path: P
     assert inspect_data(store(tmp_path / "b", (ordinary() * 1e-3).half())).findings == []
 
 
-def test_constant_dimensions_repeated_rows_and_a_far_mean_are_told(tmp_path: Path) -> None:
+def test_constant_dimensions_and_repeated_rows_and_a_far_mean_are_reported(tmp_path: Path) -> None:
     rows = ordinary() + 20
     rows[:, [1, 4]] = 7.0
     rows[100:200] = rows[:100]
@@ -135,22 +133,20 @@ def test_constant_dimensions_repeated_rows_and_a_far_mean_are_told(tmp_path: Pat
         assert part in found
 
 
-def test_rows_that_are_all_the_same_and_too_few_rows_are_told(tmp_path: Path) -> None:
+def test_identical_rows_and_too_few_rows_are_reported(tmp_path: Path) -> None:
     same = inspect_data(store(tmp_path / "a", torch.ones(2000, 32)))
     assert sentences(same) == ["all rows are the same"]
     assert "few for d_in 32" in sentences(inspect_data(store(tmp_path / "b", ordinary(100))))[0]
 
 
-def test_of_a_large_set_random_rows_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_rows_of_large_data_are_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SAMPLE_ROWS", 500)
     facts = inspect_data(store(tmp_path / "a", ordinary()))
     assert (facts.n_tokens, facts.n_looked_at) == (2000, 500)
     assert "500 of them looked at" in table(facts)
 
 
-def test_the_command_prints_json_and_refuses_what_is_no_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_json_and_refuses_invalid_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(SAMPLE), "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["n_tokens"] == 16384
     assert main(["inspect", str(tmp_path / "none")]) == 2

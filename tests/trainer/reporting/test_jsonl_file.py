@@ -28,7 +28,7 @@ def lines(folder: Path) -> list[ProgressLine | None]:
     return [decode(text) for text in (folder / "progress.jsonl").read_bytes().splitlines()]
 
 
-def test_what_is_handed_over_is_in_the_file_when_it_is_closed(tmp_path: Path) -> None:
+def test_reported_data_is_in_the_file_after_closing(tmp_path: Path) -> None:
     with reporting(tmp_path) as progress:
         progress.rows([Row("loss", 10, math.inf), Row("step_ms", 10, 3.0, rank=1)])
         progress.event("checkpoint", "saved")
@@ -42,7 +42,7 @@ def test_what_is_handed_over_is_in_the_file_when_it_is_closed(tmp_path: Path) ->
     assert (tmp_path / "progress.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_resumed_run_says_first_where_it_begins(tmp_path: Path) -> None:
+def test_a_resumed_run_writes_its_start_position_first(tmp_path: Path) -> None:
     at = Heartbeat("resuming", 5, 100, 200, 0.0)
     with reporting(tmp_path, rewind=at):
         pass
@@ -51,7 +51,7 @@ def test_a_resumed_run_says_first_where_it_begins(tmp_path: Path) -> None:
     assert lines(tmp_path) == [ProgressLine(rewind=at)]
 
 
-def test_what_a_missing_folder_does_not_take_comes_later(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_data_for_a_missing_folder_is_written_later(tmp_path: Path, eventually: Callable[..., None]) -> None:
     folder = tmp_path / "run"
     with reporting(folder) as progress:
         progress.rows([Row("loss", 1, 1.0)])
@@ -65,7 +65,7 @@ def test_what_a_missing_folder_does_not_take_comes_later(tmp_path: Path, eventua
     assert whole_lines[-1].heartbeat.dropped == 0
 
 
-def test_a_line_that_was_cut_is_ended_before_the_next_one(tmp_path: Path) -> None:
+def test_a_truncated_line_is_ended_before_the_next_one(tmp_path: Path) -> None:
     with reporting(tmp_path) as progress:
         (tmp_path / "progress.jsonl").write_bytes(b'{"rows":[["lo')
         progress._store._cut = True
@@ -76,7 +76,7 @@ def test_a_line_that_was_cut_is_ended_before_the_next_one(tmp_path: Path) -> Non
     assert whole.rows == (("loss", 2, 2.0, 0),)
 
 
-def test_a_file_asks_the_run_to_stop(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_a_stop_file_requests_a_stop(tmp_path: Path, eventually: Callable[..., None]) -> None:
     stop = threading.Event()
     with reporting(tmp_path, stop=stop):
         assert not stop.is_set()
@@ -84,7 +84,7 @@ def test_a_file_asks_the_run_to_stop(tmp_path: Path, eventually: Callable[..., N
         eventually(stop.is_set)
 
 
-def test_a_stop_file_that_is_written_again_is_another_request(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_a_stop_file_written_again_is_another_request(tmp_path: Path, eventually: Callable[..., None]) -> None:
     stop = threading.Event()
     with reporting(tmp_path, stop=stop) as progress:
         write_own(tmp_path / "stop", "")

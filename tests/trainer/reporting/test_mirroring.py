@@ -21,7 +21,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 class Toy(Mirror):
-    """Keeps what it gets; fails, or does not answer, where it is told to."""
+    """A mirror that keeps the data it gets, and that fails or hangs on request."""
 
     opened: list[Toy] = []
     fails_in, hangs = "", threading.Event()
@@ -90,7 +90,7 @@ def test_a_mirror_gets_all_rows_and_is_closed(make_job: MakeJob, tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", ["open", "log"])
-def test_a_mirror_that_fails_is_told_once_and_costs_no_row(
+def test_a_failing_mirror_is_reported_once_and_costs_no_rows(
     where: str, make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Toy, "fails_in", where)
@@ -101,7 +101,7 @@ def test_a_mirror_that_fails_is_told_once_and_costs_no_row(
     assert warnings == [("warning", f"toy is left out from here on: no way to {where}")]
 
 
-def test_a_mirror_that_does_not_end_is_left_and_told(
+def test_a_mirror_that_does_not_close_is_abandoned_and_reported(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Toy, "fails_in", "never ends")
@@ -112,13 +112,13 @@ def test_a_mirror_that_does_not_end_is_left_and_told(
     Toy.hangs.set()
 
 
-def test_a_run_that_measured_nothing_is_in_no_other_tool(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_run_without_measurements_is_not_mirrored(make_job: MakeJob, tmp_path: Path) -> None:
     with reporting(make_job(train={"mirror": "toy"}), tmp_path):
         pass
     assert not Toy.opened
 
 
-def test_a_folder_that_takes_no_id_costs_the_mirrors_and_nothing_else(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_folder_without_an_id_disables_only_the_mirrors(make_job: MakeJob, tmp_path: Path) -> None:
     (tmp_path / "mirror.id").mkdir()
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
         progress.rows([Row("loss", 1, 0.5)])
@@ -127,13 +127,13 @@ def test_a_folder_that_takes_no_id_costs_the_mirrors_and_nothing_else(make_job: 
     assert "the metrics are in no other tool" in message
 
 
-def test_without_a_mirror_nothing_is_between_a_run_and_its_store(make_job: MakeJob, tmp_path: Path) -> None:
+def test_without_a_mirror_a_run_reports_directly_to_its_store(make_job: MakeJob, tmp_path: Path) -> None:
     with reporting(make_job(), tmp_path) as progress:
         assert type(progress) is StoredProgress
     assert not (tmp_path / "mirror.id").exists()
 
 
-def test_saes_of_a_sweep_get_their_own_values_and_those_of_the_whole_run() -> None:
+def test_saes_of_a_sweep_get_their_own_values_and_those_of_the_run() -> None:
     rows = [
         Row("tokens_per_s", 1, 9.0),
         Row("step_ms", 1, 3.0, rank=0),
@@ -148,12 +148,12 @@ def test_saes_of_a_sweep_get_their_own_values_and_those_of_the_whole_run() -> No
 
 
 @pytest.mark.parametrize("mirror", ["tensorbord", ["toy", "x"], ["toy", "toy"], 5])
-def test_a_mirror_that_nobody_knows_is_refused_by_name(mirror: Any, make_job: MakeJob, tmp_path: Path) -> None:
+def test_an_unknown_mirror_is_refused_by_name(mirror: Any, make_job: MakeJob, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, JobFileError), match=r"train\.mirror.*must be \"tensorboard\""):
         make_job(train={"mirror": mirror})
 
 
-def test_a_mirror_that_is_not_installed_is_told_before_anything_runs(
+def test_a_mirror_that_is_not_installed_is_reported_before_the_run(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(MIRRORS, "toy", MirrorEntry("x:Y", "A toy.", "not_there_at_all"))

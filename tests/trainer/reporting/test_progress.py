@@ -29,7 +29,7 @@ def read(path: Path) -> SeriesReader:
     return SeriesReader(path)
 
 
-def test_what_is_handed_over_is_in_the_store_when_it_is_closed(tmp_path: Path) -> None:
+def test_reported_data_is_in_the_store_after_closing(tmp_path: Path) -> None:
     with reporting(tmp_path / "metrics.db") as progress:
         progress.rows([Row("loss", 10, 0.5), Row("step_ms", 10, 3.0, rank=1)])
         progress.event("checkpoint", "saved")
@@ -43,7 +43,7 @@ def test_what_is_handed_over_is_in_the_store_when_it_is_closed(tmp_path: Path) -
         assert (heartbeat.phase, heartbeat.step, heartbeat.total_steps, heartbeat.tokens) == ("training", 10, 100, 400)
 
 
-def test_a_heartbeat_is_the_time_of_the_last_step_and_not_of_the_writing(
+def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_write(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"
@@ -60,7 +60,7 @@ def test_a_heartbeat_is_the_time_of_the_last_step_and_not_of_the_writing(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit every wait for a lock to 50 ms."""
+    """Limit each wait for a lock to 50 ms."""
     monkeypatch.setattr("trainer.contract.store.database.BUSY_TIMEOUT_S", 0.05)
     monkeypatch.setattr("trainer.reporting.progress.RETRY_S", 0.05)
 
@@ -78,7 +78,7 @@ def events(path: Path) -> list[str]:
         return [event.message for event in reader.events() if event.kind == "store"]
 
 
-def test_what_is_handed_over_while_the_store_is_locked_is_written_afterwards(
+def test_data_reported_while_the_store_is_locked_is_written_later(
     tmp_path: Path, impatient: None, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"
@@ -100,7 +100,7 @@ def test_what_is_handed_over_while_the_store_is_locked_is_written_afterwards(
     assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked by another process", text)
 
 
-def test_while_rows_cannot_be_stored_steps_are_shown_by_a_file_that_is_touched(
+def test_while_rows_cannot_be_stored_each_step_touches_a_file(
     tmp_path: Path, impatient: None, eventually: Callable[..., None]
 ) -> None:
     path, sign = tmp_path / "metrics.db", tmp_path / "ranks.json"
@@ -116,12 +116,12 @@ def test_while_rows_cannot_be_stored_steps_are_shown_by_a_file_that_is_touched(
             eventually(lambda: progress._outage)
             tries = progress._outage.retry_at
             eventually(lambda: progress._outage.retry_at > tries)
-            assert sign.stat().st_mtime == 1  # it has made no step since
+            assert sign.stat().st_mtime == 1  # no step since then
             progress.beat("training", 3, 120)
             eventually(lambda: sign.stat().st_mtime > 1)
 
 
-def test_beyond_what_there_is_room_for_the_oldest_rows_are_lost_counted_and_told(
+def test_rows_beyond_the_capacity_are_dropped_from_the_oldest_and_counted(
     tmp_path: Path, impatient: None, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.reporting.progress.MOST_ROWS", 100)
@@ -142,9 +142,7 @@ def test_beyond_what_there_is_room_for_the_oldest_rows_are_lost_counted_and_told
     assert "150 rows were lost" in events(path)[0]
 
 
-def test_rows_wait_for_a_folder_that_is_missing(
-    tmp_path: Path, impatient: None, eventually: Callable[..., None]
-) -> None:
+def test_rows_wait_for_a_missing_folder(tmp_path: Path, impatient: None, eventually: Callable[..., None]) -> None:
     path = tmp_path / "run" / "metrics.db"
     with reporting(path) as progress:
         progress.rows([Row("loss", 1, 1.0)])
@@ -167,7 +165,9 @@ def replace(path: Path) -> None:
 
 
 def checkpoint(path: Path) -> None:
-    """Move a store from its log into its file: until then all of a small one is in the log, which is not harmed."""
+    """Move a store from its write-ahead log into its file. Before that, a small store is only in the log, which is not
+    damaged.
+    """
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -191,7 +191,7 @@ def cut_off(path: Path) -> None:
         (cut_off, "metrics.db was damaged and is kept as metrics.db.corrupt-1; ", "metrics.db.corrupt-1"),
     ],
 )
-def test_a_store_that_is_lost_while_it_is_written_is_made_anew_and_its_loss_told(
+def test_a_store_lost_during_a_run_is_recreated_and_the_loss_reported(
     spoil: Callable[[Path], None], told: str, kept: str | None, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"
@@ -199,7 +199,7 @@ def test_a_store_that_is_lost_while_it_is_written_is_made_anew_and_its_loss_told
         progress.beat("training", 7, 280)
         progress.rows([Row("loss", 7, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
-        # The app has the store open meanwhile.
+        # The app has the store open at the same time.
         with contextlib.closing(read(path)) as reader:
             assert reader.latest() == {"loss": 1.0}
             spoil(path)
@@ -229,7 +229,7 @@ def control(tmp_path: Path) -> Iterator[Control]:
         yield control
 
 
-def test_a_stop_request_sets_the_flag_and_a_request_to_another_job_does_not(
+def test_a_stop_request_sets_the_flag_and_one_for_another_job_does_not(
     tmp_path: Path, control: Control, eventually: Callable[..., None]
 ) -> None:
     job = Job(name="a", config="", user="u", host="h", device="cpu", gpu_source="none")
@@ -242,7 +242,7 @@ def test_a_stop_request_sets_the_flag_and_a_request_to_another_job_does_not(
         assert not requests.wanted().stop
         control.request(mine, "stop")
         eventually(stop.is_set, 5)
-        # What was asked for once sets it once; another request sets it again.
+        # A request sets the flag once; another request sets it again.
         stop.clear()
         progress.settle()
         assert not stop.is_set()
@@ -250,13 +250,13 @@ def test_a_stop_request_sets_the_flag_and_a_request_to_another_job_does_not(
         eventually(stop.is_set, 5)
 
 
-def test_a_control_store_that_cannot_be_read_asks_for_nothing(tmp_path: Path, control: Control) -> None:
+def test_an_unreadable_control_store_makes_no_request(tmp_path: Path, control: Control) -> None:
     requests = Requests(tmp_path / "later.db", 1)
     assert not requests.wanted().stop
     assert not (tmp_path / "later.db").exists()
 
 
-def test_what_was_handed_over_before_a_save_is_stored_when_it_begins(tmp_path: Path, monkeypatch) -> None:
+def test_data_reported_before_a_save_is_stored_when_the_save_begins(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("trainer.reporting.progress.FLUSH_S", 60.0)
     with reporting(tmp_path / "metrics.db") as progress:
         for step in range(1, 4):

@@ -14,18 +14,18 @@ from trainer.self_test.products import TOLERANCE
 products, choices = partial(product_errors, 40, 12, CPU), partial(right_choices, 20, 64, CPU)
 
 
-def test_the_last_rows_begin_where_32_bits_end_and_a_cpu_is_not_asked() -> None:
+def test_the_last_rows_lie_beyond_32_bit_offsets_and_a_cpu_is_not_checked() -> None:
     for n_rows, width in (WEIGHTS, PRE_ACTS):
         assert (n_rows - N_LAST) * width >= 2**31
     assert not list(check_long_offsets(CPU))
 
 
-def test_products_and_choices_at_the_end_are_right_on_a_cpu() -> None:
+def test_products_and_selections_at_the_end_are_correct_on_a_cpu() -> None:
     assert max(products().values()) < TOLERANCE
     assert all(choices().values())
 
 
-def test_a_product_that_reads_or_writes_at_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_at_a_wrong_offset_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     decode, both_products = sparse.decode, sparse.both_products
 
     def write_elsewhere_too(*given: Any) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def test_a_product_that_reads_or_writes_at_another_place_is_seen(monkeypatch: py
     assert min(products().values()) > TOLERANCE
 
 
-def test_a_choice_at_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selection_at_a_wrong_offset_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     of_each, of_all = top_k.of_each, top_k.of_all
     monkeypatch.setattr(top_k, "of_each", lambda values, k: of_each(values.flip(0), k))
     monkeypatch.setattr(top_k, "of_all", lambda values, n: of_all(values, n) - 1)

@@ -22,19 +22,19 @@ def wrong(checks: Iterator[Check]) -> list[Check]:
     return [check for check in checks if not check.ok]
 
 
-def test_products_and_selections_of_a_cpu_are_right() -> None:
+def test_matmuls_and_selections_on_a_cpu_are_correct() -> None:
     assert not wrong(check_products(CPU))
     assert not wrong(check_selections(CPU))
 
 
-def test_a_product_that_is_slightly_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slightly_wrong_product_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sparse.bag_sums
     monkeypatch.setattr(sparse, "bag_sums", lambda *args, **named: right(*args, **named) * 1.0001)
     names = {check.name.partition(":")[0] for check in wrong(check_products(CPU))}
     assert names == {"decoding", "gradient of weights", "both gradients"}
 
 
-def test_batches_and_log_intervals_of_a_cpu_are_right_and_a_row_that_is_off_is_seen(
+def test_batches_and_log_intervals_are_correct_and_a_wrong_row_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not wrong(check_feeding(CPU))
@@ -44,7 +44,7 @@ def test_batches_and_log_intervals_of_a_cpu_are_right_and_a_row_that_is_off_is_s
     assert check.found == {"differing": [0]}
 
 
-def test_state_that_a_checkpoint_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_missing_from_a_checkpoint_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = ShardedState.tensors
 
     def without_moments(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +58,7 @@ def test_state_that_a_checkpoint_forgets_is_seen(monkeypatch: pytest.MonkeyPatch
     assert "sae.W_dec" in check.found["differing"]
 
 
-def test_a_curve_that_strays_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverging_curve_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.self_test.learning.ARCHITECTURES", ("topk",))
     fvus = iter([0.5, 0.2, 0.5, 0.22])
     monkeypatch.setattr("trainer.self_test.learning._fvu", lambda *_: next(fvus))
@@ -66,7 +66,7 @@ def test_a_curve_that_strays_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not check.ok
 
 
-def test_a_part_that_raises_is_a_check_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_check_counts_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def check_selections(device: torch.device) -> Iterator[Check]:
         raise RuntimeError("an illegal memory access\nwas encountered")
 
@@ -76,7 +76,7 @@ def test_a_part_that_raises_is_a_check_that_is_wrong(monkeypatch: pytest.MonkeyP
     assert check.found == {"error": "RuntimeError: an illegal memory access"}
 
 
-def test_without_a_gpu_the_command_says_so() -> None:
+def test_without_a_gpu_the_command_reports_it() -> None:
     done = subprocess.run([sys.executable, "-m", "trainer", "self-test"], capture_output=True, text=True)
     if done.returncode == 0:
         pytest.skip("there is a GPU")
@@ -84,7 +84,7 @@ def test_without_a_gpu_the_command_says_so() -> None:
     assert done.stderr == "--gpus: there is no GPU here; cpu checks this machine's CPU\n"
 
 
-def test_the_result_counts_the_checks_and_names_those_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_counts_the_checks_and_names_the_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = Check("products", "a", True, {}), Check("products", "b", False, {"off": 0.1})
     monkeypatch.setattr(run, "SHORT", (lambda device: iter(checks),))
     found = run.run({}, full=False, tell=lambda check: None)

@@ -1,4 +1,4 @@
-"""Files of other tools that are damaged, or hold something else, are read or refused in one sentence."""
+"""Files of other tools that are damaged or have other content are read, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool,
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write an SAE of each kind in its format, and rows to import it on."""
+    """Write an SAE of each kind in its format, and rows to import it with."""
     root = tmp_path_factory.mktemp("damaged")
     (root / "acts").mkdir()
     save_file({"activations": torch.randn(200, D_IN)}, root / "acts" / "a.safetensors")
@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_or_refused(folder: Path, world: Path) -> None:
-    """Read an SAE, run it and import it; fail unless that goes well or ends in one sentence for people."""
+    """Read an SAE, run it and import it; fail unless this works or ends in a one-sentence error."""
     for use in (_run, lambda folder: _import(folder, world)):
         try:
             sae = use(folder)
@@ -77,7 +77,7 @@ def _run(folder: Path) -> Shared:
 
 
 def _import(folder: Path, world: Path) -> Shared:
-    """Return the SAE as the run has exported it."""
+    """Return the SAE that the run has exported."""
     sets = [f"data.target_path={world / 'acts'}"] if "transcode" in (folder / "kind").read_text() else []
     import_sae(folder, folder / "run", str(world / "acts"), sets)
     output = folder / "run" / "sae"
@@ -117,7 +117,7 @@ def write_weights(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("which", range(len(SAES)))
-def test_what_is_not_damaged_is_read_run_and_imported(world: Path, tmp_path: Path, which: int) -> None:
+def test_undamaged_files_are_read_and_run_and_imported(world: Path, tmp_path: Path, which: int) -> None:
     folder = Path(shutil.copytree(world / str(which), tmp_path / "sae"))
     (folder / "kind").write_text("transcoder" if SAES[which][2] else "sae")
     _run(folder)
@@ -132,7 +132,7 @@ WHICH = st.integers(0, len(SAES) - 1)
 
 @ANY
 @given(which=WHICH, place=st.integers(0, 30), value=st.one_of(st.just(...), VALUES))
-def test_any_value_of_the_settings_or_none(damaged: Any, which: int, place: int, value: Any) -> None:
+def test_any_value_of_a_setting_is_read_or_refused(damaged: Any, which: int, place: int, value: Any) -> None:
     def damage(folder: Path) -> None:
         config = json.loads(config_of(folder).read_text())
         places = [(table, key) for table in (config, *_tables(config)) for key in table]
@@ -149,7 +149,7 @@ def _tables(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 @ANY
 @given(which=WHICH, value=VALUES)
-def test_settings_that_are_something_else(damaged: Any, which: int, value: Any) -> None:
+def test_settings_of_another_type_are_read_or_refused(damaged: Any, which: int, value: Any) -> None:
     damaged(which, lambda folder: config_of(folder).write_text(json.dumps(value)))
 
 
@@ -161,14 +161,14 @@ def test_settings_that_are_something_else(damaged: Any, which: int, value: Any) 
     byte=st.integers(0, 255),
     cut=st.one_of(st.none(), st.integers(0, 10**6)),
 )
-def test_damaged_bytes(
+def test_damaged_bytes_are_read_or_refused(
     damaged: Any, which: int, of_weights: bool, places: list[int], byte: int, cut: int | None
 ) -> None:
     def damage(folder: Path) -> None:
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
         for place in places:
-            # Most of a file are numbers; its head and its end say what they are.
+            # Most bytes of a file are numbers; its head and its tail describe them.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])
 
@@ -182,7 +182,9 @@ def test_damaged_bytes(
     field=st.sampled_from(["dtype", "shape", "data_offsets", ""]),
     value=VALUES,
 )
-def test_any_value_of_a_safetensors_header(damaged: Any, which: int, place: int, field: str, value: Any) -> None:
+def test_any_value_in_a_safetensors_header_is_read_or_refused(
+    damaged: Any, which: int, place: int, field: str, value: Any
+) -> None:
     def damage(folder: Path) -> None:
         file = weights_of(folder)
         content = file.read_bytes()
@@ -209,7 +211,7 @@ def test_any_value_of_a_safetensors_header(damaged: Any, which: int, place: int,
         st.sampled_from(DTYPES),
     ),
 )
-def test_tensors_of_another_kind(damaged: Any, which: int, place: int, change: Any) -> None:
+def test_tensors_of_another_kind_are_read_or_refused(damaged: Any, which: int, place: int, change: Any) -> None:
     def damage(folder: Path) -> None:
         tensors = read_weights(weights_of(folder))
         name = sorted(tensors)[place % len(tensors)]
@@ -240,7 +242,7 @@ def _changed(tensor: Tensor, name: str, change: Any) -> dict[str, Tensor]:
 
 @ANY
 @given(value=st.sampled_from([None, 1, "text", [1], {"a": 1}, {1: 2}, {"encoder.weight": None}]))
-def test_a_pickle_of_anything_else(damaged: Any, value: Any) -> None:
+def test_a_pickle_of_another_object_is_read_or_refused(damaged: Any, value: Any) -> None:
     content = io.BytesIO()
     torch.save(value, content)
     damaged(6, lambda folder: (folder / "ae.pt").write_bytes(content.getvalue()))

@@ -36,7 +36,7 @@ def write(of: Firings, folder: Path) -> list[str]:
 
 
 def dense(folder: Path) -> Tensor:
-    """Read a cache as delphi's loader does: latents of a file count from the first one in its name."""
+    """Read a cache like delphi's loader: latents in a file count from the first one in its name."""
     acts = torch.zeros(5, 64, D_SAE)
     for file in folder.glob("*.safetensors"):
         split = load_file(file)
@@ -46,7 +46,7 @@ def dense(folder: Path) -> Tensor:
     return acts
 
 
-def test_every_activation_is_in_the_file_of_its_latent_and_every_file_has_the_tokens(tmp_path: Path) -> None:
+def test_each_activation_is_in_its_latent_s_file_and_each_file_has_all_tokens(tmp_path: Path) -> None:
     of = firings()
     notes = write(of, tmp_path / "sae")
     expected = torch.zeros(5, 64, D_SAE)
@@ -64,14 +64,14 @@ def test_every_activation_is_in_the_file_of_its_latent_and_every_file_has_the_to
     assert "the SAE itself is left out" in notes[0]
 
 
-def test_no_file_is_without_an_activation_where_most_latents_are_dead(tmp_path: Path) -> None:
+def test_no_file_is_without_activations_if_most_latents_are_dead(tmp_path: Path) -> None:
     write(firings(d_sae=40), tmp_path)
     files = list(tmp_path.glob("*.safetensors"))
     assert all(len(load_file(file)["activations"]) for file in files)
     assert {int(file.stem.split("_")[1]) for file in files} >= {D_SAE - 1}
 
 
-def test_a_second_cache_leaves_no_file_of_the_first(tmp_path: Path) -> None:
+def test_a_second_cache_replaces_all_files_of_the_first(tmp_path: Path) -> None:
     write(firings(), tmp_path)
     write(firings(d_sae=10), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {f"0_{D_SAE - 1}.safetensors", "config.json"}
@@ -83,7 +83,7 @@ def test_activations_beyond_half_precision_stay_finite(tmp_path: Path) -> None:
     assert float(dense(tmp_path).max()) == float(of.activations.max())
 
 
-def test_what_it_cannot_tell_is_refused(tmp_path: Path) -> None:
+def test_data_without_tokens_or_activations_is_refused(tmp_path: Path) -> None:
     shared = shared_form(made(), ORIGIN)
     assert "does not tell its tokens; that of `sae-train extract` does" in str(Delphi().refusal(shared))
     none = Firings(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0))
@@ -92,8 +92,8 @@ def test_what_it_cannot_tell_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "sae").exists()
 
 
-def test_delphi_reads_what_every_latent_fires_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What it loads and reading a cache does not need.
+def test_delphi_reads_the_activations_of_every_latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # delphi imports these packages, but does not need them to read a cache.
     peer(monkeypatch, "json", "faiss", "blobfile", "orjson", "sentence_transformers")
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)
     loader = peer(monkeypatch, "delphi.latents.loader")

@@ -1,6 +1,6 @@
-"""Each format is read by the tool that it is for, which computes what the SAE does.
+"""Tests that the tool for each format computes the same as the exported SAE.
 
-`make model` fetches the tools; those that are not here are skipped.
+`make model` fetches the tools; tests for missing tools are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ORIGIN = {
 
 
 class Computed(NamedTuple):
-    """What an SAE makes of x: activations [n_tokens, d_sae] and reconstructions, both for raw data."""
+    """The results of an SAE for x: activations [n_tokens, d_sae] and reconstructions, both for raw data."""
 
     x: Tensor
     acts: Tensor
@@ -48,7 +48,7 @@ def form_of(name: str) -> Format:
 def written(
     name: str, kind: str, folder: Path, d_out: int | None = None, *, skip: bool = False
 ) -> tuple[Sae, Computed, list[str]]:
-    """Write an SAE of this kind in a format; return it, what it computes in the trainer, and what was left out."""
+    """Write an SAE of this kind in a format; return it, its results in the trainer, and the notes of the export."""
     sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE, skip=skip)
     x = torch.randn(300, 32) * 3
     put_bar_into_a_gap(sae, x * SCALE)
@@ -76,7 +76,7 @@ LOADED_AS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_dictionary_learning_computes_what_the_trainer_does(
+def test_dictionary_learning_computes_the_same_as_the_trainer(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = peer(monkeypatch, "dictionary_learning.utils", "nnsight").load_dictionary
@@ -90,7 +90,7 @@ def test_dictionary_learning_computes_what_the_trainer_does(
 
 @pytest.mark.parametrize(("d_out", "skip"), [(None, False), (32, False), (32, True)], ids=["sae", "plain", "skip"])
 @torch.no_grad()
-def test_sparsify_computes_what_the_trainer_does(
+def test_sparsify_computes_the_same_as_the_trainer(
     d_out: int | None, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sparsify = peer(monkeypatch, "sparsify.sparse_coder")
@@ -99,7 +99,7 @@ def test_sparsify_computes_what_the_trainer_does(
     assert (coder.cfg.transcode, coder.cfg.skip_connection) == (d_out is not None, skip)
     top = coder.encode(expected.x)
     acts = torch.zeros_like(expected.acts).scatter(1, top.top_indices, top.top_acts)
-    # Its decoder has a kernel for GPUs only where Triton is installed.
+    # sparsify's decoder uses a GPU-only kernel if Triton is installed.
     monkeypatch.setattr(sparsify, "decoder_impl", lambda places, values, rows: acts @ rows.mT)
     assert_computes(acts, coder(expected.x).sae_out, expected)
 
@@ -107,7 +107,7 @@ def test_sparsify_computes_what_the_trainer_does(
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", [*TRANSCODERS, "topk"])
 @torch.no_grad()
-def test_circuit_tracer_computes_what_the_transcoder_does(
+def test_circuit_tracer_computes_the_same_as_the_transcoder(
     kind: str, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
@@ -136,13 +136,13 @@ def test_circuit_tracer_computes_what_the_transcoder_does(
 
 
 def k_largest(pre_acts: Tensor) -> Tensor:
-    """Keep the 8 largest pre-activations of each row, as the TopK of circuit-tracer 0.5.0, which the fork lacks."""
+    """Keep the 8 largest pre-activations of each row, like the TopK of circuit-tracer 0.5.0, which the fork lacks."""
     largest = pre_acts.topk(8)
     return torch.zeros_like(pre_acts).scatter(-1, largest.indices, largest.values)
 
 
 @pytest.mark.parametrize("k", ["", "k: 0\n", "k: many\n", "k: 99999999999\n"])
-def test_topk_of_circuit_tracer_without_its_k_is_one_sentence(k: str, tmp_path: Path) -> None:
+def test_a_circuit_tracer_topk_without_its_k_is_one_sentence(k: str, tmp_path: Path) -> None:
     written("circuit-tracer", "topk", tmp_path, d_out=32)
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace("k: 8\n", k))
@@ -162,14 +162,16 @@ def test_topk_of_circuit_tracer_without_its_k_is_one_sentence(k: str, tmp_path: 
         ("circuit-tracer", "standard", 20, "circuit-tracer knows one width only, and this maps 32 dimensions to 20"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(name: str, kind: str, d_out: int | None, reason: str) -> None:
+def test_a_format_that_would_compute_something_else_is_refused(
+    name: str, kind: str, d_out: int | None, reason: str
+) -> None:
     for skip in (False, True) if d_out else (False,):
         refusal = form_of(name).refusal(shared_form(made(kind, d_out, skip=skip), {}))
         assert refusal is not None
         assert refusal.startswith(reason)
 
 
-def test_metadata_that_sparsify_does_not_know_is_kept_beside_its_settings(tmp_path: Path) -> None:
+def test_metadata_unknown_to_sparsify_is_kept_next_to_its_settings(tmp_path: Path) -> None:
     _, _, notes = written("sparsify", "topk", tmp_path / "sae")
     assert notes == []
     assert form_of("sparsify").read(tmp_path / "sae").metadata == ORIGIN | {
@@ -177,7 +179,7 @@ def test_metadata_that_sparsify_does_not_know_is_kept_beside_its_settings(tmp_pa
     }  # fmt: skip
 
 
-def test_a_layer_is_never_a_path(tmp_path: Path) -> None:
+def test_a_layer_is_never_used_as_a_path(tmp_path: Path) -> None:
     shared = shared_form(made("standard", 32), {"hook_layer": "../x"})
     (note,) = form_of("circuit-tracer").write(shared, tmp_path / "set")
     assert note == "the data does not tell its layer: rename layer_0.safetensors after it"
@@ -185,7 +187,7 @@ def test_a_layer_is_never_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_holds_nothing_but_tensors_and_no_more_than_these(kind: str, tmp_path: Path) -> None:
+def test_a_state_dict_has_tensors_only_and_no_extra_bytes(kind: str, tmp_path: Path) -> None:
     sae, _, _ = written("dictionary_learning", kind, tmp_path / "sae")
     tensors = torch.load(tmp_path / "sae" / "ae.pt", weights_only=True)
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
@@ -194,7 +196,7 @@ def test_a_state_dict_holds_nothing_but_tensors_and_no_more_than_these(kind: str
 
 
 def with_features(folder: Path, **moved: Any) -> Shared:
-    """Return an SAE of two latents, of which it is stored what they fire on."""
+    """Return an SAE of two latents with a stored features file."""
     (folder / "features.safetensors").write_bytes(features_file(**moved))
     sae = TopK(3, 2, None, k=1, k_aux=None, auxk_alpha=0.0).eval()
     torch.nn.init.normal_(sae.W_dec)
@@ -226,9 +228,7 @@ def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pyt
     assert "pos_str" not in first
 
 
-def test_neuronpedia_shows_the_tokens_that_a_latent_promotes_where_they_are_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neuronpedia_shows_stored_promoted_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = with_features(tmp_path, **MOVED)
     assert form_of("neuronpedia").write(shared, tmp_path / "out") == []
     batch = json.loads((tmp_path / "out" / "batch-0.json").read_text())
@@ -242,7 +242,7 @@ def test_neuronpedia_shows_the_tokens_that_a_latent_promotes_where_they_are_stor
     assert [{name: one[name] for name in names} for one in theirs.to_dict()["features"]] == moved
 
 
-def test_neuronpedia_has_characters_that_are_spread_over_tokens_as_one(tmp_path: Path) -> None:
+def test_neuronpedia_merges_characters_that_span_tokens(tmp_path: Path) -> None:
     shared = with_features(tmp_path)
     (tmp_path / "features.safetensors").write_bytes(features_file(SPREAD))
     form_of("neuronpedia").write(shared, tmp_path / "out")
@@ -252,7 +252,7 @@ def test_neuronpedia_has_characters_that_are_spread_over_tokens_as_one(tmp_path:
     assert strongest["qualifying_token_index"] == 0
 
 
-def test_neuronpedia_is_refused_where_nothing_of_the_sae_is_stored(tmp_path: Path) -> None:
+def test_neuronpedia_is_refused_without_stored_features_of_the_sae(tmp_path: Path) -> None:
     shared = with_features(tmp_path)
     for other, reason in (
         (shared._replace(features=None), "has stored none of it here"),

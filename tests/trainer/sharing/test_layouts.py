@@ -46,7 +46,7 @@ def given_by(flags: tuple[str, ...]) -> Given:
 
 
 def written(layout: Layout, folder: Path) -> tuple[Reference, Shared]:
-    """Write an SAE and read it as an import does."""
+    """Write an SAE and read it like an import."""
     reference = layout.write(folder)
     found = find(folder / layout.place)
     assert found.form == layout.form
@@ -64,7 +64,7 @@ def assert_computes(sae: Shared, reference: Reference, x: Tensor) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
-def test_an_sae_read_from_a_layout_computes_what_its_tool_computes(name: str, tmp_path: Path) -> None:
+def test_an_sae_read_from_a_layout_computes_the_same_as_in_its_tool(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     for seed in range(3):
         torch.manual_seed(seed)
@@ -133,12 +133,12 @@ def test_another_tool_computes_the_same_from_the_same_files(
 
 
 GEMMA_SCOPE = ("1: res", "1: transcoder", "2: transcoder with a skip")
-# The facts that circuit-tracer's settings of a set can hold.
+# The facts that circuit-tracer's settings of a set can store.
 OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_origin_survives_every_format_that_can_hold_the_sae(name: str, tmp_path: Path) -> None:
+def test_the_origin_survives_each_format_that_can_store_the_sae(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     _, sae = written(layout, tmp_path / "theirs")
     forms = [form for form in READ_FORMATS if catalog.FORMATS[form].is_written]
@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_an_import_says_that_first_gemma_scope_transcoders_read_rows_without_a_gain(tmp_path: Path) -> None:
+def test_an_import_notes_that_gemma_scope_1_transcoders_use_rows_without_gain(tmp_path: Path) -> None:
     notes = {name: written(LAYOUTS[f"gemma-scope {name}"], tmp_path / name)[1].notes for name in GEMMA_SCOPE}
     assert notes == {"1: res": (), "1: transcoder": (ANY,), "2: transcoder with a skip": ()}
     assert "divide rows of mlp_in by 1 + the weight of pre_feedforward_layernorm" in notes["1: transcoder"][0]
@@ -259,7 +259,7 @@ def test_an_unknown_setting_is_ignored_if_the_user_sets_it_to_null(tmp_path: Pat
     assert found.reader.read(found.place, Given({"encoder_bias_rotation": None})).form == "standard"
 
 
-def test_the_error_for_a_git_lfs_pointer_says_so(tmp_path: Path) -> None:
+def test_the_error_for_a_git_lfs_pointer_names_it(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 135\n"
     for file in ("cfg.json", "sae_weights.safetensors"):
         folder = tmp_path / file
@@ -327,7 +327,7 @@ def test_the_error_counts_all_saes_below_a_folder_and_names_the_first(tmp_path: 
         find(tmp_path)
 
 
-def test_the_error_for_a_folder_without_an_sae_lists_what_was_searched_and_found(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_an_sae_lists_searched_and_found_files(tmp_path: Path) -> None:
     put(tmp_path / "config.json", {"model_type": "gpt2"})
     (tmp_path / "model\x1b.bin").write_bytes(b"")
     with pytest.raises(UserError) as refused:
@@ -342,7 +342,7 @@ def test_the_error_for_a_folder_without_an_sae_lists_what_was_searched_and_found
         find(tmp_path, "sparsify")
 
 
-def test_a_value_of_config_is_read_as_json_or_else_as_a_string() -> None:
+def test_a_config_value_is_read_as_json_or_else_as_a_string() -> None:
     words = ["a=3", "b.c=true", "d=null", "e=AutoEncoder", "f=x=y"]
     assert parsed_config(words) == {"a": 3, "b.c": True, "d": None, "e": "AutoEncoder", "f": "x=y"}
     for bad in ("a", "=3", "a..b=3"):

@@ -42,9 +42,9 @@ def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
 @pytest.mark.parametrize("scale", [1.0, 0.2, 5.0])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_saelens_reconstructs_raw_data_as_the_trainer_does(kind: str, scale: float, tmp_path: Path) -> None:
+def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float, tmp_path: Path) -> None:
     sae = made(kind, x_scale=scale, y_scale=scale)
-    # Raw data of size 1 to 10, so that what the trainer sees is up to five times smaller or larger.
+    # Raw data of size 1 to 10, so that the trainer's inputs are up to five times smaller or larger.
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * scale)
     loaded = round_trip(sae, tmp_path / "sae")
@@ -59,7 +59,7 @@ def test_saelens_reconstructs_raw_data_as_the_trainer_does(kind: str, scale: flo
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
 @torch.no_grad()
-def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, skip: bool, tmp_path: Path) -> None:
+def test_saelens_maps_raw_inputs_to_raw_targets_like_a_transcoder(kind: str, skip: bool, tmp_path: Path) -> None:
     sae = made(kind, d_out=20, x_scale=0.4, y_scale=2.5, skip=skip)
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * 0.4)
@@ -73,7 +73,7 @@ def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, 
     assert torch.equal(loaded.encode(x) > 0, output.acts.dense() > 0)
 
 
-def test_what_is_known_of_the_training_is_in_saelens_metadata(tmp_path: Path) -> None:
+def test_training_facts_are_in_saelens_metadata(tmp_path: Path) -> None:
     metadata = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
     loaded = round_trip(made("batch_topk"), tmp_path / "sae", **metadata)
     assert {name: loaded.cfg.metadata[name] for name in metadata} == metadata
@@ -89,7 +89,7 @@ def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> N
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_in_a_folder_that_a_group_shares_it_is_the_groups(tmp_path: Path) -> None:
+def test_in_a_shared_folder_an_sae_has_the_permissions_of_the_group(tmp_path: Path) -> None:
     tmp_path.chmod(0o2770)
     for _ in range(2):
         export_sae(made(), tmp_path / "7", {})
@@ -97,14 +97,14 @@ def test_in_a_folder_that_a_group_shares_it_is_the_groups(tmp_path: Path) -> Non
         assert stat.S_IMODE((tmp_path / "7").stat().st_mode) == 0o2770
 
 
-def test_an_sae_of_an_earlier_attempt_is_replaced_whole(tmp_path: Path) -> None:
+def test_an_sae_of_an_earlier_attempt_is_replaced_completely(tmp_path: Path) -> None:
     for tokens in (1, 2):
         export_sae(made(), tmp_path / "sae", {"training_tokens": tokens})
     assert json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["sae"]
 
 
-def test_what_somebody_keeps_beside_an_sae_stays_as_it_is(tmp_path: Path) -> None:
+def test_user_files_next_to_an_sae_are_kept_unchanged(tmp_path: Path) -> None:
     folder = tmp_path / "saes" / "7"
     export_sae(made(), folder, {"training_tokens": 1})
     (folder / "plots").mkdir()
@@ -126,14 +126,14 @@ def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "sae").symlink_to(precious)
     with pytest.raises(UserError, match="sae is a link, which is not followed; remove it"):
         export_sae(made(), tmp_path / "sae", {})
-    # A file that is a link is replaced, and not what it leads to.
+    # A file that is a link is replaced, and its target is kept.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cfg.json").symlink_to(precious / "cfg.json")
     export_sae(made(), tmp_path / "other", {})
     assert [(entry.name, entry.read_text()) for entry in precious.iterdir()] == [("cfg.json", "mine")]
 
 
-def test_an_export_killed_at_any_moment_leaves_a_whole_sae_and_what_is_beside_it(tmp_path: Path) -> None:
+def test_an_export_killed_at_any_moment_leaves_a_complete_sae_and_user_files(tmp_path: Path) -> None:
     n_killed = in_loaded_process(kill_exports, tmp_path)
     assert n_killed > 5
     token_counts = set()
@@ -142,13 +142,13 @@ def test_an_export_killed_at_any_moment_leaves_a_whole_sae_and_what_is_beside_it
         assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json"}
         assert load_file(folder / "sae_weights.safetensors")["W_enc"].shape == (32, 128)
         token_counts.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
-        # The next one leaves no trace of what was cut off.
+        # The next export removes the remains of the killed one.
         export_sae(made(), folder, {"training_tokens": 3})
         assert not list(tmp_path.glob(f".{moment}.*"))
     assert token_counts == {1, 2}
 
 
-def test_where_the_activations_are_from_gets_saelens_names() -> None:
+def test_the_origin_of_activations_uses_saelens_names() -> None:
     meta = {"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 5}
     assert origin(meta) == {"model_name": "gpt2", "hook_name": "blocks.6"}
     assert origin({}) == {}
@@ -159,7 +159,7 @@ def test_where_the_activations_are_from_gets_saelens_names() -> None:
     }  # fmt: skip
 
 
-def test_saelens_is_told_how_to_load_a_model_whose_hook_transformer_lens_has(tmp_path: Path) -> None:
+def test_saelens_metadata_describes_how_to_load_a_model_with_its_hooks(tmp_path: Path) -> None:
     facts = origin({"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post"})
     for also in ({}, {"module": "transformer.h.6"}):
         metadata = round_trip(made(), tmp_path / "sae", **facts, **also).cfg.metadata
@@ -167,7 +167,7 @@ def test_saelens_is_told_how_to_load_a_model_whose_hook_transformer_lens_has(tmp
         assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")
 
 
-def test_models_that_are_left_to_transformer_lens_are_among_its_own() -> None:
+def test_models_left_to_transformer_lens_are_among_its_own() -> None:
     loading = pytest.importorskip("transformer_lens.loading_from_pretrained")
     for name in TRANSFORMER_LENS_MODELS:
         assert loading.get_official_model_name(name).lower() == name.lower()
@@ -209,7 +209,7 @@ def test_saelens_reads_the_rows_that_an_sae_was_trained_on(family: str, tmp_path
             torch.testing.assert_close(cache[facts.hook_name_out].flatten(0, 1), ours[1], rtol=1e-4, atol=1e-4)
 
 
-def test_what_saelens_is_told_in_place_of_a_hook_is_taken_back_when_it_is_read_again(tmp_path: Path) -> None:
+def test_the_hook_name_for_saelens_is_restored_when_read_again(tmp_path: Path) -> None:
     facts = {
         "model_name": "/models/tiny/tiny.gguf", "hook_name": "blocks.1.mlp.hook_in", "hook_layer": 1,
         "hook_name_out": "blocks.1.hook_mlp_out", "module": "model.layers.1.norm", "module_out": "model.layers.1.mlp",
@@ -222,7 +222,7 @@ def test_what_saelens_is_told_in_place_of_a_hook_is_taken_back_when_it_is_read_a
     assert SaeLens().read(tmp_path / "sae").metadata.items() >= facts.items()
 
 
-def test_rows_behind_berts_last_norm_are_called_what_transformer_lens_calls_them(tmp_path: Path) -> None:
+def test_rows_after_the_last_norm_of_bert_have_their_transformer_lens_name(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "bert")
     (tmp_path / "text.txt").write_text("a cat sat")
     meta = stream_at(model, tmp_path / "text.txt", "resid_post.1").meta
@@ -233,13 +233,13 @@ def test_rows_behind_berts_last_norm_are_called_what_transformer_lens_calls_them
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.oracle == "sae_lens"])
 @torch.no_grad()
-def test_saelens_computes_the_same_from_the_same_files_of_any_version(name: str, tmp_path: Path) -> None:
+def test_saelens_computes_the_same_from_files_of_any_version(name: str, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     torch.manual_seed(0)
     reference = LAYOUTS[name].write(tmp_path)
     theirs = sae_lens.SAE.load_from_disk(tmp_path)
     x = torch.randn(60, LAYOUTS_WIDTH) * 2
-    # Rows where rounding cannot change which latents are chosen.
+    # In these rows, rounding cannot change the selected latents.
     clear = reference(x)[2]
     acts, x_hat = ExportedSae(SaeLens().read(tmp_path), CPU).reconstruct(x)
     others = theirs.encode(x)
@@ -250,9 +250,7 @@ def test_saelens_computes_the_same_from_the_same_files_of_any_version(name: str,
 
 @pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk", "standard", "gated", "topk", "jumprelu"])
 @torch.no_grad()
-def test_a_training_checkpoint_of_saelens_is_read_as_the_inference_model_that_it_writes(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_a_saelens_checkpoint_is_read_like_its_inference_model(architecture: str, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     kind, config = sae_lens.registry.get_sae_training_class(architecture)
     widths = {"matryoshka_widths": [10, 40]} if "matryoshka" in architecture else {}

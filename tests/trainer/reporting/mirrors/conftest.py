@@ -17,7 +17,7 @@ Train = Callable[..., Path]
 
 @pytest.fixture
 def train(make_job: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """Return a function that trains two SAEs of 20 steps with a mirror and returns the run's folder.
+    """Return a function that trains two SAEs for 20 steps with a mirror and returns the run's folder.
 
     The user's own configuration, such as a login, is hidden.
     """

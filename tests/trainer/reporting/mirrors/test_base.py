@@ -7,7 +7,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.reporting.mirrors.base import mirrored_run
 
 
-def test_a_run_keeps_its_id_and_no_other_has_it(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
+def test_a_run_keeps_its_unique_id(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     job = make_job()
     first, again = mirrored_run(job, tmp_path, 0), mirrored_run(job, tmp_path, 20)
@@ -15,7 +15,7 @@ def test_a_run_keeps_its_id_and_no_other_has_it(make_job: Callable[..., JobConfi
     assert mirrored_run(job, tmp_path / "other", 0).id != first.id
 
 
-def test_an_id_that_cannot_be_one_is_chosen_anew(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
+def test_an_invalid_id_is_replaced(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
     (tmp_path / "mirror.id").write_text("../../x")
     assert len(mirrored_run(make_job(), tmp_path, 0).id) == 8
 

@@ -15,7 +15,7 @@ from trainer.reporting.mirrors.tensorboard import TensorBoard
 
 
 def read(folder: Path, name: str) -> dict[int, float]:
-    """Read a curve as TensorBoard itself does, without the values that a later file has purged."""
+    """Read a curve like TensorBoard, without the values that a later file has purged."""
     events = EventAccumulator(str(folder), purge_orphaned_data=True)
     events.Reload()
     return {event.step: event.value for event in events.Scalars(name)}
@@ -34,7 +34,7 @@ def test_each_sae_of_a_sweep_has_the_curves_of_the_store(train: Callable[..., Pa
     ]
 
 
-def test_a_resumed_run_goes_on_in_the_same_curves(train: Callable[..., Path]) -> None:
+def test_a_resumed_run_continues_the_same_curves(train: Callable[..., Path]) -> None:
     run_dir = train("tensorboard")
     resume(run_dir)
     curve = read(run_dir / "tensorboard" / "k=2", "fvu")
@@ -42,7 +42,7 @@ def test_a_resumed_run_goes_on_in_the_same_curves(train: Callable[..., Path]) ->
     assert curve == pytest.approx(stored(run_dir, "fvu@k=2"))
 
 
-def test_what_is_trained_again_replaces_what_an_attempt_that_was_killed_wrote(tmp_path: Path) -> None:
+def test_repeated_steps_replace_those_of_a_killed_attempt(tmp_path: Path) -> None:
     for first, value in ((0, 1.0), (10, 2.0)):
         board = TensorBoard(MirroredRun(tmp_path, "run", "00000000", first, {"": {}}))
         for step in range(first + 5, first + 20, 5):

@@ -15,7 +15,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 
 @pytest.mark.parametrize("mode", ["", "offline"])
-def test_who_is_not_logged_in_gets_a_run_for_each_sae_to_upload_later(
+def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
     mode: str, train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mode:
@@ -36,7 +36,7 @@ def test_who_is_not_logged_in_gets_a_run_for_each_sae_to_upload_later(
     assert ids["k=2"][1] == ids["k=4"][1]
 
 
-def test_a_resumed_run_has_the_ids_that_it_had(train: Callable[..., Path]) -> None:
+def test_a_resumed_run_keeps_its_ids(train: Callable[..., Path]) -> None:
     run_dir = train("wandb")
     before = {run["id"] for run in runs(run_dir)}
     resume(run_dir)
@@ -67,7 +67,7 @@ def contents(file: Path) -> dict[str, Any]:
 
 
 def records(data: bytes) -> Iterator[Record]:
-    """Yield what a file holds: after 7 bytes LevelDB's log format, in which blocks of 32 KiB hold parts of records."""
+    """Yield the records of a file: 7 bytes, then LevelDB's log format, where 32-KiB blocks hold parts of records."""
     assert re.match(rb":W&B", data)
     at, whole = 7, b""
     while at + 7 <= len(data):
@@ -77,7 +77,7 @@ def records(data: bytes) -> Iterator[Record]:
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
-        # 1: a whole record; 4: the last part of one.
+        # 1 is a full record; 4 is the last part of one.
         if kind in (1, 4):
             yield Record.FromString(whole)
             whole = b""
