@@ -37,7 +37,7 @@ def test_the_first_of_several_problems_is_the_error_and_the_rest_are_kept(capsys
     }
 
 
-def test_control_characters_and_invalid_text_are_encoded_as_JSON(capsys) -> None:
+def test_control_characters_and_invalid_text_are_encoded_as_json(capsys) -> None:
     show_failure(UserError("file \x1b[2J\udcff is odd"))
     out = capsys.readouterr().out
     assert "\x1b" not in out

@@ -79,7 +79,7 @@ def test_a_suspended_process_writes_one_line_for_all_it_missed(
     assert capsys.readouterr().err == 2 * "evaluating: rows\n"
 
 
-def test_progress_is_optional_and_without_a_plan_a_stage_is_the_whole() -> None:
+def test_progress_is_optional_and_without_a_plan_shows_the_current_stage() -> None:
     stage("rows", 4)
     advance()
     assert list(track(iter([1]), "rows")) == [1]

@@ -59,7 +59,7 @@ def test_a_world_writable_folder_is_not_trusted(tmp_path: Path) -> None:
 
 
 @as_root
-def test_another_user_s_folder_is_trusted_only_if_shared_with_a_group(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_trusted_only_if_shared_with_a_group(tmp_path: Path) -> None:
     os.chown(tmp_path, STRANGER, STRANGER)
     assert distrust_of_folder(tmp_path) == f"{tmp_path} belongs to uid {STRANGER} and is shared with no group"
     tmp_path.chmod(0o2770)
@@ -134,7 +134,7 @@ def test_a_text_is_trusted_by_the_file_that_was_read_and_not_by_its_name(tmp_pat
     assert distrust_of_file(theirs) == ""
 
 
-def test_a_text_from_the_user_s_own_pipe_is_trusted() -> None:
+def test_a_text_from_a_pipe_of_the_user_is_trusted() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"name = 1")
     os.close(writer)

@@ -329,7 +329,7 @@ def test_without_held_out_tokens_all_tokens_are_for_training(checked: Callable[.
     assert problem.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")
 
 
-def test_a_transcoder_without_an_export_format_is_refused_with_those_that_have_one(
+def test_a_transcoder_without_an_export_format_is_refused_with_the_alternatives(
     checked: Callable[..., list[Problem]], write_shard: Callable[..., Path], tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"

@@ -110,7 +110,7 @@ def test_the_way_a_step_is_divided_never_changes_its_tokens(
     assert 0 <= tokens - chosen.tokens_per_step < chosen.micro_batches * chosen.data_ranks
 
 
-def test_exchanged_bytes_are_those_of_a_ring_and_of_candidates(make_job: MakeJob) -> None:
+def test_exchanged_bytes_match_a_ring_all_reduce_and_the_candidates(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072, "k": 32}, train={"batch_size": 4096, "precision": "fp32"})
     ddp, tensor = (wire_of(workload(job.replace("parallel", mode=mode), 384, 4)).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
@@ -208,7 +208,7 @@ def test_the_saes_of_a_sweep_are_parsed_once_for_all_modes(make_job: MakeJob, mo
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_a_skip_connection_costs_two_matmuls_and_its_gradient_s_reduction(make_job: MakeJob, mode: str) -> None:
+def test_a_skip_connection_costs_two_matmuls_and_a_gradient_reduction(make_job: MakeJob, mode: str) -> None:
     train, parallel = {"batch_size": 4096}, {"mode": mode}
     works = [
         workload(make_job(sae={"d_sae": 4096, "skip": skip}, train=train, parallel=parallel), 512, 2, d_out=256)

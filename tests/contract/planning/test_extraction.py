@@ -45,7 +45,7 @@ def machine(tmp_path: Path, *free_gib: float, cuda: bool = True) -> Machine:
     return Machine(cards, 2, tmp_path, memory=Room(20 * GIB, 24 * GIB), cuda=cuda)
 
 
-def test_disk_follows_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
+def test_disk_space_follows_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
     # A device of 1 GFLOP/s.
     box = Box(cards={CPU: Card({"fp32": 1e9}, 1e9)})
     look = outlook_of_extraction(job, [], speeds=box)
@@ -99,7 +99,7 @@ def test_missing_text_and_a_full_disk_are_reported_with_their_settings(model: Pa
     assert "free; choose fewer" in problems["extract.n_tokens"]
 
 
-def test_conflicts_with_the_model_s_files_are_reported_before_the_launch(job: ExtractJob, tmp_path: Path) -> None:
+def test_conflicts_with_the_model_files_are_reported_before_the_launch(job: ExtractJob, tmp_path: Path) -> None:
     beyond = msgspec.structs.replace(job.model, hooks=[*job.model.hooks, "blocks.66.hook_resid_post"])
     (problem,) = check(msgspec.structs.replace(job, model=beyond), machine(tmp_path, 70))
     assert re.fullmatch(r"model.hooks: resid_post.66: the model has blocks 0 to \d; name one of them", str(problem))
@@ -129,7 +129,7 @@ def test_an_invalid_model_or_text_or_folder_is_reported_before_the_launch(tmp_pa
     ]
 
 
-def test_a_spread_model_shares_its_memory_over_gpus_and_runs_at_the_speed_of_one(
+def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_one(
     job: ExtractJob, tmp_path: Path
 ) -> None:
     whole = on(job, "auto:3")

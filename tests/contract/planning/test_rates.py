@@ -11,7 +11,7 @@ from trainer.contract.settings.job import JobConfig
 MakeJob = Callable[..., JobConfig]
 
 
-def test_auto_is_the_optimizer_s_rate_and_double_that_with_tied_updates(make_job: MakeJob) -> None:
+def test_auto_is_the_rate_of_the_optimizer_and_double_with_tied_updates(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072}, train={"batch_size": 4096})
     assert full_rate(Layout(job, 1), 3072, is_transcoder=False) == pytest.approx(12e-3)
     assert full_rate(Layout(job, 1), 3072, is_transcoder=True) == pytest.approx(6e-3)

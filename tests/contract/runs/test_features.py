@@ -122,7 +122,7 @@ def test_sparse_latents_come_first_and_dense_latents_last(file: Path, fired: tup
     assert Features(file).n_dense == (max(fired) > 10_000)
 
 
-def test_a_search_separates_latents_that_fire_on_a_word_from_those_near_it(file: Path) -> None:
+def test_a_search_separates_latents_active_on_a_word_from_latents_active_near_it(file: Path) -> None:
     features = Features(file)
     assert features.search_apart("the") == ([1], [0])
     assert features.search_apart("cow") == ([], [])

@@ -38,7 +38,7 @@ def looked_at(tmp_path: Path) -> Iterator[Path]:
         looking.kill()
 
 
-def test_checking_a_run_s_lock_does_not_prevent_its_start(looked_at: Path) -> None:
+def test_checking_the_lock_of_a_run_does_not_prevent_its_start(looked_at: Path) -> None:
     for _ in range(3000):
         with RunLock(looked_at.parent) as run:
             run.share()

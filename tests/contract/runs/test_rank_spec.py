@@ -45,7 +45,7 @@ def test_a_written_spec_is_read_back_unchanged(tmp_path: Path) -> None:
     assert read_spec(write_spec(full)) == full
 
 
-def test_a_rank_s_environment_has_its_rank_and_the_world_size(tmp_path: Path) -> None:
+def test_the_environment_of_a_rank_has_its_rank_and_the_world_size(tmp_path: Path) -> None:
     environment = rank_environment(spec(tmp_path), 1, {"PATH": "/bin"})
     assert environment["PATH"] == "/bin"
     assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "2")
@@ -136,7 +136,7 @@ def test_every_rank_gets_at_least_one_thread() -> None:
     assert threads_per_rank(10 * cores) == 1
 
 
-def test_a_user_s_file_called_trainer_is_not_run_instead(tmp_path: Path) -> None:
+def test_a_user_file_called_trainer_is_not_run_instead(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("print('a stranger')")
     command = rank_command(tmp_path / "missing.json")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

@@ -52,7 +52,7 @@ def test_a_hook_without_a_layer_means_all_layers_of_the_model(model: Path) -> No
     assert job.data_shape().d_out == 8
 
 
-def test_for_stored_rows_it_means_all_layers_that_have_a_folder(tmp_path: Path) -> None:
+def test_a_hook_without_a_layer_means_all_layers_with_stored_rows(tmp_path: Path) -> None:
     rows = stored(tmp_path / "rows", "mlp_in.0", "mlp_out.0", "blocks.2.mlp.hook_in", "mlp_out.2", "mlp_in.1", "notes")
     assert hooks_of({"path": str(rows), "hook": "mlp"}) == ["mlp.0", "mlp.2"]
     assert hooks_of({"path": str(rows), "hook": "mlp_in"}) == ["mlp_in.0", "mlp_in.1", "mlp_in.2"]
@@ -63,7 +63,7 @@ def test_for_stored_rows_it_means_all_layers_that_have_a_folder(tmp_path: Path) 
     assert job.data.knobs.hook == "mlp.2"  # type: ignore[attr-defined]
 
 
-def test_rows_next_to_the_job_file_count_as_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_found_in_folders_next_to_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path / "rows", "mlp_in.0", "mlp_out.0", "mlp_in.1", "mlp_out.1")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -104,7 +104,7 @@ def test_an_extraction_accepts_ranges_and_full_mlps_and_all_layers(model: Path) 
     assert "name them, like mlp.0-11" in problem.message
 
 
-def test_the_launch_screen_accepts_them_as_well(model: Path, tmp_path: Path) -> None:
+def test_the_launch_screen_accepts_ranges_and_full_mlps(model: Path, tmp_path: Path) -> None:
     (knob,) = (one for path, one, _ in job_form.form_fields({"kind": "extract"}) if path == "model.hooks")
     values = {
         "kind": "extract", "model.path": str(model), "model.hooks": knob.parse("mlp.0-1, resid_post"),

@@ -94,7 +94,7 @@ def test_all_kinds_of_number_lists_are_read(kind: pa.DataType, form: Any, tmp_pa
     assert read.name_of(read.n_tokens - 1) == f"row {read.n_tokens - 1} of a.arrow"
 
 
-def test_the_column_with_the_tensor_s_name_is_chosen_among_several(tmp_path: Path) -> None:
+def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path: Path) -> None:
     x, other = rows(20, 4), rows(20, 6)
     table = pa.table({"other": pa.array(other.tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     write(tmp_path / "a.arrow", table)

@@ -100,7 +100,7 @@ def test_only_a_closed_list_has_choices() -> None:
         ("on", 1),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_with_what_would_fit(name: str, value: object) -> None:
+def test_an_invalid_value_is_refused_with_the_valid_values(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=r"^must be ") as caught:
         KNOBS[name].convert(value)
     assert str(caught.value) == f"must be {KNOBS[name].wanted}, not {show(value)}"
@@ -154,7 +154,7 @@ def test_typed_text_is_read_as_the_type_of_the_setting(name: str, text: str, val
     assert KNOBS[name].parse(text) == value
 
 
-def test_an_empty_entry_is_no_value() -> None:
+def test_an_empty_entry_is_refused() -> None:
     with pytest.raises(ValueError, match="is empty"):
         KNOBS["title"].parse("  ")
 

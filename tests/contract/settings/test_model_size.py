@@ -74,7 +74,7 @@ def test_a_gguf_file_has_the_size_of_its_tensors(tmp_path: Path) -> None:
     ],
     ids=["missing", "empty", "list", "cut off", "no number", "no weights"],
 )
-def test_a_model_of_unknown_size_has_none(write: Callable[[Path], object], tmp_path: Path) -> None:
+def test_a_model_without_size_information_gives_none(write: Callable[[Path], object], tmp_path: Path) -> None:
     write(tmp_path / "model")
     assert model_size(str(tmp_path / "model")) is None
 

@@ -58,7 +58,7 @@ def test_rows_are_read_back_unchanged(kind: pa.DataType, options: dict[str, Any]
     assert source.name_of(6001) == "row 1 of b.parquet"
 
 
-def test_the_column_with_the_tensor_s_name_is_chosen_among_several(tmp_path: Path) -> None:
+def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path: Path) -> None:
     x = rows(20, 4)
     table = pa.table({"x": pa.array(rows(20, 6).tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     pq.write_table(table, tmp_path / "a.parquet")

@@ -139,7 +139,7 @@ for path in iter(sys.stdin.readline, ""):
             assert tables(connection) >= TABLES["control"]
 
 
-def test_a_process_without_torch_migrates_in_a_child_and_does_not_import_it(tmp_path: Path) -> None:
+def test_a_migration_runs_in_a_child_process_and_imports_no_large_modules(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("raise SystemExit('a file of the user in the working directory')")
     code = """
 import sys

@@ -238,7 +238,7 @@ def test_events_are_stored_in_order(control: Control) -> None:
     assert control.events(1)[0].timestamp <= control.events(1)[1].timestamp
 
 
-def test_active_jobs_are_those_that_are_not_final() -> None:
+def test_active_states_are_the_non_final_ones() -> None:
     assert {"queued", "starting", "running", "stalled", "stopping"} == {str(state) for state in ACTIVE}
 
 

@@ -160,7 +160,7 @@ def test_a_long_history_has_the_requested_number_of_points(shared: Store) -> Non
     "lost",
     ["level >= 1", "level = 2", "level = 1", "bucket >= 3", "level = 1 AND bucket % 5 = 0", "level = 2 AND bucket < 4"],
 )
-def test_reads_are_correct_without_lost_roll_ups_which_can_be_rebuilt(run: Store, lost: str) -> None:
+def test_reads_are_correct_without_roll_ups_and_lost_roll_ups_are_rebuilt(run: Store, lost: str) -> None:
     run.writer.write(rows("loss", {3 * step: math.sin(step) if step % 7 else math.nan for step in range(9_000)}))
     run.writer.write(rows("few", {8: 1.0, 30_000: 2.0}, rank=1))
     asked = [("loss", 0, most) for most in (1, 20, 500, 10_000)] + [("few", 1, 500)]
@@ -199,7 +199,7 @@ def test_the_past_of_a_growing_curve_does_not_change(run: Store) -> None:
     assert after[: len(before) - 1] == before[:-1]
 
 
-def test_the_timestamp_of_a_missing_step_is_that_of_the_next_one(run: Store) -> None:
+def test_a_missing_step_has_the_timestamp_of_the_next_step(run: Store) -> None:
     before = time.time()
     run.writer.write(rows("loss", {10: 3.0}))
     middle = time.time()

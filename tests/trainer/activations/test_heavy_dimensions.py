@@ -40,7 +40,7 @@ def test_many_heavy_dimensions_are_counted_and_only_some_named() -> None:
     assert found.sentence().startswith("6 dimensions of 1000 (numbers 0, 1, 2, 3 and 2 more) hold 53.1 %")
 
 
-def test_moments_match_those_of_all_rows_at_once() -> None:
+def test_moments_match_a_computation_over_all_rows_at_once() -> None:
     rows = torch.randn(9000, 5, generator=torch.Generator().manual_seed(0)) + 100
     mean, spread = moments(rows)
     assert torch.allclose(mean, rows.double().mean(0))

@@ -48,7 +48,7 @@ def test_without_weights_each_training_row_occurs_once_per_epoch(
 
 
 @given(mixtures(), st.integers(1, 5))
-def test_an_epoch_has_each_source_s_share_and_all_rows_in_turn(split: MixedSplit, epochs: int) -> None:
+def test_an_epoch_has_the_share_of_each_source_and_uses_all_rows_in_turn(split: MixedSplit, epochs: int) -> None:
     order, n = MixedOrder(split, 0), split.n_train
     held_out = {*split.held_out.tolist()}
     totals: Counter[int] = Counter()

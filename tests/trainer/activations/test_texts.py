@@ -97,7 +97,7 @@ def test_the_number_of_held_out_rows_is_close_to_the_request() -> None:
     assert len({tuple(one.held_out) for one in splits}) == 20
 
 
-def test_texts_longer_than_requested_are_held_out_only_if_all_are() -> None:
+def test_texts_longer_than_the_request_are_held_out_only_if_there_are_no_shorter_ones() -> None:
     short = np.repeat(np.arange(100), 10)
     held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
     assert len(held_out) == 50
@@ -107,7 +107,7 @@ def test_texts_longer_than_requested_are_held_out_only_if_all_are() -> None:
 
 
 @pytest.mark.parametrize("of_rows", [np.zeros(1000, np.int32), np.repeat([0, 1], 500), np.arange(1000) < 999])
-def test_too_few_texts_are_refused_if_requested_and_else_replaced_by_blocks(of_rows: np.ndarray) -> None:
+def test_too_few_texts_are_refused_if_the_job_requests_texts_and_else_use_blocks(of_rows: np.ndarray) -> None:
     texts = Texts([of_rows.astype(np.int32)])
     with pytest.raises(TooFewTexts, match=r"^the 1,000 rows come from [12] texts, the longest has"):
         Split(1000, 50, 0, hold_out="texts", texts=texts)
@@ -129,7 +129,7 @@ def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
     return texts.labels(np.arange(texts.n_rows)).tolist()
 
 
-def test_restarting_text_numbers_mean_other_texts_and_otherwise_the_same() -> None:
+def test_text_numbers_that_restart_mean_other_texts_and_otherwise_the_same_texts() -> None:
     # Each shard restarts at 0, or each process that wrote several shards does.
     assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
@@ -210,7 +210,7 @@ def test_rows_are_clustered_by_text_or_else_by_blocks(activations: Path, make_jo
 
 
 @pytest.mark.parametrize("knows_texts", [True, False])
-def test_a_growing_folder_keeps_its_held_out_rows_even_without_texts(
+def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_lack_texts(
     knows_texts: bool, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)

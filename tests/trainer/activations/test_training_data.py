@@ -157,7 +157,7 @@ def test_rows_read_ahead_are_read_again_after_a_rewind() -> None:
     assert go(data, 30) == ahead
 
 
-def test_an_ended_stream_and_another_number_of_parts_name_the_setting() -> None:
+def test_a_stream_that_ended_or_has_other_parts_is_refused_with_the_setting() -> None:
     data = stream_data(ends_after=300)
     assert len(go(data, 255)) == 255
     with pytest.raises(UserError, match=r"^train\.n_tokens: a toy stream has ended before the run; train on fewer"):

@@ -114,7 +114,7 @@ def cut_short(file: Path) -> None:
 
 @pytest.mark.parametrize("harm", [flip_a_byte, cut_short, Path.unlink])
 @pytest.mark.parametrize("name", ["tensors.safetensors", "random.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_refused_and_skipped(
+def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_its_folder(
     harm: Callable[[Path], None], name: str, saved: Path, tmp_path: Path
 ) -> None:
     newer = save(tmp_path / "c", 9)
@@ -124,7 +124,7 @@ def test_a_damaged_checkpoint_is_refused_and_skipped(
     assert load(tmp_path / "c")[1] == Position(7, 210)
 
 
-def test_a_run_saves_again_after_a_damaged_checkpoint_was_skipped(saved: Path, tmp_path: Path) -> None:
+def test_a_run_saves_again_after_it_skipped_a_damaged_checkpoint(saved: Path, tmp_path: Path) -> None:
     cut_short(save(tmp_path / "c", 9, keep=1) / "tensors.safetensors")
     shutil.copytree(tmp_path / "c" / "step-00000009", tmp_path / "c" / "step-00000010")
     save(tmp_path / "c", 8, keep=1)
@@ -192,7 +192,7 @@ def test_checkpoints_behind_a_link_are_neither_saved_nor_deleted(saved: Path, tm
     assert steps_in(tmp_path / "other") == [9]
 
 
-def test_an_interrupted_save_leaves_no_trace_after_the_next(saved: Path, tmp_path: Path) -> None:
+def test_an_interrupted_save_leaves_no_trace_after_the_next_save(saved: Path, tmp_path: Path) -> None:
     leftover = tmp_path / "c" / ".step-00000009.new"
     leftover.mkdir()
     (leftover / "tensors.safetensors").write_bytes(b"half")
@@ -339,7 +339,7 @@ def test_checkpoints_are_saved_by_steps_or_tokens(
     assert steps(checkpoint_every_tokens=750, checkpoint_every=6) == [6, 8, 12, 15, 18, 20]
 
 
-def test_checkpoints_are_saved_by_minutes_since_any_last_one(
+def test_checkpoints_are_saved_by_minutes_since_the_last_of_any_kind(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps(folder: str, **train: Any) -> list[int]:

@@ -77,7 +77,7 @@ def test_no_card_is_written_if_it_is_off_or_no_rows_are_held_out(
     assert not (tmp_path / "sae" / "card.json").exists()
 
 
-def test_a_stop_or_a_failure_leaves_the_card_out_without_failing_the_run(
+def test_a_stop_or_a_failure_skips_the_card_without_failing_the_run(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job, stop = make_job(), threading.Event()

@@ -37,7 +37,7 @@ def cards(capsys: Shown, *arguments: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
-def test_an_sae_next_to_its_run_is_measured_on_the_run_s_held_out_rows(
+def test_an_sae_next_to_its_run_is_measured_on_held_out_rows_of_the_run(
     is_launched: bool,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -112,7 +112,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     "name", ["saelens 5: rows of one mean norm", "sparsify 2024: skip transcoder without a mark", "gemma-scope 1: res"]
 )
 @torch.no_grad()
-def test_an_sae_of_another_tool_is_measured_with_the_missing_settings_given(
+def test_an_sae_of_another_tool_is_measured_if_its_missing_settings_are_given(
     name: str, tmp_path: Path, capsys: Shown
 ) -> None:
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_untrusted_text_is_escaped_in_the_model_card(
         (("--tokens", "64"), "--tokens: says how many --model reads; give that too, or leave it out"),
     ],
 )
-def test_flags_without_a_use_for_a_single_sae_are_refused(
+def test_flags_that_do_not_apply_to_a_single_sae_are_refused(
     alone: str, activations: Path, capsys: Shown, flags: tuple[str, ...], reason: str
 ) -> None:
     assert main(["eval", alone, "--data", str(activations), *flags]) == EXIT_USAGE

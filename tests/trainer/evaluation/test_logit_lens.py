@@ -62,7 +62,7 @@ def in_a_loop(model: Any, family: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("family", NORMS)
-def test_the_most_affected_tokens_match_a_loop_over_the_model_s_parameters(tmp_path: Path, family: str) -> None:
+def test_the_most_affected_tokens_match_a_loop_over_the_model_parameters(tmp_path: Path, family: str) -> None:
     logits = in_a_loop(make_causal(tmp_path, family), family)
     told = SplicedModel(job_of(tmp_path), "resid_post.1", CPU).moved_tokens(W_DEC)
     for latent, of_tokens in enumerate(logits):
@@ -79,7 +79,7 @@ def test_hooks_outside_the_residual_stream_have_no_promoted_tokens(tmp_path: Pat
     assert SplicedModel(job_of(tmp_path, hook), hook, CPU).moved_tokens(W_DEC) == {}
 
 
-def test_a_model_with_more_than_a_norm_before_its_unembedding_has_none(tmp_path: Path) -> None:
+def test_a_model_with_more_than_a_norm_before_its_unembedding_is_skipped(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bert")
     config = make_config("bert", len(tokenizer))
     config.is_decoder = True

@@ -47,7 +47,7 @@ def test_one_latent_that_separates_the_classes_is_as_good_as_all_activations() -
     assert (result.n_sets, result.n_seeds, result.n_texts) == (2, 3, 2 * N)
 
 
-def test_uninformative_latents_are_at_chance_and_spread_information_needs_many() -> None:
+def test_uninformative_latents_are_at_chance_and_spread_information_needs_many_latents() -> None:
     nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
     assert abs(nothing.k["1"].auc - 0.5) < 0.12
     spread = probe(probe_rows([labelled(0, torch.full((D_IN,), 0.5))]), lambda rows: rows)
@@ -70,7 +70,7 @@ def test_latents_are_ordered_like_in_a_loop_over_them() -> None:
     assert order[-1] == 7
 
 
-def test_a_probe_equals_scikit_learn_s_with_the_penalty_best_on_the_last_fifth() -> None:
+def test_a_probe_equals_scikit_learn_with_the_penalty_best_on_the_last_fifth() -> None:
     one, generator = labelled(2, torch.full((D_IN,), 0.3)), np.random.default_rng(1)
     order = generator.permutation(N)
     x, y = one.rows.double().numpy()[order], np.array(one.labels)[order]
@@ -86,7 +86,7 @@ def test_a_probe_equals_scikit_learn_s_with_the_penalty_best_on_the_last_fifth()
     assert auc_of_probe(x_train, y_train, x_test, y_test) == pytest.approx(auc(best, 120, x_test, y_test), abs=0.01)
 
 
-def test_errors_are_those_of_means_over_seeds_and_over_sets() -> None:
+def test_standard_errors_are_over_seeds_and_over_sets() -> None:
     result = probe(probe_rows([labelled(seed, torch.full((D_IN,), 0.3)) for seed in range(3)]), torch.relu)
     of_sets = np.array([*result.dense.of_sets.values()])
     assert result.dense.auc == pytest.approx(of_sets.mean())

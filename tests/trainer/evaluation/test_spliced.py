@@ -288,7 +288,7 @@ def test_a_model_without_an_unembedding_is_refused(family: str, tmp_path: Path, 
         SplicedModel(other, HOOK, CPU)
 
 
-def test_the_extraction_of_the_data_is_found_and_another_hook_refused(job: ExtractJob) -> None:
+def test_the_extraction_that_wrote_the_data_is_found_and_another_hook_refused(job: ExtractJob) -> None:
     run(job)
     known = job_of_data(job.folder(HOOK))
     assert (known.model, known.text, known.extract) == (job.model, job.text, job.extract)
@@ -356,7 +356,7 @@ def test_a_transcoder_with_a_skip_replaces_its_mlp(
     assert Features(folder / "sae" / FEATURES).n_latents == 64
 
 
-def test_the_card_of_a_run_on_extracted_rows_has_the_model_s_loss(
+def test_the_card_of_a_run_on_extracted_rows_has_the_loss_of_the_model(
     job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
 ) -> None:
     run(job)

@@ -29,7 +29,7 @@ def refusal(tokenizer: Any, template: str | None) -> str:
     return str(refused.value)
 
 
-def test_a_missing_or_refusing_template_is_reported_in_one_sentence(tokenizer) -> None:
+def test_a_missing_chat_template_or_its_refusal_is_one_sentence(tokenizer) -> None:
     expected = "text.column: holds chats, but the model's tokenizer has no template for them"
     assert refusal(tokenizer, None) == expected
     expected = "text.column: the model's chat template refuses a chat: roles must alternate; remove it"

@@ -85,7 +85,7 @@ def test_the_rows_of_all_hooks_belong_to_the_same_tokens(example) -> None:
         assert all(torch.equal(first[name], other[name]) for name in ("token_ids", "positions", "document"))
 
 
-def test_a_row_is_the_model_s_activation_for_its_token(example, tiny) -> None:
+def test_a_row_is_the_activation_of_the_model_for_its_token(example, tiny) -> None:
     job, _ = example
     tokenizer = Extraction(job, CPU, Alone(threading.Event())).model.tokenizer
     made = list(pack(tokenizer.tokens(documents(job.text)), job.text.context))
@@ -221,7 +221,7 @@ def test_the_requested_number_of_first_tokens_is_skipped(make: Make) -> None:
     assert int(tensors(job, "mlp_out.0")["positions"].min()) == 3
 
 
-def test_an_encoder_s_rows_belong_to_its_text_and_not_to_padding(make: Make, corpus: Path) -> None:
+def test_the_rows_of_an_encoder_belong_to_its_text_and_not_to_padding(make: Make, corpus: Path) -> None:
     job = make("bert", n_tokens=10**6, max_norm=0)
     result = run(job)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job.model.path)

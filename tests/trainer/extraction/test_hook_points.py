@@ -86,7 +86,7 @@ def both(tiny: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, Tensor]
 
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_equal_those_of_the_unmodified_model_bit_for_bit(both, family: str, site: str) -> None:
+def test_rows_equal_the_activations_of_the_unmodified_model_bit_for_bit(both, family: str, site: str) -> None:
     ours, theirs = both(family)
     for layer in range(N_BLOCKS):
         assert torch.equal(ours[f"{site}.{layer}"], theirs[f"{site}.{layer}"]), layer

@@ -254,7 +254,7 @@ def test_a_model_that_needs_more_than_text_is_refused(tiny, tmp_path: Path) -> N
     require_refused("model.path: T5Model does not read a text by itself: ", tmp_path, "encoder.block.0")
 
 
-def test_a_context_longer_than_the_model_s_is_refused(tiny) -> None:
+def test_a_context_longer_than_the_model_allows_is_refused(tiny) -> None:
     load(tiny("gpt2"), context=CONTEXT)
     sentence = f"text.context: must be at most {CONTEXT}, which is what the model sees at once, not {CONTEXT + 1}"
     require_refused(sentence, tiny("gpt2"), context=CONTEXT + 1)

@@ -111,7 +111,7 @@ def long_text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_streamed_rows_are_those_that_an_extraction_stores(make: Make, family: str) -> None:
+def test_a_stream_gives_the_rows_that_an_extraction_stores(make: Make, family: str) -> None:
     job = make(family, n_tokens=10_000, max_norm=0.0, hooks=["resid_post.1"])
     run(job)
     stored = torch.cat([load_file(file)["activations"] for file in sorted(job.folder("resid_post.1").glob("*.saf*"))])
@@ -447,7 +447,7 @@ def test_bad_settings_are_reported_before_a_run(make: Make, changes: dict[str, A
     assert str(error.value).startswith(problem)
 
 
-def test_a_width_that_differs_from_the_hook_s_is_refused(make: Make) -> None:
+def test_a_width_that_differs_from_the_width_of_the_hook_is_refused(make: Make) -> None:
     stream = stream_of(make(), hook="h.0.mlp", d_in=7)
     stream.begin(0, 1, CPU)
     with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 numbers, not 7$"):

@@ -151,7 +151,7 @@ def test_a_context_without_space_for_text_is_refused(load) -> None:
         load("bert").require_room(2)
 
 
-def test_a_text_longer_than_the_model_s_window_is_split_without_a_warning(load, capfd) -> None:
+def test_a_text_longer_than_the_model_window_is_split_without_a_warning(load, capfd) -> None:
     (tokens,) = load("bert").tokens(["cat " * 5000])
     assert len(tokens.ids) >= 5000
     assert capfd.readouterr().err == ""

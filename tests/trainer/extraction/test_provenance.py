@@ -22,7 +22,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
 
 
-def test_the_weights_of_a_folder_are_hashed_and_those_of_the_hub_are_not(tiny: Tiny, tmp_path: Path) -> None:
+def test_local_weights_are_hashed_and_hub_weights_are_not(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"not what is read")
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in WEIGHTS}
@@ -49,7 +49,7 @@ def test_large_weights_are_hashed_in_samples_and_labelled_so(tmp_path: Path, mon
     assert weights_facts(str(file)) != first
 
 
-def test_a_tokenizer_s_hash_depends_on_its_rules_and_not_its_folder(tiny: Tiny, tmp_path: Path) -> None:
+def test_the_hash_of_a_tokenizer_depends_on_its_rules_and_not_its_folder(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "elsewhere")
     own = tokenizer_hash(tokenizer(tiny("llama")))
     assert tokenizer_hash(tokenizer(folder)) == own
@@ -61,7 +61,7 @@ def test_a_tokenizer_s_hash_depends_on_its_rules_and_not_its_folder(tiny: Tiny, 
     assert tokenizer_hash(Tokenizer(changed)) != own
 
 
-def test_reading_texts_does_not_change_a_tokenizer_s_hash(tiny: Tiny) -> None:
+def test_reading_texts_does_not_change_the_hash_of_a_tokenizer(tiny: Tiny) -> None:
     one = tokenizer(tiny("llama"))
     before = tokenizer_hash(one)
     list(one.tokens(["a text", "and a longer one"]))

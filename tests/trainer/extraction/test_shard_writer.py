@@ -94,7 +94,7 @@ def test_only_selected_rows_are_stored(blocks: Blocks, tmp_path: Path) -> None:
     assert blocks.n_waiting == 2
 
 
-def test_statistics_equal_those_of_float64_over_all_shards(tmp_path: Path) -> None:
+def test_statistics_equal_a_float64_computation_over_all_shards(tmp_path: Path) -> None:
     x = torch.randn(9000, 3, generator=torch.Generator().manual_seed(0)) * 5 + torch.tensor([100.0, 0, -7])
     blocks = Blocks([tmp_path], shard_rows=5000, seed=0)
     blocks.add([x.to(torch.bfloat16)], Origin(*(torch.zeros(9000, dtype=torch.int32),) * 3))

@@ -133,7 +133,7 @@ def test_padding_ids_are_dropped(tmp_path: Path) -> None:
         read(lines_of(tmp_path / "b.jsonl", {"input_ids": [5, 6], "attention_mask": [1]}))
 
 
-def test_parquet_is_read_from_any_of_these_columns(tmp_path: Path) -> None:
+def test_parquet_is_read_from_the_default_or_any_given_column(tmp_path: Path) -> None:
     table = pyarrow.table({"id": range(3000), "text": [f"cat {n}" for n in range(3000)], "messages": [CHAT] * 3000})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
     assert read(tmp_path / "a.parquet") == [f"cat {n}" for n in range(3000)]

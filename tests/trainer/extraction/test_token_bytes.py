@@ -102,7 +102,7 @@ def test_stored_tokens_are_read_back_unchanged(tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize(
     "content", ["", "{}", "[1]", '[{"base64": "#"}]', '[{"hex": "e5"}]', '["\\ud800"]', "[" * 9999]
 )
-def test_a_file_that_is_no_list_of_tokens_gives_none(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_list_of_tokens_gives_no_tokens(tmp_path: Path, content: str) -> None:
     assert read_tokens(tmp_path) == []
     (tmp_path / TOKENS).write_text(content)
     assert read_tokens(tmp_path) == []

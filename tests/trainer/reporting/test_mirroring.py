@@ -133,7 +133,7 @@ def test_without_a_mirror_a_run_reports_directly_to_its_store(make_job: MakeJob,
     assert not (tmp_path / "mirror.id").exists()
 
 
-def test_saes_of_a_sweep_get_their_own_values_and_those_of_the_run() -> None:
+def test_saes_of_a_sweep_get_their_own_values_and_the_values_of_the_run() -> None:
     rows = [
         Row("tokens_per_s", 1, 9.0),
         Row("step_ms", 1, 3.0, rank=0),

@@ -76,7 +76,7 @@ def test_an_exception_in_a_check_counts_as_a_failure(monkeypatch: pytest.MonkeyP
     assert check.found == {"error": "RuntimeError: an illegal memory access"}
 
 
-def test_without_a_gpu_the_command_reports_it() -> None:
+def test_the_command_reports_a_missing_gpu() -> None:
     done = subprocess.run([sys.executable, "-m", "trainer", "self-test"], capture_output=True, text=True)
     if done.returncode == 0:
         pytest.skip("there is a GPU")

@@ -46,7 +46,7 @@ def dense(folder: Path) -> Tensor:
     return acts
 
 
-def test_each_activation_is_in_its_latent_s_file_and_each_file_has_all_tokens(tmp_path: Path) -> None:
+def test_each_activation_is_in_the_file_of_its_latent_and_each_file_has_all_tokens(tmp_path: Path) -> None:
     of = firings()
     notes = write(of, tmp_path / "sae")
     expected = torch.zeros(5, 64, D_SAE)

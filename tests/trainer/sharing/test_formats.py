@@ -162,7 +162,7 @@ def test_a_circuit_tracer_topk_without_its_k_is_one_sentence(k: str, tmp_path: P
         ("circuit-tracer", "standard", 20, "circuit-tracer knows one width only, and this maps 32 dimensions to 20"),
     ],
 )
-def test_a_format_that_would_compute_something_else_is_refused(
+def test_a_format_that_cannot_represent_the_sae_is_refused(
     name: str, kind: str, d_out: int | None, reason: str
 ) -> None:
     for skip in (False, True) if d_out else (False,):

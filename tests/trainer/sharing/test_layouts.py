@@ -133,7 +133,7 @@ def test_another_tool_computes_the_same_from_the_same_files(
 
 
 GEMMA_SCOPE = ("1: res", "1: transcoder", "2: transcoder with a skip")
-# The facts that circuit-tracer's settings of a set can store.
+# The config.yaml of circuit-tracer can store only these facts.
 OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
 

@@ -89,7 +89,7 @@ def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> N
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_in_a_shared_folder_an_sae_has_the_permissions_of_the_group(tmp_path: Path) -> None:
+def test_in_a_shared_folder_an_sae_is_shared_with_the_group(tmp_path: Path) -> None:
     tmp_path.chmod(0o2770)
     for _ in range(2):
         export_sae(made(), tmp_path / "7", {})

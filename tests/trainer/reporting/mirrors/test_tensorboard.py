@@ -42,7 +42,7 @@ def test_a_resumed_run_continues_the_same_curves(train: Callable[..., Path]) -> 
     assert curve == pytest.approx(stored(run_dir, "fvu@k=2"))
 
 
-def test_repeated_steps_replace_those_of_a_killed_attempt(tmp_path: Path) -> None:
+def test_repeated_steps_replace_the_steps_of_a_killed_attempt(tmp_path: Path) -> None:
     for first, value in ((0, 1.0), (10, 2.0)):
         board = TensorBoard(MirroredRun(tmp_path, "run", "00000000", first, {"": {}}))
         for step in range(first + 5, first + 20, 5):
