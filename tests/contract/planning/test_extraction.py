@@ -1,4 +1,4 @@
-"""Tests of the expected resources of an extraction, and of the warnings if they are missing."""
+"""Tests of the resources that an extraction needs, and of the problems reported if they are not available."""
 
 from __future__ import annotations
 

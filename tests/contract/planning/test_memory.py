@@ -88,8 +88,8 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
     alone = estimate(workload(alone_job, 768, 1))
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
-    # Each replica keeps its share of the held-out rows. Only a single GPU captures its steps, so only there evaluations
-    # need memory in addition to the captured steps.
+    # Each replica keeps its share of the held-out rows. Only a single GPU holds captured steps during an evaluation,
+    # which therefore needs additional memory.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))

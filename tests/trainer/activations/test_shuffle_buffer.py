@@ -15,7 +15,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace
 
 
 class Counting(StreamSource):
-    """A stream whose row j is [j] with target [-j]; it returns `chunk` rows and no rows in turn."""
+    """A stream whose row j is [j] with target [-j]; calls return `chunk` rows and no rows alternately."""
 
     d_in, d_out = 1, 1
 

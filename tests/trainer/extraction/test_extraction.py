@@ -155,7 +155,7 @@ def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
     assert torch.equal(one.sort()[0], another.sort()[0])
 
 
-# Both shards of several batches and several shards per batch.
+# Shards with several batches, and batches with several shards.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_an_extraction_stopped_after_each_batch_gives_the_same_files(make: Make, family: str, shard_rows: int) -> None:

@@ -186,7 +186,8 @@ def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
             assert len(pairs) == len(expected) > 5
             assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
             assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
-    # Both passes after the first batch read the text once in total across ranks, plus at most two rounds before.
+    # The text after the first batch is read twice, divided among the ranks. Each rank reads at most two more batches
+    # before that.
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
     assert max(of_each) <= 2 * -(-n_batches // size) + 2
@@ -341,7 +342,7 @@ def test_a_run_with_a_killed_reading_rank_resumes_to_the_same_weights(
             time.sleep(0.01)
         psutil.Process(process.pid).children()[1].kill()
         _, told = process.communicate(timeout=60)
-    # The counter that tells who killed it covers the whole machine, where other tests run out of memory.
+    # The rest of the message comes from a counter of the whole machine, on which other tests run out of memory.
     assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000060" / "tensors.safetensors") for one in (whole, killed)]
@@ -359,7 +360,7 @@ def test_ranks_with_model_gpus_learn_the_same_weights_as_ranks_without(
         job, problems = parse_job(table | {"data": table["data"] | {"model_gpus": model_gpus}})
         assert job, problems
         run_dir = tmp_path / f"{model_gpus}"
-        # Processes on the CPU stand in for GPUs, like simulated GPUs.
+        # CPU processes stand in for GPUs, as with simulated GPUs.
         spec = RankSpec(run_dir, run_dir / "sae", attempt=1, world_size=2, device="cpu", model_gpus=model_gpus)
         with new_run(job, run_dir) as lock:
             assert Foreground(job, spec, lock).run() == EXIT_FINISHED
