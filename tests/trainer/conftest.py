@@ -1,4 +1,4 @@
-"""Tiny language models, activations, jobs, trainers in this process, and ranks as real processes."""
+"""Fixtures: tiny language models, activations, jobs, trainers in this process, and ranks as real processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _no_data_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that returns the folder of a tiny model of a family, made once."""
+    """Return a function that makes a tiny model of a family, once, and returns its folder."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda family: make_model(root / family, family))
 
@@ -174,7 +174,7 @@ class Ranks:
 def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     """Return a function that starts a job's ranks; ranks that are alive after the test are killed.
 
-    They are forked from a process that has torch loaded, and each calls `prepare`, unless there is a `command`.
+    Without `command`, ranks are forked from a process that has torch loaded, and each calls `prepare`.
     """
     started: list[Ranks] = []
 

@@ -1,7 +1,7 @@
-"""Rows that begin 2³¹ numbers into a matrix, so that offsets need 64 bits; `test_long_offsets.py` runs this.
+"""Tests kernels on rows that start 2³¹ elements into a matrix, so that offsets need 64 bits.
 
-With TRITON_INTERPRET=1, in which only the last programs of a launch are run. They have to do with the last row of a
-matrix, the only one that is not 0, what is done with it where there is no other.
+`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. Only the last programs of a launch run: they process the
+last row, the only row that is not 0. Each result must equal that of a matrix with this row alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.saes.kernels import triton_encode, triton_errors, triton_sparse, tr
 from trainer.saes.losses import Sums
 from trainer.saes.sparse_acts import Places, SparseActs
 
-# Of a matrix whose last row is out of reach, and of one with levels.
+# The shapes of a matrix whose last row needs 64-bit offsets, and of one with levels.
 WIDTH, N_ROWS = 2**12, 2**19 + 1
 N_LEVELS, LEVEL_WIDTH, N_TOKENS = 8, 2**8, 2**20 + 1
 
@@ -40,7 +40,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 
 def below(n_rows: int, row: Tensor) -> Tensor:
-    """Return a matrix of so many rows, of which the last is this one, [1, ...]."""
+    """Return a matrix of `n_rows` rows that ends with `row` [1, ...]."""
     whole = torch.empty(n_rows, *row.shape[1:], dtype=row.dtype)
     whole[-1:] = row
     return whole
@@ -60,26 +60,26 @@ def test_rows_are_centred() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [5, 3000], ids=["in groups", "of the whole row"])
-def test_the_largest_of_rows_are_found(k: int, dtype: torch.dtype) -> None:
+def test_the_largest_values_of_rows_are_found(k: int, dtype: torch.dtype) -> None:
     row = numbers(1, WIDTH, dtype=dtype)
     found, expected = (triton_top_k.largest_of_each(values, k) for values in (below(N_ROWS, row), row))
     assert_alike((one[-1:] for one in found), expected)
 
 
-def test_the_largest_of_rows_are_kept() -> None:
+def test_the_largest_values_of_rows_are_kept() -> None:
     row = numbers(1, WIDTH, dtype=torch.bfloat16)
     found, expected = (triton_top_k.strongest(values, 5) for values in (below(N_ROWS, row), row))
     assert_alike([found[-1:]], [expected])
 
 
-def test_the_largest_of_rows_are_marked() -> None:
+def test_the_largest_values_of_rows_are_marked() -> None:
     row = numbers(1, WIDTH, dtype=torch.bfloat16)
     found, expected = (triton_top_k.are_largest(values, 5) for values in (below(N_ROWS, row), row))
     assert_alike((one[-1:] for one in found), expected)
 
 
 def last_active(n_bags: int, d_sae: int) -> SparseActs:
-    """Return activations of the last latent for the last bag alone, three of them."""
+    """Return three activations, all of the last latent and the last bag."""
     places = Places(torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64))
     return SparseActs(numbers(3, seed=3), places, d_sae)
 
@@ -96,8 +96,8 @@ def test_rows_of_bags_are_summed_and_multiplied(n_rows: int) -> None:
 
 
 @pytest.mark.parametrize("n_rows", [1, N_ROWS])
-def test_sums_and_products_of_latents_are_found(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A program has all columns.
+def test_sums_and_products_of_latents_are_computed(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One program handles all columns.
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 2**40)
     row, dense = (numbers(1, WIDTH, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
     acts = last_active(n_rows, n_rows)
@@ -107,7 +107,7 @@ def test_sums_and_products_of_latents_are_found(n_rows: int, monkeypatch: pytest
     torch.testing.assert_close(found.products, (dense.float() @ row.float().T)[0].expand(3), rtol=1e-5, atol=1e-3)
 
 
-def test_rows_are_weighed() -> None:
+def test_the_weighted_sum_of_rows_is_computed() -> None:
     row, weight = numbers(1, WIDTH, dtype=torch.bfloat16), numbers(1, seed=1)
     found = triton_sparse.weighted_sum(below(N_ROWS, weight), below(N_ROWS, row), -3.0)
     assert_alike([found], [triton_sparse.weighted_sum(weight, row, -3.0)])
@@ -119,11 +119,11 @@ def summed(sums: Sums) -> tuple[Tensor, ...]:
 
 
 def given(n_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an offset, a target of the last token alone, and the mean of targets."""
+    """Return an offset, a target whose last row alone is not 0, and the mean of targets."""
     return numbers(width, seed=4), below(n_tokens, numbers(1, width, seed=5)), numbers(width, seed=6)
 
 
-def test_errors_of_levels_and_their_gradients_are_found() -> None:
+def test_errors_of_levels_and_their_gradients_are_computed() -> None:
     part, alike = numbers(1, N_LEVELS, LEVEL_WIDTH), []
     for n_tokens in (N_TOKENS, 1):
         found = triton_errors.nested(below(n_tokens, part), *given(n_tokens, LEVEL_WIDTH))
@@ -133,7 +133,7 @@ def test_errors_of_levels_and_their_gradients_are_found() -> None:
     assert_alike(*alike)
 
 
-def test_errors_of_levels_are_found_by_their_entries() -> None:
+def test_errors_of_levels_are_computed_from_sparse_entries() -> None:
     row, alike = numbers(1, LEVEL_WIDTH, dtype=torch.bfloat16), []
     for n_tokens in (N_TOKENS, 1):
         acts = last_active(n_tokens * N_LEVELS, 1)
@@ -142,7 +142,7 @@ def test_errors_of_levels_are_found_by_their_entries() -> None:
     assert_alike(*alike)
 
 
-def test_errors_of_one_level_are_found_in_both_types() -> None:
+def test_errors_of_one_level_are_computed_in_both_dtypes() -> None:
     row, alike = numbers(1, WIDTH, dtype=torch.bfloat16), []
     for n_tokens in (N_ROWS, 1):
         found = triton_errors.errors_of_bags(last_active(n_tokens, 1), row, *given(n_tokens, WIDTH))
@@ -150,7 +150,7 @@ def test_errors_of_one_level_are_found_in_both_types() -> None:
     assert_alike(*alike)
 
 
-def test_what_dead_latents_miss_is_found() -> None:
+def test_the_error_that_dead_latents_leave_is_computed() -> None:
     part, other = numbers(1, WIDTH, dtype=torch.bfloat16), numbers(1, WIDTH, seed=1)
     alike = []
     for n_tokens in (N_ROWS, 1):
@@ -160,7 +160,7 @@ def test_what_dead_latents_miss_is_found() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, numbers(1, WIDTH, seed=1)], ids=["of any length", "at length 1"])
-def test_gradients_are_measured(rows: Tensor | None) -> None:
+def test_gradient_norms_are_measured(rows: Tensor | None) -> None:
     grad, alike = numbers(1, WIDTH), []
     for n_rows in (N_ROWS, 1):
         squares, dots = torch.zeros(2, n_rows)
@@ -181,7 +181,7 @@ KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_take_their_step(kind: str) -> None:
+def test_the_optimizer_updates_rows(kind: str) -> None:
     one, alike = torch.ones(()), []
     constants = Constants(Betas(0.9, 0.999, 1e-9), one, torch.zeros(()))
     of_row = {"weight": numbers(1, WIDTH), "grad": numbers(1, WIDTH, seed=1)} | moments(kind)

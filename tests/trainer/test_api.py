@@ -22,7 +22,7 @@ def batches(n: int, size: int = 128, seed: int = 0) -> Iterator[Tensor]:
         yield 3 * used @ directions + torch.arange(16)
 
 
-def test_an_iterator_of_tensors_is_all_that_training_needs() -> None:
+def test_training_needs_only_an_iterator_of_tensors() -> None:
     fvus: dict[int, float] = {}
     fitted = train(batches(60), n_steps=60, on_log=lambda step, values: fvus.update({step: values["fvu"]}), **SETTINGS)
     assert list(fvus) == [10, 20, 30, 40, 50, 60]
@@ -31,23 +31,23 @@ def test_an_iterator_of_tensors_is_all_that_training_needs() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["topk", "batch_topk"])
-def test_rows_that_are_held_out_are_measured_and_set_the_threshold(architecture: str) -> None:
+def test_held_out_rows_are_evaluated_and_set_the_threshold(architecture: str) -> None:
     rows = next(batches(1, 1000, seed=5))
     fitted = train(batches(60), n_steps=60, held_out=rows, architecture=architecture, **SETTINGS)
     error = (rows - fitted.reconstruct(rows)).square().sum() / (rows - rows.mean(0)).square().sum()
-    # Each half of the rows is measured by a threshold that the other half has set.
+    # Each half of the rows is evaluated with the threshold fitted on the other half.
     assert fitted.values["heldout_fvu"] == pytest.approx(float(error), rel=1e-4 if architecture == "topk" else 0.05)
     assert float((fitted.encode(rows) > 0).sum()) / 1000 == pytest.approx(4, rel=0.01)
     assert fitted.values["fvu"] != fitted.values["heldout_fvu"]
 
 
-def test_rows_held_out_that_are_not_like_the_data_are_one_sentence() -> None:
+def test_held_out_rows_of_another_shape_than_the_data_are_refused_in_one_sentence() -> None:
     for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
         with pytest.raises(UserError, match=r"^held_out: has to be like the batches of data, \[128, 16\], not "):
             train(batches(2), n_steps=2, held_out=rows, **SETTINGS)
 
 
-def test_too_few_finite_rows_held_out_are_one_sentence_before_any_step() -> None:
+def test_too_few_finite_held_out_rows_are_refused_before_any_step() -> None:
     for rows in (
         torch.zeros(1, 16),
         torch.full((9, 16), torch.nan),
@@ -57,7 +57,7 @@ def test_too_few_finite_rows_held_out_are_one_sentence_before_any_step() -> None
             train(batches(2), n_steps=2, held_out=rows, on_log=lambda *_: pytest.fail("a step was taken"), **SETTINGS)
 
 
-def test_what_is_saved_is_what_reconstructs(tmp_path: Path) -> None:
+def test_a_saved_sae_gives_the_same_results_in_saelens(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     fitted = train(batches(20), n_steps=20, **SETTINGS)
     fitted.save(tmp_path / "sae", hook_name="blocks.3")
@@ -69,7 +69,7 @@ def test_what_is_saved_is_what_reconstructs(tmp_path: Path) -> None:
     assert loaded.cfg.metadata.hook_name == "blocks.3"
 
 
-def test_data_that_can_be_iterated_again_starts_over_and_an_iterator_ends() -> None:
+def test_a_list_of_batches_is_repeated_and_an_iterator_ends() -> None:
     finite = list(batches(3))
     steps: list[int] = []
     train(finite, n_steps=10, log_every=1, on_log=lambda step, _: steps.append(step), **SETTINGS)
@@ -93,7 +93,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> 
         train(batches(2), n_steps=2, **settings)
 
 
-def test_rows_that_are_not_finite_are_left_out_one_by_one_and_reported() -> None:
+def test_non_finite_rows_are_left_out_and_reported() -> None:
     data = list(batches(3))
     data[1] = data[1].clone()
     data[1][2, 0] = torch.nan
@@ -103,7 +103,7 @@ def test_rows_that_are_not_finite_are_left_out_one_by_one_and_reported() -> None
     assert fitted.values["skipped_steps"] == 0
 
 
-def test_data_without_a_batch_or_a_finite_row_is_told() -> None:
+def test_data_without_a_batch_or_a_finite_row_is_refused() -> None:
     with pytest.raises(UserError, match=r"^data: there is no batch"):
         train([], n_steps=2)
     with pytest.raises(UserError, match=r"^data: every row"):
@@ -114,7 +114,7 @@ def batches_of(n: int, *shape: int) -> Iterator[Tensor]:
     return (torch.randn(*shape) for _ in range(n))
 
 
-def test_data_that_ends_early_is_warned_about_with_what_to_do() -> None:
+def test_a_warning_says_what_to_do_about_data_that_ends_early() -> None:
     message = r"^data: ended after 5 of 10 steps, .*; give a list"
     with pytest.warns(UserWarning, match=message):
         fitted = train(batches_of(5, 64, 16), n_steps=10, d_sae=64, k=4)
@@ -132,17 +132,17 @@ def test_data_that_ends_early_is_warned_about_with_what_to_do() -> None:
     ],
     ids=["one tensor", "three dimensions", "another width", "another length", "numbers"],
 )
-def test_data_of_another_form_is_one_sentence(data: Any, told: str) -> None:
+def test_data_of_an_unsupported_form_is_refused_in_one_sentence(data: Any, told: str) -> None:
     with pytest.raises(UserError, match=rf"^data: every batch has to be a tensor .*{told}$"):
         train(data, n_steps=3, d_sae=64, architecture="batch_topk", k=4)
 
 
-def test_an_unknown_architecture_is_told_before_settings_that_it_might_have() -> None:
+def test_an_unknown_architecture_is_reported_before_its_settings() -> None:
     with pytest.raises(UserError, match=r'^architecture must be "topk" or .*, not "foo"$'):
         train(batches_of(3, 64, 16), n_steps=3, architecture="foo", k=4)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "n_tokens", "accumulate", "eval_every", "keep_checkpoints"])
-def test_settings_of_a_run_with_files_are_refused(name: str) -> None:
+def test_settings_that_only_runs_with_files_have_are_refused(name: str) -> None:
     with pytest.raises(JobFileError, match=rf"^{name}: has no meaning here: "):
         train(batches_of(3, 64, 16), n_steps=3, **{name: 1})

@@ -57,7 +57,7 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str
     )
 
 
-def test_a_foreground_run_prints_its_result_as_the_last_line_and_stores_the_measured_speeds(
+def test_a_foreground_run_prints_its_result_last_and_stores_measured_speeds(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "home" / "data"))
@@ -85,7 +85,7 @@ def test_a_foreground_run_prints_its_result_as_the_last_line_and_stores_the_meas
     assert stat.S_IMODE(DataDir(tmp_path / "home" / "data").box_file.stat().st_mode) == 0o600
 
 
-def test_rows_that_are_left_out_are_told_in_the_foreground_of_a_run_shorter_than_its_interval(
+def test_a_run_shorter_than_its_log_interval_still_reports_rows_left_out(
     job_file: Path, activations: Path, tmp_path: Path
 ) -> None:
     rows = load_file(activations / "a.safetensors")["activations"]
@@ -101,7 +101,7 @@ def test_rows_that_are_left_out_are_told_in_the_foreground_of_a_run_shorter_than
     assert " % of a sample" in (next((tmp_path / "runs").iterdir()) / "logs" / "rank0.log").read_text()
 
 
-def test_the_result_of_a_sweep_is_that_of_its_best_sae_and_has_every_one(job_file: Path, tmp_path: Path) -> None:
+def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path, tmp_path: Path) -> None:
     process = start("run", job_file, "--set", "sae.k=[2,4]", "--out", "out", "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == EXIT_FINISHED, errors
@@ -115,12 +115,12 @@ def test_the_result_of_a_sweep_is_that_of_its_best_sae_and_has_every_one(job_fil
     assert result["best_sae"] == "k=4"
 
 
-# The signals of Ctrl-C, of batch systems, and of a closed terminal to the whole group.
+# Batch systems send these to the whole process group; the cases below add Ctrl-C and a closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGINT], [*BATCH_SYSTEMS, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
-def test_ctrl_c_a_batch_system_or_a_lost_terminal_stop_a_run_with_a_checkpoint(
+def test_ctrl_c_a_batch_system_or_a_closed_terminal_stops_a_run_after_a_checkpoint(
     numbers: list[signal.Signals], job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
     process = start("run", job_file, *ENDLESS, cwd=tmp_path, process_group=0)
@@ -156,7 +156,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_although_a_rank_does_not_answer(
 
 
 @pytest.mark.parametrize(("killed", "fix"), [(0, ""), (1, "resume it: sae-train resume {}/out; ")])
-def test_a_killed_rank_is_named_with_its_last_log_line_and_a_run_with_a_checkpoint_says_how_to_resume(
+def test_a_killed_rank_is_named_with_its_last_log_line_and_the_way_to_resume(
     killed: int, fix: str, job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
     every = ["--set", f"train.checkpoint_every={3 if fix else 0}"]
@@ -189,14 +189,14 @@ def test_ctrl_c_while_the_ranks_start_ends_them_all_without_a_traceback(
         os.killpg(process.pid, 0)
 
 
-def test_the_bar_has_room_in_80_columns() -> None:
+def test_the_progress_bar_fits_80_columns() -> None:
     postfix = "held-out FVU=0.108, l0=32"
     line = tqdm.format_meter(12_345, 100_000, 60, ncols=80, prefix="training", bar_format=BAR, postfix=postfix)
     assert len(line) <= 80
     assert len(line.split("|")[1]) >= 10
 
 
-def test_the_bar_shows_what_was_measured_on_held_out_data_once_it_is_known(
+def test_the_progress_bar_shows_held_out_values_as_soon_as_they_are_known(
     job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = load_job(job_file)
@@ -214,15 +214,15 @@ def test_the_bar_shows_what_was_measured_on_held_out_data_once_it_is_known(
     assert shown[0][0] == 10
 
 
-def test_what_makes_a_rank_fail_is_told_in_one_line_whoever_started_it(
+def test_the_cause_of_a_failed_rank_is_reported_even_if_sigchld_is_ignored(
     job_file: Path, activations: Path, tmp_path: Path
 ) -> None:
     shard = activations / "a.safetensors"
     content = bytearray(shard.read_bytes())
-    # One of them would only be skipped.
+    # A single NaN row would only be skipped.
     content[-100 * 16 * 4 :] = 100 * 16 * b"\x00\x00\xc0\x7f"  # NaN
     shard.write_bytes(content)
-    # As some daemons start what they start: the kernel then keeps nobody's exit code.
+    # Some daemons ignore SIGCHLD; the kernel then discards the exit codes of child processes.
     ignored = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
     process = start("run", job_file, "--json", cwd=tmp_path, preexec_fn=ignored)
     output, errors = process.communicate(timeout=120)
@@ -232,7 +232,7 @@ def test_what_makes_a_rank_fail_is_told_in_one_line_whoever_started_it(
     assert re.match(rf"{activations} holds NaN or infinite values in row 16\d\d of a\.safetensors", told["message"])
 
 
-def test_a_bad_job_file_is_told_whole_one_problem_per_line(
+def test_every_problem_of_a_bad_job_file_is_reported_on_its_own_line(
     job_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     job_file.write_text('[data]\npath = "gone"\n[sae]\nkk = 1\nd_sae = "wide"\n[train]\nlr = -1\n')
@@ -242,7 +242,7 @@ def test_a_bad_job_file_is_told_whole_one_problem_per_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_only_the_machine_can_tell_is_told_before_anything_starts(
+def test_problems_that_only_this_machine_can_detect_are_reported_before_the_start(
     job_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments = ["run", str(job_file), "--out", str(tmp_path / "out"), "--set", "sae.k=1000", "--set", "data.path=gone"]
@@ -253,7 +253,7 @@ def test_what_only_the_machine_can_tell_is_told_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_folder_is_never_written_over(job_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_folder_is_never_overwritten(job_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "job.toml").rename(tmp_path / "other.toml")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "job.toml").write_text("mine")
@@ -264,7 +264,7 @@ def test_a_run_folder_is_never_written_over(job_file: Path, capsys: pytest.Captu
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets the load of this machine, which is 0 at first."""
+    """Return a function that sets this machine's load average, initially 0."""
 
     def set_to(load: float) -> None:
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
@@ -313,7 +313,7 @@ def test_an_estimate_adds_up_and_names_every_part(
     assert "total" in table[-1]
     letters = {line.split()[1]: line.split()[0] for line in table[1:-1]}
     assert list(letters) == parts
-    # The bar has the parts in their order, without those that take nothing; Python and its libraries take most here.
+    # The bar shows the parts in this order, without empty ones; Python and its libraries take most here.
     drawn = [letters[name] for name in parts if per_gpu[name]]
     assert [letter for letter, _ in groupby(bar.strip(" []"))] == drawn
     assert bar.count(letters["context"]) > 40
@@ -328,7 +328,7 @@ def test_an_estimate_warns_of_latents_that_do_not_divide_evenly(
     assert "warning: sae.d_sae: 64 latents do not divide evenly over 3 GPUs" in capsys.readouterr().out
 
 
-def test_an_estimate_tells_the_time_by_what_was_measured_or_else_by_assumed_speeds(
+def test_an_estimate_uses_measured_speeds_or_else_assumed_ones(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def estimate() -> tuple[dict[str, Any], str]:
@@ -351,7 +351,7 @@ def test_an_estimate_tells_the_time_by_what_was_measured_or_else_by_assumed_spee
     assert line.endswith(" by speeds measured here")
 
 
-def test_the_estimate_of_a_sweep_is_that_of_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_of_a_sweep_covers_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def per_gpu(*settings: str) -> dict[str, int]:
         overrides = [part for setting in settings for part in ("--set", setting)]
         assert main(["estimate", str(job_file), "--json", *overrides]) == EXIT_FINISHED
@@ -361,7 +361,7 @@ def test_the_estimate_of_a_sweep_is_that_of_all_its_saes(job_file: Path, capsys:
     both = per_gpu("sae.d_sae=[64,256]")
     for name in ("weights", "gradients", "optimizer"):
         assert both[name] == small[name] + large[name], name
-    # Forward and backward pass of one after the other.
+    # The SAEs run their forward and backward passes one after the other.
     assert large["activations"] <= both["activations"] < small["activations"] + large["activations"]
     assert both["total"] == sum(value for name, value in both.items() if name != "total")
     assert main(["estimate", str(job_file), "--set", "sae.d_sae=[64,256]"]) == EXIT_FINISHED
@@ -369,7 +369,7 @@ def test_the_estimate_of_a_sweep_is_that_of_all_its_saes(job_file: Path, capsys:
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["resume"], ["export"], ["estimate"], ["bench"]])
-def test_help_teaches_by_examples_that_parse(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_in_help_texts_parses(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -389,7 +389,7 @@ def test_help_and_messages_name_the_console_script(capsys: pytest.CaptureFixture
         assert "sae-train" in output or words[0] == "stop"
 
 
-def test_a_disk_that_takes_nothing_is_one_line(
+def test_a_read_only_disk_is_reported_in_one_line(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(*_: object) -> None:
@@ -401,7 +401,7 @@ def test_a_disk_that_takes_nothing_is_one_line(
 
 
 def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the trainer in a folder that no longer exists, as in a shell that has deleted the folder it is in."""
+    """Run the trainer in a deleted working folder, as from a shell that has deleted its own folder."""
     gone = tmp_path / "gone"
     gone.mkdir()
     command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", "trainer", *map(str, arguments)]
@@ -424,7 +424,7 @@ def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subp
         (["rank", "ranks.json"], "ranks.json"),
     ],
 )
-def test_a_path_in_a_working_folder_that_was_deleted_is_refused_in_one_sentence(
+def test_a_relative_path_in_a_deleted_working_folder_is_refused_in_one_sentence(
     arguments: list[str], named: str, job_file: Path, tmp_path: Path
 ) -> None:
     words = [str(job_file) if argument == "JOB" else argument for argument in arguments]
@@ -434,9 +434,7 @@ def test_a_path_in_a_working_folder_that_was_deleted_is_refused_in_one_sentence(
     assert done.stderr == f"{named}: the working folder was deleted; {way_out}\n"
 
 
-def test_where_the_working_folder_was_deleted_a_run_of_absolute_paths_trains_and_is_exported(
-    job_file: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_absolute_paths_works_in_a_deleted_working_folder(job_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run_where_the_folder_was_deleted(tmp_path, "run", job_file, "--out", out)
     assert done.returncode == EXIT_FINISHED, done.stderr
@@ -447,7 +445,7 @@ def test_where_the_working_folder_was_deleted_a_run_of_absolute_paths_trains_and
 
 @pytest.fixture
 def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a job on a model, for a machine of four GPUs whose ranks only print their environment."""
+    """Write a job that runs a language model; fake four GPUs, and ranks that only print their environment."""
     gpus = [Device(index, f"GPU-{index}", "NVIDIA H100", 80 * 2**30) for index in range(4)]
     for module in ("trainer.cli", "trainer.ranks.device_choice"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
@@ -464,9 +462,7 @@ def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytes
     return file
 
 
-def test_gpus_of_a_model_alone_have_no_rank_and_a_resumed_run_may_place_it_anew(
-    on_four_gpus: Path, tmp_path: Path
-) -> None:
+def test_model_only_gpus_have_no_rank_and_a_resumed_run_may_change_them(on_four_gpus: Path, tmp_path: Path) -> None:
     out, apart = tmp_path / "out", ["--set", "data.model_gpus=2"]
     assert main(["run", str(on_four_gpus), "--out", str(out), *apart]) == EXIT_FINISHED
     logs = [file.read_text() for file in sorted((out / "logs").glob("rank*"))]
@@ -482,7 +478,7 @@ def test_gpus_of_a_model_alone_have_no_rank_and_a_resumed_run_may_place_it_anew(
     assert placed == [(2, 2, 4), (2, 2, 4), (1, 3, 4), (4, 0, 4)]
 
 
-def test_an_estimate_tells_what_a_gpu_of_the_model_alone_takes(
+def test_an_estimate_shows_the_memory_of_a_model_only_gpu(
     on_four_gpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def estimate(*overrides: str) -> dict[str, Any]:

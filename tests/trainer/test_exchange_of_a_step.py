@@ -1,4 +1,4 @@
-"""What ranks exchange in a step, counted by running the code of their groups."""
+"""The bytes that ranks exchange in a step, counted by running the code of their process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.step_ops import Op, Operand, OpLog, Step
 
 TABLE = Path(__file__).with_name("exchange_of_a_step.csv")
 OF_8 = torch.zeros(16, 1000)
-# Megabytes that one of 8 ranks sends of a tensor of 64,000 bytes, by a ring: 7 parts of it, or twice as many.
+# Collectives on a tensor of 64,000 bytes. In a ring, each of 8 ranks sends 7/8 of it; for a sum, twice that.
 SENT: dict[str, Callable[[CountedRanks], object]] = {
     "sum": lambda ranks: ranks.sum_(OF_8),
     "broadcast": lambda ranks: ranks.copy_from_first_([OF_8]),
@@ -33,7 +33,7 @@ SENT: dict[str, Callable[[CountedRanks], object]] = {
 EXPECTED = {"sum": 112_000, "broadcast": 64_000, "gather": 56_000, "all to all": 56_000}
 
 
-def test_a_step_exchanges_no_more_than_the_table_says() -> None:
+def test_the_exchanges_of_a_step_match_the_table() -> None:
     now, before = list(rows()), TABLE.read_text().splitlines()
     changed = [f"- {row}" for row in before if row not in now] + [f"+ {row}" for row in now if row not in before]
     words = "if it is intended, renew the table (support/exchange_table.py)"
@@ -61,7 +61,7 @@ def counted(work: Callable[[CountedRanks, OpLog], None]) -> Step:
     return Step(tuple(log.ops), (), tuple(log.exchanges))
 
 
-def test_a_transfer_hides_behind_operations_before_its_wait() -> None:
+def test_a_transfer_overlaps_operations_before_its_wait() -> None:
     tensor, work = torch.zeros(2**20), operation(2**32)
     sum_s = LATENCY + 1.75 * tensor.nbytes / LINK
 

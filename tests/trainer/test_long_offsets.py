@@ -1,4 +1,4 @@
-"""Kernels find rows that begin 2³¹ numbers into a matrix."""
+"""Kernels work on rows that start 2³¹ elements into a matrix."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from support.interpreted import run_cases
 CASES = Path(__file__).with_name("long_offset_cases.py")
 
 
-def test_kernels_find_rows_beyond_what_32_bits_count() -> None:
+def test_kernels_find_rows_beyond_32_bit_offsets() -> None:
     run_cases(CASES, on_cpu=True)
