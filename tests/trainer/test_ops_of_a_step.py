@@ -1,4 +1,4 @@
-"""What a step asks of a GPU: how much, all of it on the device, and never the host's waiting."""
+"""The GPU operations of a step: how many they are, that all run on the device, and that the host never waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.saes.topk import TopK
 
 TABLE = Path(__file__).with_name("ops_of_a_step.csv")
-# Of so many latents k are few enough for sparse products of every architecture.
+# k is small enough relative to d_sae that every architecture uses sparse products.
 SMALL = {"d_sae": 2048, "k": 16}
 
 
@@ -22,7 +22,7 @@ def step_of(sae: dict[str, Any], train: dict[str, Any]) -> Step:
     return recorded_step(job_of(SMALL | sae, {"batch_size": 512} | train), 128, dead=True)
 
 
-def test_a_step_asks_for_no_more_than_the_table_says() -> None:
+def test_the_operations_of_a_step_match_the_table() -> None:
     now, before = list(rows()), TABLE.read_text().splitlines()
     changed = [f"{was}  ->  {row}" for was, row in zip(before, now, strict=True) if was != row]
     assert not changed, f"if it is meant, renew the table (support/step_table.py): {COLUMNS}\n" + "\n".join(changed)
@@ -30,14 +30,14 @@ def test_a_step_asks_for_no_more_than_the_table_says() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_host_never_waits_and_all_is_on_the_device(architecture: str, precision: str) -> None:
+def test_the_host_never_waits_and_every_operand_is_on_the_device(architecture: str, precision: str) -> None:
     step = step_of({"architecture": architecture}, {"precision": precision})
     assert not step.waits
     assert not [op for op in step.ops if op.is_mixed]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nor_does_it_between_micro_batches(architecture: str) -> None:
+def test_the_host_never_waits_between_micro_batches(architecture: str) -> None:
     assert not step_of({"architecture": architecture}, {"precision": "bf16", "accumulate": 2}).waits
 
 
@@ -46,13 +46,13 @@ def test_nor_does_it_between_micro_batches(architecture: str) -> None:
     [{"state": "bf16"}, {"state": "int8"}, {"optimizer": "signum"}, {"optimizer": "muon"}, {"grad_clip": 0.0}],
     ids=str,
 )
-def test_so_it_is_with_every_optimizer(train: dict[str, Any]) -> None:
+def test_the_host_never_waits_with_any_optimizer(train: dict[str, Any]) -> None:
     step = step_of({"architecture": "topk"}, train | {"precision": "bf16"})
     assert not step.waits
     assert not [op for op in step.ops if op.is_mixed]
 
 
-def test_a_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_of_the_host_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn_from(sae: TopK, sums: Tensor) -> None:
         float(sums[0])
 

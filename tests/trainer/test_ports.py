@@ -1,4 +1,4 @@
-"""Where a job on this machine can be reached while it runs, and whose bytes it unpickles."""
+"""The sockets that a running job opens on this machine, and the data that it unpickles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.settings.job_file import dump_job
 MakeJob = Callable[..., JobConfig]
 TESTS = Path(__file__).parents[1]
 MODES = {"single": 1, "ddp": 2, "tensor": 2, "hybrid": 4, "dp": 2, "sweep": 2}
-# Met under a random name in no folder, by ranks that ask the other's user.
+# Abstract Unix sockets with random names; ranks check the user of the connecting process.
 OURS = {"bind unix @sae-ranks-", "listen unix @sae-ranks-"}
 
 
@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have every program started from now on write what it binds, listens at and unpickles; return the file."""
+    """Make every program started from now on record what it binds, listens on and unpickles; return the file."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS / "support/unpickled", TESTS, TESTS.parent))))
     monkeypatch.setenv("WRITTEN_DOWN", str(tmp_path / "written-down"))
@@ -41,7 +41,7 @@ def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def lines(file: Path) -> list[tuple[int, str]]:
-    """Read lines of (pid, what), without the random part of a name."""
+    """Return (pid, text) of each recorded line, without the random part of socket names."""
     entries = file.read_text().splitlines() if file.exists() else []
     pairs = [line.split(" ", 1) for line in entries]
     return [(int(pid), what.split("sae-ranks-")[0] + "sae-ranks-" * ("sae-ranks-" in what)) for pid, what in pairs]
@@ -57,13 +57,13 @@ def start(*argv: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_what_is_bound_listened_at_and_unpickled_is_written_down(written_down: Path) -> None:
+def test_sockets_and_unpickled_data_are_recorded(written_down: Path) -> None:
     program = "import pickle, socket; socket.create_server(('0.0.0.0', 0)); pickle.loads(pickle.dumps(OSError))"
     assert start("-c", program).wait() == 0
     bound, listened, *unpickled = (what for _, what in lines(written_down))
     assert bound.startswith("bind inet 0.0.0.0 ")
     assert listened.startswith("listen inet 0.0.0.0 ")
-    # Once as bytes, once as a class by its name.
+    # One entry for the bytes, one for the class that is looked up by name.
     assert len(unpickled) == 2
     assert all(what.startswith("unpickle __main__") for what in unpickled)
 
@@ -108,14 +108,14 @@ def test_ranks_of_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
     ],
     ids=["probe", "bench"],
 )
-def test_what_measures_this_machine_opens_no_port_and_unpickles_nothing(written_down: Path, command: list[str]) -> None:
+def test_probe_and_bench_open_no_port_and_unpickle_nothing(written_down: Path, command: list[str]) -> None:
     measuring = start("-m", "trainer", *command)
     printed, _ = measuring.communicate(timeout=120)
     assert measuring.returncode == 0, printed
     assert {what for _, what in lines(written_down)} == OURS
 
 
-def test_of_ranks_that_join_only_torchrun_itself_listens_and_nothing_is_unpickled(
+def test_only_torchrun_listens_for_joined_ranks_and_nothing_is_unpickled(
     make_job: MakeJob, written_down: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "job.toml").write_text(

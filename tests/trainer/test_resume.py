@@ -1,4 +1,4 @@
-"""`sae-train resume`: what is resumed, what is refused, and the history of the run."""
+"""Tests of `sae-train resume`: what is resumed, what is refused, and the history of the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.fixture
 def run_dir(make_job: MakeJob, tmp_path: Path) -> Path:
-    """Write a run of two attempts that ended at step 10 of 20, as a training leaves it."""
+    """Write the files of a run with two attempts that ended at step 10 of 20."""
     folder = tmp_path / "run"
     spec = RankSpec(run_dir=folder, output_dir=folder / "sae", attempt=2, world_size=1, device="cpu")
     write_spec(spec)
@@ -59,7 +59,7 @@ def finish(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "k=2"])
-def test_what_would_change_the_config_of_a_run_is_refused_by_the_name_of_its_flag(
+def test_a_change_to_the_config_of_a_run_is_refused_with_the_name_of_its_flag(
     setting: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (run_dir / "job.toml").read_text()
@@ -69,7 +69,7 @@ def test_what_would_change_the_config_of_a_run_is_refused_by_the_name_of_its_fla
     assert (run_dir / "job.toml").read_text() == before
 
 
-def test_length_cadence_and_devices_may_change(run_dir: Path) -> None:
+def test_length_intervals_and_devices_may_change(run_dir: Path) -> None:
     changes = {
         "n_steps": 50, "log_every": 3, "eval_every": 7, "checkpoint_every": 9, "checkpoint_every_tokens": 11,
         "checkpoint_every_minutes": 1.5, "keep_checkpoints": 4,
@@ -81,20 +81,20 @@ def test_length_cadence_and_devices_may_change(run_dir: Path) -> None:
     assert job.sae == stored_job(run_dir, []).sae
 
 
-def test_a_run_from_before_encoders_followed_goes_on_as_it_began(run_dir: Path) -> None:
+def test_a_run_older_than_encoder_follows_continues_without_it(run_dir: Path) -> None:
     assert stored_job(run_dir, []).sae.encoder_follows == "auto"
     file = run_dir / "job.toml"
     file.write_text(file.read_text().replace('encoder_follows = "auto"\n', ""))
     assert stored_job(run_dir, ["train.n_steps=50"]).sae.encoder_follows == "off"
 
 
-def test_a_run_from_before_small_steps_had_lower_rates_goes_on_as_it_began(run_dir: Path) -> None:
+def test_a_run_older_than_lr_scaling_continues_without_it(run_dir: Path) -> None:
     file = run_dir / "job.toml"
     file.write_text(file.read_text().replace('lr_scaling = "auto"\n', ""))
     assert stored_job(run_dir, []).train.lr_scaling == "off"
 
 
-def test_a_run_from_before_rates_fell_with_the_length_keeps_its_rate(run_dir: Path) -> None:
+def test_a_run_older_than_lr_length_keeps_its_learning_rate(run_dir: Path) -> None:
     file = run_dir / "job.toml"
     assert stored_job(run_dir, []).train.lr_length == "auto"
     file.write_text(file.read_text().replace('lr_length = "auto"\n', ""))
@@ -114,12 +114,12 @@ def test_a_run_of_an_earlier_version_keeps_its_held_out_rows(seed: str, first: i
         assert (job.data.hold_out, job.data.split_seed) == ("rows", first)
 
 
-def test_a_run_goes_on_in_the_steps_it_settled_on_whatever_auto_means_now(run_dir: Path, make_job: MakeJob) -> None:
+def test_a_run_keeps_its_tokens_per_step_although_auto_would_choose_others(run_dir: Path, make_job: MakeJob) -> None:
     job = make_job(train={"batch_size": "auto", "n_tokens": 12_800, "n_steps": None}, launch={"gpus": "cpu"})
     (run_dir / "job.toml").write_text(dump_job(job))
     plan = Plan("single", 1, 1, 512, 512, 1, step_s=0.1, needs_bytes=0)
     for tokens, expected in ((512, 512), (4096, 4096)):
-        # An attempt that died early has none.
+        # An attempt that died early has no plan.
         write_json(run_dir / "attempt1" / "plan.json", msgspec.structs.replace(plan, tokens_per_step=tokens))
         for overrides in ([], ["train.n_tokens=25_600_000"]):
             was, longer = stored_job(run_dir, []), stored_job(run_dir, overrides)
@@ -128,18 +128,18 @@ def test_a_run_goes_on_in_the_steps_it_settled_on_whatever_auto_means_now(run_di
             assert all(note.startswith("train.n_tokens: changed; a step stays 512 tokens") for note in notes)
 
 
-def test_tokens_alone_are_the_length_although_steps_go_first(run_dir: Path) -> None:
+def test_overriding_n_tokens_alone_replaces_n_steps_as_the_length(run_dir: Path) -> None:
     assert Layout(stored_job(run_dir, ["train.n_tokens=12800"]), 1).total_steps == 100
     assert Layout(stored_job(run_dir, ["train.n_tokens=12800", "train.n_steps=40"]), 1).total_steps == 40
 
 
-def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["resume", str(folder)]) == EXIT_USAGE
         assert capsys.readouterr().err == f"RUN_DIR: there is no run in {folder}: it holds no job.toml\n"
 
 
-def test_a_run_without_a_checkpoint_starts_again_and_one_with_damaged_checkpoints_is_refused(
+def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tensors,) = (run_dir / "checkpoints").glob("step-*/tensors.safetensors")
@@ -150,7 +150,7 @@ def test_a_run_without_a_checkpoint_starts_again_and_one_with_damaged_checkpoint
     assert main(again) == EXIT_USAGE
     assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
     shutil.rmtree(run_dir / "checkpoints")
-    # Each of the two commands names a way out that works.
+    # Both commands suggest a fix that works.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "that had saved no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
@@ -193,7 +193,7 @@ def record_data(run_dir: Path) -> None:
     Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
 
 
-def test_a_run_whose_data_has_changed_does_not_start_again(
+def test_a_run_whose_data_has_changed_is_not_resumed(
     run_dir: Path, activations: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record_data(run_dir)
@@ -206,9 +206,7 @@ def test_a_run_whose_data_has_changed_does_not_start_again(
     assert {*run_dir.rglob("*")} - {*before} <= {run_dir / "run.lock"}
 
 
-def test_a_resume_reports_new_data_and_a_checkpoint_without_a_record_of_its_data(
-    run_dir: Path, activations: Path
-) -> None:
+def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir: Path, activations: Path) -> None:
     job = load_job(run_dir / "job.toml")
     (note,) = data_notes(job, stored_run(run_dir))
     assert note.startswith("data.path: the checkpoint is of an older version, which recorded no shards; ")
@@ -219,7 +217,7 @@ def test_a_resume_reports_new_data_and_a_checkpoint_without_a_record_of_its_data
     assert note.startswith("data.path: has grown by 1,700 rows in 0.safetensors; ")
 
 
-# who runs in a folder
+# the lock of a run folder
 
 
 @pytest.fixture
@@ -236,7 +234,7 @@ def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_run_that_still_goes_is_not_started_a_second_time(
+def test_an_active_run_is_not_started_a_second_time(
     run_dir: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume", str(run_dir)]) == EXIT_FAILED
@@ -248,18 +246,18 @@ def test_a_run_that_still_goes_is_not_started_a_second_time(
         pass
 
 
-def test_two_that_resume_at_once_do_not_both_get_it(run_dir: Path) -> None:
+def test_only_one_of_two_simultaneous_resumes_gets_the_lock(run_dir: Path) -> None:
     with RunLock(run_dir) as first:
         with pytest.raises(UserError, match="still going"):
             RunLock(run_dir)
         first.share()
         with pytest.raises(UserError, match="still going"):
             RunLock(run_dir)
-        # Its ranks get in.
+        # The ranks of the holder can share the lock.
         hold(run_dir / "run.lock")
 
 
-def test_a_file_system_without_locks_keeps_nobody_from_training(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_can_train_on_a_file_system_without_locks(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -272,7 +270,7 @@ def test_a_file_system_without_locks_keeps_nobody_from_training(run_dir: Path, m
 # the next attempt
 
 
-def test_the_next_attempt_goes_on_where_the_last_one_left_off(run_dir: Path) -> None:
+def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> None:
     (run_dir / "attempt10").mkdir()
     shutil.copy(run_dir / "attempt2" / "ranks.json", run_dir / "attempt10")
     spec = stored_run(run_dir).next_attempt(1, "cpu", ())
@@ -281,7 +279,7 @@ def test_the_next_attempt_goes_on_where_the_last_one_left_off(run_dir: Path) -> 
 
 
 @pytest.mark.parametrize("written", [None, b'{"run_dir":'])
-def test_an_attempt_that_was_killed_before_it_began_is_passed_over(run_dir: Path, written: bytes | None) -> None:
+def test_an_attempt_killed_before_it_began_is_skipped(run_dir: Path, written: bytes | None) -> None:
     (run_dir / "attempt3").mkdir()
     if written:
         (run_dir / "attempt3" / "ranks.json").write_bytes(written)
@@ -295,7 +293,7 @@ def test_an_attempt_that_was_killed_before_it_began_is_passed_over(run_dir: Path
 
 @pytest.fixture
 def launched(run_dir: Path, tmp_path: Path) -> Path:
-    """Move the run to where job 7 of a data folder has its own."""
+    """Move the run to the folder of job 7 in the app's data folder."""
     data = tmp_path / "data"
     (data / "runs").mkdir(parents=True)
     folder = run_dir.rename(data / "runs" / "7")
@@ -307,9 +305,7 @@ def next_output(run_dir: Path) -> Path:
     return stored_run(run_dir).next_attempt(1, "cpu", ()).output_dir
 
 
-def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_requests(
-    launched: Path, tmp_path: Path
-) -> None:
+def test_a_run_launched_by_the_app_keeps_its_output_but_not_its_old_requests(launched: Path, tmp_path: Path) -> None:
     spec = stored_run(launched).next_attempt(1, "cpu", ())
     assert spec.output_dir == tmp_path / "data" / "saes" / "7"
     assert (spec.control_db, spec.job_id) == (None, None)
@@ -317,19 +313,21 @@ def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_req
     assert next_output(tmp_path / "link" / "runs" / "7") == spec.output_dir
 
 
-def test_a_copy_of_a_launched_run_has_an_sae_of_its_own(launched: Path, tmp_path: Path) -> None:
+def test_a_copy_of_a_launched_run_writes_its_own_sae(launched: Path, tmp_path: Path) -> None:
     for copy in (tmp_path / "copy", launched.with_name("8"), tmp_path / "other" / "runs" / "7"):
         shutil.copytree(launched, copy)
         assert next_output(copy) == copy / "sae"
 
 
 @pytest.mark.parametrize("named", ["precious", "data/saes/7", "run/checkpoints", "run/../precious"])
-def test_a_run_writes_its_sae_nowhere_else_because_its_files_say_so(named: str, run_dir: Path, tmp_path: Path) -> None:
+def test_the_files_of_a_run_cannot_redirect_its_sae_to_another_folder(
+    named: str, run_dir: Path, tmp_path: Path
+) -> None:
     write_spec(RankSpec(run_dir, tmp_path / named, 2, 1, "cpu"))
     assert next_output(run_dir) == run_dir / "sae"
 
 
-def test_a_run_folder_that_was_moved_keeps_its_sae_inside(run_dir: Path, tmp_path: Path) -> None:
+def test_a_moved_run_folder_keeps_its_sae_inside(run_dir: Path, tmp_path: Path) -> None:
     run_dir.rename(tmp_path / "elsewhere")
     run = stored_run(tmp_path / "elsewhere")
     assert run.next_attempt(1, "cpu", ()).output_dir == tmp_path / "elsewhere" / "sae"
@@ -347,7 +345,7 @@ def test_a_run_folder_that_was_moved_keeps_its_sae_inside(run_dir: Path, tmp_pat
         ({"batch_size": 128}, 2, 2, (128, 1)),
     ],
 )
-def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
+def test_a_step_keeps_its_number_of_tokens_on_another_number_of_ranks(
     train: dict[str, int], before: int, now: int, expected: tuple[int, int], make_job: MakeJob
 ) -> None:
     job = make_job(train=train)
@@ -365,7 +363,7 @@ def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
     ("parallel", "before", "now"),
     [({"mode": "tensor"}, 2, 4), ({"mode": "tensor"}, 4, 1), ({"mode": "hybrid"}, 4, 8), ({"mode": "hybrid"}, 8, 2)],
 )
-def test_ranks_that_share_the_latents_do_not_share_the_step(
+def test_the_tokens_per_step_do_not_depend_on_the_ranks_that_share_latents(
     parallel: dict[str, str], before: int, now: int, make_job: MakeJob
 ) -> None:
     job = make_job(parallel=parallel)
@@ -373,7 +371,7 @@ def test_ranks_that_share_the_latents_do_not_share_the_step(
     assert Layout(shared, now).tokens_per_step == Layout(job, before).tokens_per_step
 
 
-def test_a_step_stays_the_same_tokens_in_another_mode(make_job: MakeJob) -> None:
+def test_a_step_keeps_its_number_of_tokens_in_another_mode(make_job: MakeJob) -> None:
     job = make_job()
     shared, notes = with_same_step(job, job.replace("parallel", mode="tensor"), 4, 4)
     assert Layout(shared, 4).tokens_per_step == Layout(job, 4).tokens_per_step
@@ -392,7 +390,7 @@ def read(metrics_db: Path) -> dict[str, list[tuple[int, float | None]]]:
         }
 
 
-# the whole way
+# end to end
 
 
 def run_trainer(*arguments: object) -> tuple[dict[str, Any], str]:
@@ -403,7 +401,7 @@ def run_trainer(*arguments: object) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-def test_a_run_that_lost_its_end_is_resumed_to_the_very_same_end(
+def test_a_run_that_lost_its_last_steps_resumes_to_the_same_result(
     make_job: MakeJob, make_trainer: Callable, tmp_path: Path
 ) -> None:
     job = make_job(
@@ -434,7 +432,7 @@ def test_a_run_that_lost_its_end_is_resumed_to_the_very_same_end(
     assert configs[0] == configs[1]
     again = read(tmp_path / "run" / "metrics.db")
     assert again["loss/0"] == history["loss/0"]
-    # What was expected of a step is told by every attempt.
+    # Every attempt reports the expected time of a step.
     once_each = {"expected_step_ms/0"}
     lengths, wanted = (
         {name: len(p) for name, p in curves.items() if name not in once_each} for curves in (again, history)
@@ -445,12 +443,12 @@ def test_a_run_that_lost_its_end_is_resumed_to_the_very_same_end(
     assert load_job(tmp_path / "run" / "job.toml") == job
 
 
-def test_a_finished_run_made_longer_on_two_ranks_says_what_changes(
+def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
     make_job: MakeJob, make_trainer: Callable, run_dir: Path
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
-    # As it may say that was copied, or came from somebody else.
+    # The files of a copied run, or of another user's run, may name such an output folder.
     (precious := run_dir.parent / "precious").mkdir()
     (precious / "thesis.tex").write_text("mine")
     write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))

@@ -1,4 +1,4 @@
-"""Training on a stream: rows that come once, mixed, kept exactly over kills, and said where they are bad."""
+"""Training on a stream: each row is read once, in shuffled order; kills lose no rows; bad rows are reported."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ N_STEPS, BATCH, KILLED_AT = 30, 64, 23
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog.SOURCES, "toy", ENTRY)
-    # As many as a resumed run of this length reads in a moment.
+    # Small enough for a short resumed run to read quickly.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 600)
 
 
 def toy_table(**sections: dict[str, Any]) -> dict[str, Any]:
     table: dict[str, dict[str, Any]] = {
-        # A run goes through three blocks of the buffer.
+        # A run goes through three blocks of the shuffle buffer.
         "data": {"source": "toy", "shuffle_tokens": 500, "held_out_tokens": 100},
         "sae": {"d_sae": 64, "k": 4, "dead_after_tokens": 400, "resample_every_tokens": 500},
         "train": {"batch_size": BATCH, "n_steps": N_STEPS, "lr": 3e-3, "log_every": 5, "checkpoint_every": 10},
@@ -54,14 +54,14 @@ def toy_job(**sections: dict[str, Any]) -> JobConfig:
 
 
 class Attempts:
-    """Attempts of a run, each of whose ranks is a process forked from this one, which knows the toy."""
+    """The attempts of a run; their ranks are forked from this process, which has registered the toy source."""
 
     def __init__(self, job: JobConfig, run_dir: Path, world_size: int = 1) -> None:
         self.job, self.run_dir, self.world_size = job, run_dir, world_size
         self._number = 0
 
     def go(self, world_size: int | None = None, killed_at: int = 0) -> list[int]:
-        """Run the next attempt from the newest checkpoint; rank 0 kills itself after a step. Return exit codes."""
+        """Run the next attempt from the newest checkpoint and return exit codes; rank 0 kills itself after a step, if given."""
         self._number += 1
         self.run_dir.mkdir(exist_ok=True)
         (self.run_dir / "job.toml").write_text(dump_job(self.job))
@@ -96,7 +96,7 @@ def be_rank(spec: RankSpec, rank: int, killed_at: int) -> None:
             if killed_at and step == killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    # The rank imports it when it begins.
+    # The rank reads this class from the module when it starts.
     import trainer.reporting.progress as progress
 
     progress.StoredProgress = Killed
@@ -104,7 +104,7 @@ def be_rank(spec: RankSpec, rank: int, killed_at: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_killed_run_is_resumed_to_the_very_weights_of_one_that_was_not(world_size: int, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_has_the_same_weights_as_an_uninterrupted_one(world_size: int, tmp_path: Path) -> None:
     job = toy_job(launch={"gpus": f"cpu:{world_size}"}, train={"batch_size": BATCH // world_size})
     whole, killed = Attempts(job, tmp_path / "whole", world_size), Attempts(job, tmp_path / "killed", world_size)
     assert whole.go() == [EXIT_FINISHED] * world_size
@@ -125,7 +125,7 @@ def test_a_killed_run_is_resumed_to_the_very_weights_of_one_that_was_not(world_s
     assert whole.curve("heldout_fvu")[-1] == pytest.approx(whole.curve("fvu")[-1], rel=0.3)
 
 
-def test_another_number_of_ranks_with_tokens_of_their_own_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_stream_is_not_resumed_on_another_number_of_data_parallel_ranks(tmp_path: Path) -> None:
     run = Attempts(toy_job(train={"n_steps": 10}), tmp_path / "run")
     run.go()
     run.job = toy_job(train={"n_steps": 20, "global_batch_size": BATCH})
@@ -135,7 +135,7 @@ def test_another_number_of_ranks_with_tokens_of_their_own_is_refused_in_a_senten
     assert run.go(world_size=2) == [EXIT_FINISHED] * 2
 
 
-def test_ranks_that_share_the_latents_have_the_rows_of_one(tmp_path: Path) -> None:
+def test_ranks_that_share_the_latents_read_the_same_rows_as_one_rank(tmp_path: Path) -> None:
     together, alone = Attempts(toy_job(parallel={"mode": "tensor"}), tmp_path / "two"), tmp_path / "one"
     assert together.go(world_size=2) == [EXIT_FINISHED] * 2
     one = Attempts(toy_job(), alone)
@@ -147,7 +147,7 @@ def test_ranks_that_share_the_latents_have_the_rows_of_one(tmp_path: Path) -> No
 # rows that are not finite
 
 
-def test_a_bad_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kept: Any) -> None:
+def test_a_non_finite_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kept: Any) -> None:
     trainer = make_trainer(toy_job(data={"first_bad": 1000}, train={"log_every": 2}), kept)
     assert trainer.run()
     assert sum(kept.curve("skipped_steps")) == 0
@@ -159,17 +159,19 @@ def test_a_bad_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kep
 @pytest.mark.parametrize(
     ("first", "what"), [(700, "rows read so far are not fin"), (100, "in row 100 (600 of 600 rows); extract")]
 )
-def test_bad_rows_everywhere_end_the_run_with_the_name_of_one(first: int, what: str, make_trainer: Callable) -> None:
+def test_a_run_fails_and_names_a_row_if_too_many_rows_are_not_finite(
+    first: int, what: str, make_trainer: Callable
+) -> None:
     with pytest.raises(UserError) as caught:
         make_trainer(toy_job(data={"first_bad": first, "bad_rows": 10**6})).run()
     assert str(caught.value).startswith("data.path: a toy stream holds NaN or infinite values")
     assert what in str(caught.value)
 
 
-# what the settings and plans of a stream say
+# settings and estimates of a stream
 
 
-def test_the_length_of_a_run_on_a_stream_is_asked_for_by_its_name() -> None:
+def test_a_job_on_a_stream_without_a_length_is_refused() -> None:
     table = toy_table()
     del table["train"]["n_steps"]
     job, (problem,) = parse_job(table)
@@ -180,7 +182,9 @@ def test_the_length_of_a_run_on_a_stream_is_asked_for_by_its_name() -> None:
         assert Layout(toy_job(train={"n_steps": None} | length), 1).total_steps == (length.get("n_steps") or 15_625)
 
 
-def test_a_stream_is_estimated_by_the_steps_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_is_estimated_from_the_number_of_steps_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "job.toml").write_text(dump_job(toy_job(train={"n_steps": 10_000})))
     assert main(["estimate", str(tmp_path / "job.toml")]) == EXIT_FINISHED
     assert "tokens/s" in capsys.readouterr().out
