@@ -1,4 +1,4 @@
-"""A known dictionary is recovered with default settings; a job sets only the width, and k if the architecture has it."""
+"""A known dictionary is recovered with default settings; jobs set only the width, and k if the architecture has it."""
 
 from __future__ import annotations
 

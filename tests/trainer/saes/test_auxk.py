@@ -1,4 +1,4 @@
-"""Ranks that share the latents learn from AuxK what one rank learns; `test_topk.py` has its results on one rank."""
+"""Ranks that share latents get the AuxK gradients of one rank; `test_topk.py` checks the results of one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.saes.kernels import sparse
 from trainer.training.learner import Learner
 
 D_IN, D_SAE = 12, 48
-# At most 12 latents are candidates, of which each token gets 6.
+# At most 12 latents are candidates, and each token gets 6 of them.
 DEAD_AFTER = 1000
 GRIDS = [(n_ranks, sharing) for n_ranks, sharing in grids((2, 4, 8)) if sharing > 1]
 
@@ -33,7 +33,7 @@ def rows(n: int = 26) -> Tensor:
 
 
 def silences(case: str, sharing: int) -> Tensor:
-    """Return for how many tokens each latent was silent."""
+    """Return the number of tokens since each latent fired."""
     silent = torch.arange(D_SAE) % 7
     if case == "few are dead":
         silent[[3, 4, 40]] = DEAD_AFTER
@@ -51,7 +51,7 @@ def silences(case: str, sharing: int) -> Tensor:
 def gradients(
     n_ranks: int, sharing: int, silent: Tensor, n_tokens: int = 26, precision: str = "fp32"
 ) -> dict[str, Tensor]:
-    """Return the gradients of all latents after a pass of ranks, added up over tokens."""
+    """Return the gradients of all latents after one pass of the ranks, summed over tokens."""
     x = rows()
 
     def work(learner: Learner, parallel: Parallel) -> None:
@@ -65,7 +65,7 @@ def gradients(
 
 
 def whole(name: str, ranks: list[Trained]) -> Tensor:
-    """Return the sum of a parameter's gradient over ranks, each latent of which is in its place."""
+    """Return a parameter's gradient summed over ranks, with each latent's part at its global index."""
     saes = [rank.learner.sae for rank in ranks]
     total = torch.zeros({"W_enc": (D_IN, D_SAE), "b_enc": (D_SAE,), "W_dec": (D_SAE, D_IN), "b_dec": (D_IN,)}[name])
     for sae in saes:
@@ -95,13 +95,13 @@ def test_ranks_that_share_latents_get_the_gradients_of_one_rank(case: str, path:
 
 
 @pytest.mark.filterwarnings("ignore:.*without Triton")
-def test_a_rank_without_tokens_of_its_own_takes_part(path: str) -> None:
+def test_a_rank_without_tokens_takes_part(path: str) -> None:
     silent = silences("many are dead", 4)
     assert_alike(gradients(4, 4, silent, n_tokens=3), gradients(1, 1, silent, n_tokens=3), "")
 
 
 @pytest.mark.filterwarnings("ignore:.*without Triton")
-def test_weights_that_ranks_exchange_in_16_bits_give_the_gradients_of_one_rank(path: str) -> None:
+def test_weights_exchanged_in_16_bits_give_the_gradients_of_one_rank(path: str) -> None:
     silent = silences("many are dead", 4)
     found, expected = (gradients(n, n, silent, precision="bf16") for n in (4, 1))
     for name, gradient in expected.items():

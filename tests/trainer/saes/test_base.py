@@ -21,7 +21,7 @@ def fired_in(output: Output) -> Tensor:
     return output.acts.dense().gt(0).any(dim=0)
 
 
-def test_silence_is_counted_in_the_tokens_that_came_until_a_latent_is_dead() -> None:
+def test_tokens_since_fired_are_counted_until_a_latent_is_dead() -> None:
     sae, x = random_topk(), batch(80)
     sae.b_enc.data[5] = -1e6
     fired = fired_in(sae(x, x))
@@ -37,7 +37,7 @@ def test_silence_is_counted_in_the_tokens_that_came_until_a_latent_is_dead() -> 
     assert sae.may_have_dead()
 
 
-def test_the_hosts_bound_on_silence_is_lowered_to_the_longest_even_if_steps_have_come_between() -> None:
+def test_the_hosts_bound_on_tokens_since_fired_is_corrected_after_later_steps() -> None:
     sae, x = random_topk(), batch(80)
     for _ in range(3):
         sae(x, x)
@@ -56,7 +56,7 @@ def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> Non
     first, second = random_topk(), random_topk()
     x = batch(60)
     fired = fired_in(first(x[:20], x[:20])) | fired_in(first(x[20:30], x[20:30])) | fired_in(second(x[30:], x[30:]))
-    # What the exchange between ranks does.
+    # Simulate the exchange between ranks.
     first.step_sums.add_(second.step_sums)
     assert float(first.n_tokens_in_step()) == 60
     first.end_step(first.n_tokens_in_step())
@@ -64,7 +64,7 @@ def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> Non
     assert first.step_sums.abs().sum() == 0
 
 
-def test_the_sums_of_a_step_are_firings_tokens_and_squared_error() -> None:
+def test_the_sums_of_a_step_are_firing_counts_tokens_and_squared_error() -> None:
     sae, x = random_topk(), batch(50)
     output = sae(x, x)
     torch.testing.assert_close(sae.step_sums[:40], (output.acts.dense() > 0).sum(dim=0).double())
@@ -78,7 +78,7 @@ def test_nothing_is_counted_outside_training() -> None:
         assert sae.step_sums.abs().sum() == 0
 
 
-def test_sums_of_no_tokens_change_nothing_that_is_kept() -> None:
+def test_a_step_without_tokens_leaves_the_state_unchanged() -> None:
     sae, x = random_topk(d_out=7), batch()
     sae(x, batch(33, 7))
     sae.end_step(sae.n_tokens_in_step())
@@ -90,7 +90,7 @@ def test_sums_of_no_tokens_change_nothing_that_is_kept() -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_what_is_loaded_knows_its_dead_latents_at_once() -> None:
+def test_a_loaded_sae_knows_its_dead_latents() -> None:
     old, new = random_topk(), random_topk()
     old.n_tokens_since_fired[3] = 1000
     new.load_state_dict(old.state_dict())
@@ -98,7 +98,7 @@ def test_what_is_loaded_knows_its_dead_latents_at_once() -> None:
     assert new.may_have_dead()
 
 
-def test_the_gradient_that_would_only_stretch_decoder_rows_is_removed() -> None:
+def test_the_gradient_component_along_decoder_rows_is_removed() -> None:
     sae, x = random_topk(), batch()
     sae.objective(sae(x, x).losses).backward()
     assert sae.W_dec.grad is not None
@@ -110,14 +110,14 @@ def test_the_gradient_that_would_only_stretch_decoder_rows_is_removed() -> None:
     torch.testing.assert_close(sae.W_dec.grad, across)
 
 
-def test_decoder_rows_are_brought_back_to_length_1() -> None:
+def test_decoder_rows_are_normalised_to_length_1() -> None:
     sae = random_topk()
     sae.W_dec.data *= 7
     sae.normalise_decoder()
     torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(40, dtype=torch.float64))
 
 
-def test_b_dec_is_taken_from_the_input_but_its_own_mean_from_that_of_a_transcoder() -> None:
+def test_an_sae_subtracts_b_dec_from_its_input_and_a_transcoder_its_mean() -> None:
     sae, transcoder = random_topk(), random_topk(d_out=7)
     assert sae.input_bias is sae.b_dec
     assert transcoder.input_bias is transcoder.x_mean
@@ -125,7 +125,7 @@ def test_b_dec_is_taken_from_the_input_but_its_own_mean_from_that_of_a_transcode
 
 
 @pytest.mark.parametrize("d_out", [None, 7])
-def test_exported_weights_do_to_raw_data_what_the_sae_does_to_normalised_data(d_out: int | None) -> None:
+def test_exported_weights_on_raw_data_equal_the_sae_on_normalised_data(d_out: int | None) -> None:
     sae = random_topk(d_out).eval()
     sae.x_scale.fill_(0.25)
     sae.y_scale.fill_(0.25 if d_out is None else 3.0)

@@ -22,7 +22,7 @@ def random_batch_topk(*shape: int, **knobs: Any) -> BatchTopK:
 
 
 def largest_of_batch(pre_acts: Tensor, k: int) -> Tensor:
-    """Set all but the k · n_tokens largest to 0, and of those the negative ones, one after the other."""
+    """Zero all but the k · n_tokens largest values, and the negative ones among these, one by one."""
     acts = torch.zeros_like(pre_acts)
     for place in pre_acts.flatten().argsort(descending=True)[: k * len(pre_acts)].tolist():
         token, latent = divmod(place, pre_acts.shape[1])
@@ -46,7 +46,7 @@ def naive_losses(sae: BatchTopK, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor
 @pytest.mark.parametrize("n_dead", [0, 1, 8])
 @pytest.mark.parametrize("shape", [(12, 40), (12, 40, 7)])
 @pytest.mark.parametrize("k", [1, 5, 24, 40])
-def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(n_dead: int, shape: tuple[int, ...], k: int) -> None:
+def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: tuple[int, ...], k: int) -> None:
     sae, x = random_batch_topk(*shape, k=k), batch()
     y = batch(d_in=7, seed=5) if sae.is_transcoder else x
     sae.n_tokens_since_fired[3 : 3 + n_dead] = 1000
@@ -61,9 +61,9 @@ def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(n_dead: int, sha
 
 @pytest.mark.parametrize("rescales", [False, True])
 def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
-    # The two are comparable where decoder rows have length 1, its k_aux = d_in / 2 is ours and no more are dead, and
-    # what the dead answer is positive; its AuxK is a plain squared error. Its threshold starts from 0, so that only the
-    # values that are averaged can be compared, by a rate of 1.
+    # Both classes agree if decoder rows have length 1, at most k_aux = d_in / 2 latents are dead, and the activations of
+    # dead latents are positive. SAELens' AuxK is a plain squared error, and its threshold starts at 0: a rate of 1
+    # compares just the averaged values.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
 
@@ -84,7 +84,7 @@ def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(resc
     torch.testing.assert_close(sae.threshold, twin.topk_threshold)
 
 
-def test_tokens_share_the_active_latents_as_they_need_them() -> None:
+def test_tokens_with_larger_activations_get_more_active_latents() -> None:
     sae, x = random_batch_topk(), batch()
     x[::2] *= 10
     output = sae(x, x)
@@ -93,7 +93,7 @@ def test_tokens_share_the_active_latents_as_they_need_them() -> None:
     assert per_token[::2].mean() > 2 * per_token[1::2].mean()
 
 
-def test_where_fewer_than_k_are_positive_the_rest_is_inactive() -> None:
+def test_fewer_than_k_latents_are_active_if_fewer_are_positive() -> None:
     sae, x = random_batch_topk(), batch()
     sae.b_enc.data[3:] = -1e6
     output = sae(x, x)
@@ -101,7 +101,7 @@ def test_where_fewer_than_k_are_positive_the_rest_is_inactive() -> None:
     assert_same(gradients(sae, output.losses["mse"]), gradients(sae, naive_losses(sae, x, x)[0]["mse"]))
 
 
-def test_a_batch_without_any_activation_breaks_nothing() -> None:
+def test_a_batch_without_any_activation_works() -> None:
     sae, x = random_batch_topk(), batch()
     sae.b_enc.data[:] = -1e6
     output = sae(x, x)
@@ -115,7 +115,7 @@ def test_a_batch_without_any_activation_breaks_nothing() -> None:
 
 
 def learn(sae: BatchTopK, x: Tensor) -> float:
-    """Do a step without an update, and return the smallest active value of its batch."""
+    """Run a step without an update, and return the smallest active value of its batch."""
     values = sae(x, x).acts.values
     sae.end_step(sae.n_tokens_in_step())
     return values[values > 0].min().item()
@@ -134,13 +134,13 @@ def test_the_threshold_of_micro_batches_and_ranks_is_weighted_by_their_tokens() 
     first, second = random_batch_topk(), random_batch_topk()
     first(parts[0], parts[0])
     second(parts[1], parts[1])
-    # What the exchange between ranks does.
+    # Simulate the exchange between ranks.
     first.step_sums.add_(second.step_sums)
     first.end_step(first.n_tokens_in_step())
     assert float(first.threshold) == pytest.approx(0.25 * alone[0] + 0.75 * alone[1])
 
 
-def test_a_skipped_step_leaves_the_threshold_alone() -> None:
+def test_a_skipped_step_leaves_the_threshold_unchanged() -> None:
     for n_before in (0, 1):
         sae = random_batch_topk()
         for seed in range(n_before):
@@ -154,10 +154,10 @@ def test_a_skipped_step_leaves_the_threshold_alone() -> None:
         assert torch.equal(sae.threshold, before)
 
 
-def test_outside_training_active_is_what_exceeds_the_threshold_whatever_the_other_tokens_are() -> None:
+def test_in_evaluation_exactly_the_latents_above_the_threshold_are_active() -> None:
     sae, x = random_batch_topk().eval(), batch(200)
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
-    # One that is equal is not active, as in SAELens' JumpReLU.
+    # A value equal to the threshold is inactive, as in SAELens' JumpReLU.
     sae.threshold.copy_(pre_acts.detach().flatten().topk(100).values[-1])
     output = sae(x, x)
     assert isinstance(output.acts, SparseActs)
@@ -166,7 +166,7 @@ def test_outside_training_active_is_what_exceeds_the_threshold_whatever_the_othe
     torch.testing.assert_close(sae(x[:7], x[:7]).x_hat, output.x_hat[:7])
 
 
-def test_activations_that_are_many_are_dense_and_the_same() -> None:
+def test_many_activations_are_stored_dense_with_the_same_result() -> None:
     sae, x = random_batch_topk().eval(), batch()
     output = sae(x, x)
     assert isinstance(output.acts, DenseActs)
@@ -174,18 +174,18 @@ def test_activations_that_are_many_are_dense_and_the_same() -> None:
     torch.testing.assert_close(output.x_hat, pre_acts.relu() @ sae.W_dec + sae.b_dec)
 
 
-def test_in_bf16_too_the_threshold_is_compared_in_fp32() -> None:
+def test_the_threshold_is_compared_in_fp32_under_bf16_autocast() -> None:
     sae, x = random_batch_topk().float().eval(), batch(200).float()
     with torch.autocast("cpu", torch.bfloat16):
         pre_acts = torch.addmm(sae.b_enc, x - sae.b_dec, sae.W_enc)
         highest = pre_acts.float().max()
-        # Nearer to the largest than bf16 can tell.
+        # Closer to the largest value than bf16 can resolve.
         sae.threshold.copy_(highest * (1 - 1e-4))
         assert sae.threshold.bfloat16() == highest
         assert int((sae(x, x).acts.values > 0).sum()) == 1
 
 
-def test_evaluation_after_learning_has_about_k_active_latents() -> None:
+def test_evaluation_after_training_has_about_k_active_latents() -> None:
     sae = random_batch_topk(24, 400, k=8).float()
     for seed in range(30):
         learn(sae, batch(1024, 24, seed=seed).float())
@@ -207,7 +207,7 @@ def test_a_state_dict_carries_threshold_and_residual_variance() -> None:
     assert torch.equal(old.auxk.residual_variance, new.auxk.residual_variance)
 
 
-def test_k_falls_as_finely_as_a_batch_allows_and_the_threshold_follows() -> None:
+def test_annealing_allows_a_fractional_k_per_token() -> None:
     sae, x = random_batch_topk(k=4, k_anneal_fraction=0.5, k_anneal_start=8), batch(30)
     counts = []
     for progress in (0.0, 0.1, 0.5, 1.0):
@@ -217,7 +217,7 @@ def test_k_falls_as_finely_as_a_batch_allows_and_the_threshold_follows() -> None
 
 
 @pytest.mark.parametrize("architecture", ["batch_topk", "matryoshka_batch_topk"])
-def test_a_resumed_run_is_the_same_to_the_last_bit(
+def test_a_resumed_run_is_bit_identical(
     architecture: str, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     sae = {"architecture": architecture, "k_anneal_fraction": 0.8, "k_anneal_start": 8}

@@ -1,4 +1,4 @@
-"""Dimensions with scales of their own: what the training learns at these is folded exactly into what is exported."""
+"""Per-dimension scales: what training learns on scaled dimensions is folded exactly into the exported weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES = [(None, False), (7, False), (7, True)]
 
 @torch.no_grad()
 def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scale: Tensor) -> Any:
-    """Make a float64 SAE of random weights that has learnt nothing of dimensions of scale 0, and knows their means."""
+    """Make a random float64 SAE with zero weights at dimensions of scale 0, whose means it stores."""
     kind_class, knobs, _ = KINDS[kind]
     sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), **knobs)
     if skip:
@@ -90,7 +90,7 @@ def test_the_exported_sae_on_raw_rows_equals_the_trained_one_on_scaled_rows(
     torch.testing.assert_close(sae.raw(trained.x_hat), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_only_dimensions_with_more_than_three_times_the_median_spread_are_scaled_to_that() -> None:
+def test_dimensions_with_over_three_times_the_median_spread_are_scaled_down() -> None:
     rows = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(0)) + 5
     rows *= torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 6.0, 300.0, 0.0])
     scales = dimension_scales(rows, Data(knobs=KNOBS, scale_dimensions="auto", drop_dimensions=[4]))

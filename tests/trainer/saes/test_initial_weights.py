@@ -34,11 +34,11 @@ def test_a_few_giant_tokens_do_not_move_the_geometric_median() -> None:
     assert (geometric_median(points) - 5).abs().max() < 0.2
 
 
-def test_the_geometric_median_of_points_on_itself_is_that_point() -> None:
+def test_the_geometric_median_of_equal_points_is_that_point() -> None:
     assert geometric_median(torch.full((9, 3), 2.5)).tolist() == [2.5] * 3
 
 
-def test_the_scale_brings_the_mean_distance_from_the_mean_to_the_root_of_the_width() -> None:
+def test_the_unit_scale_makes_the_mean_distance_from_the_mean_the_root_of_d_in() -> None:
     x = sample()
     scaled = x * unit_scale(x)
     assert (scaled - scaled.mean(dim=0)).norm(dim=1).mean().item() == pytest.approx(6**0.5, rel=1e-5)
@@ -48,7 +48,7 @@ def test_the_scale_brings_the_mean_distance_from_the_mean_to_the_root_of_the_wid
 
 @pytest.mark.parametrize(("n_latents", "d"), [(100, 7), (97, 16), (33, 1), (5, 2)])
 @pytest.mark.parametrize("at_once", [1, 320])
-def test_rows_drawn_in_blocks_by_two_ranks_are_those_of_one_that_draws_all_at_once(
+def test_two_ranks_that_draw_rows_in_blocks_get_the_rows_of_one_rank(
     n_latents: int, d: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initial_weights, "_AT_ONCE", at_once)
@@ -84,7 +84,7 @@ def test_b_dec_mean_and_variance_are_those_of_the_normalised_data(how: str, norm
 
 @pytest.mark.parametrize(("scale", "norm"), [("auto", TopK.encoder_scale), (0.7, 0.7)])
 @pytest.mark.parametrize("how", ["tied", "independent"])
-def test_the_encoder_starts_as_the_decoders_transpose_or_not_at_its_own_scale(
+def test_the_encoder_starts_tied_or_independent_with_the_configured_scale(
     how: str, scale: float | str, norm: float, make_job: MakeJob
 ) -> None:
     sae = new_topk()
@@ -95,7 +95,7 @@ def test_the_encoder_starts_as_the_decoders_transpose_or_not_at_its_own_scale(
     assert (cosines > 1 - 1e-6).all() if how == "tied" else cosines.abs().mean() < 0.6
 
 
-def test_a_transcoders_encoder_is_independent_and_the_centre_of_its_input_is_taken_away(
+def test_a_transcoder_starts_from_the_geometric_medians_of_input_and_target(
     make_job: MakeJob,
 ) -> None:
     x, y = sample(), 100 * sample(d=4, seed=1)
@@ -118,12 +118,12 @@ def test_a_transcoders_encoder_is_independent_and_the_centre_of_its_input_is_tak
     ],
     ids=["equal rows", "zeros", "huge", "tiny"],
 )
-def test_data_that_nothing_can_be_learnt_from_is_refused(x: Tensor, told: str, make_job: MakeJob) -> None:
+def test_data_that_an_sae_cannot_learn_from_is_refused(x: Tensor, told: str, make_job: MakeJob) -> None:
     with pytest.raises(UserError, match=rf"^data\.path: .*{told}"):
         initialise(new_topk(), x, x, make_job().sae, seed=0)
 
 
-def test_the_seed_fixes_the_weights(make_job: MakeJob) -> None:
+def test_the_seed_determines_the_weights(make_job: MakeJob) -> None:
     weights = []
     for seed in (1, 1, 2):
         sae = new_topk()

@@ -40,7 +40,7 @@ def naive_losses(sae: MatryoshkaBatchTopK, x: Tensor, y: Tensor) -> tuple[dict[s
 @pytest.mark.parametrize("shape", [(12, 40), (12, 40, 7)])
 @pytest.mark.parametrize("n_levels", [1, 2, 4])
 @pytest.mark.parametrize("k", [1, 5, 20])
-def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(shape: tuple[int, ...], n_levels: int, k: int) -> None:
+def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...], n_levels: int, k: int) -> None:
     sae, x = random_matryoshka(*shape, n_levels=n_levels, k=k), batch()
     y = batch(d_in=7, seed=5) if sae.is_transcoder else x
     sae.n_tokens_since_fired[3:9] = 1000
@@ -58,8 +58,8 @@ def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(shape: tuple[int
 
 
 def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
-    # The two are comparable with its matryoshka_widths set to ours, without its per-level AuxK, and as a sum over
-    # levels, of which ours is the mean; decoder rows have length 1.
+    # Both classes agree with our widths as SAELens' matryoshka_widths, without its AuxK per level, and with decoder rows
+    # of length 1. SAELens sums the errors of the levels; ours is their mean.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.matryoshka_batchtopk_sae import (
         MatryoshkaBatchTopKTrainingSAE,
@@ -89,7 +89,7 @@ def test_every_level_is_twice_as_wide_as_the_one_before(d_sae: int, n_levels: in
     assert sae(x, x).losses["inner_mse"].isfinite()
 
 
-def test_tokens_without_active_latents_and_levels_without_any_are_reconstructed_by_what_is_below() -> None:
+def test_tokens_and_levels_without_active_latents_are_reconstructed_correctly() -> None:
     sae, x = random_matryoshka(k=1), batch()
     sae.b_enc.data[:20] = -1e6
     x[3] = sae.b_dec.detach()
@@ -100,10 +100,10 @@ def test_tokens_without_active_latents_and_levels_without_any_are_reconstructed_
     torch.testing.assert_close(output.losses["inner_mse"], naive["inner_mse"])
 
 
-def test_outside_training_the_inner_levels_are_measured_from_dense_activations_too() -> None:
+def test_in_evaluation_inner_levels_are_measured_for_dense_and_sparse_activations() -> None:
     sae, x = random_matryoshka().eval(), batch(200)
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
-    # Midway between two values, so that no rounding decides which are above it.
+    # Midway between two values, so that rounding does not change which are above it.
     sparse = pre_acts.flatten().topk(301).values[-2:].mean().item()
     for threshold, is_dense in ((0.0, True), (sparse, False)):
         sae.threshold.fill_(threshold)
@@ -116,7 +116,7 @@ def test_outside_training_the_inner_levels_are_measured_from_dense_activations_t
 
 
 def left_over_by_the_first(n_levels: int, width: int) -> float:
-    """Return the FVU of the first latents alone after a short training on sums of a few of 30 directions."""
+    """Return the FVU of the first `width` latents after a short training on sparse sums of 30 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(30, 16, generator=generator), dim=1)
     x = (torch.rand(400, 30, generator=generator) * (torch.rand(400, 30, generator=generator) < 0.1)) @ directions
@@ -133,11 +133,11 @@ def left_over_by_the_first(n_levels: int, width: int) -> float:
     return ((x - x_hat).square().sum() / (x - x.mean(dim=0)).square().sum()).item()
 
 
-def test_the_first_latents_of_a_nested_dictionary_reconstruct_more_than_those_of_a_plain_one() -> None:
+def test_the_first_latents_reconstruct_more_with_five_levels_than_with_one() -> None:
     assert left_over_by_the_first(5, width=8) < 0.85 * left_over_by_the_first(1, width=8)
 
 
-def test_the_error_of_the_inner_levels_is_exact_for_a_large_batch_too() -> None:
+def test_the_error_of_the_inner_levels_is_exact_for_a_large_batch() -> None:
     parts, y = torch.randn(4096, 3, 256), torch.randn(4096, 256)
     _, inner_mse = _Nested.apply(parts, torch.zeros(256), y)
     errors = parts.double().cumsum(dim=1)[:, :-1] - y.double()[:, None]

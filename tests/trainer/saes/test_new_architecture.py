@@ -1,4 +1,4 @@
-"""A new architecture is one file and one line; then it is checked, estimated, trained, resumed and exported."""
+"""A new architecture takes one file and one line to be checked, estimated, trained, resumed and exported."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def make_loudest(activations: Path) -> MakeJob:
     return make
 
 
-def test_it_is_a_choice_with_settings_of_its_own() -> None:
+def test_a_new_architecture_is_a_choice_with_its_own_settings() -> None:
     knob = find_knob("sae.architecture")
     assert knob
     assert "loudest" in choices_of("sae.architecture", knob)
     assert {"n_loudest", "price"} <= {knob.name for knob in section_knobs("sae", "loudest")}
 
 
-def test_its_settings_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:
+def test_the_settings_of_a_new_architecture_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:
     _, problems = parse_job({"data": {"path": "x"}, "sae": {"architecture": "loudest", "n_loudest": 0}})
     assert [problem.path for problem in problems] == ["sae.n_loudest"]
     assert job_of(to_table(make_loudest())) == make_loudest()
@@ -58,7 +58,7 @@ def test_its_settings_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None
     assert not [one for one in check(make_loudest(), here) if one.severity == "error"]
 
 
-def test_it_is_estimated_by_what_it_says_it_holds(make_job: MakeJob, make_loudest: MakeJob) -> None:
+def test_the_memory_of_a_new_architecture_is_estimated_from_its_entry(make_job: MakeJob, make_loudest: MakeJob) -> None:
     same = make_job(sae={"architecture": "topk", "d_sae": 64, "k": 4, "auxk_alpha": 0.0})
     assert memory.estimate(workload(make_loudest(), 16)) == memory.estimate(workload(same, 16))
     few, many = (memory.estimate(workload(make_loudest(n_loudest=n), 16)).total for n in (4, 60))
@@ -66,7 +66,7 @@ def test_it_is_estimated_by_what_it_says_it_holds(make_job: MakeJob, make_loudes
     assert Estimate.of(make_loudest()).as_json()["seconds"] > 0
 
 
-def test_it_is_trained_resumed_and_exported(
+def test_a_new_architecture_is_trained_resumed_and_exported(
     make_loudest: MakeJob, make_trainer: Callable[..., Trainer], kept: Any, tmp_path: Path
 ) -> None:
     assert make_trainer(make_loudest(), kept).run()
@@ -81,7 +81,7 @@ def test_it_is_trained_resumed_and_exported(
     assert load_file(tmp_path / "sae" / "sae_weights.safetensors")["W_dec"].shape == (64, 16)
 
 
-def test_it_is_trained_from_python() -> None:
+def test_a_new_architecture_is_trained_from_python() -> None:
     x = torch.randn(1024, 16)
     fitted = train([x], architecture="loudest", n_loudest=4, d_sae=64, n_steps=10, lr=3e-3, device="cpu")
     assert fitted.encode(x).count_nonzero(dim=1).max() <= 4

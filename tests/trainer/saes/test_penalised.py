@@ -1,4 +1,4 @@
-"""Standard, gated and JumpReLU: their losses and gradients, and the weight of the penalty."""
+"""Standard, gated and JumpReLU SAEs: losses, gradients, and the weight of the penalty."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ CAN_TRANSCODE = [kind for kind in KINDS if kind != "gated"]
 
 
 def made(kind: str, *shape: int, is_sparse: bool = False, **knobs: Any) -> Any:
-    """Make a random SAE of which half of all latents fire, so that products are dense; or few: they are sparse."""
+    """Make a random SAE in which half of the latents fire, for dense products, or few of them, for sparse products."""
     kind_class, own = KINDS[kind]
     sae = random_sae(kind_class, *shape, **(PENALISED | own | knobs))
-    # Decoder rows of any length: only some kinds hold them at 1.
+    # Vary the lengths of decoder rows: only some kinds keep them at 1.
     sae.W_dec.data *= torch.linspace(0.5, 2, sae.d_sae, dtype=torch.float64)[:, None]
     if kind.startswith("jumprelu"):
         sae.threshold.data.abs_()
@@ -54,7 +54,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **knobs: Any) -> Any:
 def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Compute loss terms, activations and x_hat token by token and latent by latent, in plain autograd.
 
-    What replaces a jump's gradient is written as a surrogate: a line through the window.
+    A surrogate that is linear in the window replaces the gradient of a jump.
     """
     centred = x if sae.is_transcoder else x - sae.b_dec
     rows, sparsity, gate_mse = [], [], []
@@ -88,7 +88,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae._bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value is that of the jump, the gradient that of `slope` for the threshold, and for z where it takes it.
+    # The value is the jump's. The gradient is the slope's, for the threshold and, with a tanh penalty, for z.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope
@@ -99,9 +99,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
 @pytest.mark.parametrize(
     ("kind", "shape"), [(kind, (8, 24)) for kind in KINDS] + [(kind, (8, 24, 5)) for kind in CAN_TRANSCODE]
 )
-def test_every_loss_term_and_gradient_is_that_of_the_naive_loop(
-    kind: str, shape: tuple[int, ...], is_sparse: bool
-) -> None:
+def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tuple[int, ...], is_sparse: bool) -> None:
     sae, x = made(kind, *shape, is_sparse=is_sparse), batch(19, 8)
     y = batch(19, 5, seed=5) if sae.is_transcoder else x
     output, (naive, acts, x_hat) = sae(x, y), loop_losses(sae, x, y)
@@ -120,8 +118,8 @@ def test_every_loss_term_and_gradient_is_that_of_the_naive_loop(
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
-    # Where its gate's own reconstruction moves the decoder, which the paper forbids, only the encoder's gradient is
-    # compared; it weighs the gate's penalty by the rows' norms, which ours holds at 1.
+    # The gate's reconstruction in SAELens also moves the decoder, which the paper forbids: for it, only the encoder's
+    # gradients are compared. SAELens multiplies the gate's penalty by the rows' norms, which ours keeps at 1.
     pytest.importorskip("sae_lens")
     sae, x = made(kind, is_sparse=is_sparse), batch()
     if kind == "gated":
@@ -162,16 +160,16 @@ def saelens_twin(kind: str, sae: Any) -> Any:
     settings = {"jumprelu_bandwidth": 0.5, "jumprelu_sparsity_loss_mode": mode}
     settings |= {"l0_coefficient": 1.0, "jumprelu_ste_to_input": kind == "jumprelu_tanh"}
     twin = peers_twin(jumprelu_sae.JumpReLUTrainingSAE, jumprelu_sae.JumpReLUTrainingSAEConfig, sae, **settings)
-    # It keeps its threshold in fp32, in which sums of hundreds of tokens have too few digits.
+    # SAELens keeps its threshold in fp32, which is not precise enough for sums over hundreds of tokens.
     twin.threshold = torch.nn.Parameter(sae.threshold.detach().clone())
     return twin
 
 
-# traps
+# pitfalls
 
 
-def test_latents_far_below_their_threshold_cost_nothing_however_many_they_are() -> None:
-    # A sigmoid in place of the jump gave dead latents an L0 of their own, and its gradient killed the others.
+def test_latents_far_below_their_threshold_have_no_penalty() -> None:
+    # With a sigmoid instead of the jump, dead latents added to L0, and its gradient killed the other latents.
     for kind in ("jumprelu", "jumprelu_tanh"):
         sae, x = made(kind), batch()
         sae.threshold.data[:] = 1e3
@@ -180,7 +178,7 @@ def test_latents_far_below_their_threshold_cost_nothing_however_many_they_are() 
         assert all(not gradient.any() for gradient in gradients(sae, output.losses["sparsity"]).values())
 
 
-def test_l0_has_a_gradient_and_it_raises_the_thresholds_near_which_something_fires() -> None:
+def test_the_gradient_of_l0_raises_thresholds_close_to_pre_activations() -> None:
     sae, x = made("jumprelu"), batch()
     grads = gradients(sae, sae(x, x).losses["sparsity"])["threshold"]
     assert (grads <= 0).all()
@@ -189,7 +187,7 @@ def test_l0_has_a_gradient_and_it_raises_the_thresholds_near_which_something_fir
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
-    # Its logarithm under Adam would move it in proportion to its size: from 1e-3 it hardly ever gets anywhere.
+    # Adam on its logarithm would move it in proportion to its size: from 1e-3 it would barely move.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
     optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)
@@ -221,8 +219,8 @@ def test_a_nan_in_the_input_reaches_the_loss(kind: str) -> None:
     assert sae(bad, x).losses["mse"].isnan()
 
 
-def test_thresholds_stay_where_something_jumps() -> None:
-    # Below 0 a step of the window would still have a gradient, but nothing there jumps.
+def test_negative_thresholds_are_clamped_to_0() -> None:
+    # Below 0 the window would still have a gradient, but the activation has no jump there.
     sae = made("jumprelu")
     sae.threshold.data[:3] = -0.5
     thresholds = sae.threshold.detach().clone()[3:]
@@ -232,19 +230,19 @@ def test_thresholds_stay_where_something_jumps() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outside_training_what_is_active_is_the_same(kind: str) -> None:
+def test_activations_in_evaluation_equal_those_in_training(kind: str) -> None:
     sae, x = made(kind, is_sparse=True), batch()
     trained = sae(x, x)
     sae.eval()
     torch.testing.assert_close(sae(x, x).acts.dense(), trained.acts.dense())
 
 
-# as on a GPU, where the host does not know how many are above the bound
+# as on a GPU: the host does not know how many values are above the bound
 
 
 @pytest.fixture
 def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
-    """Return what lets an SAE go the way of a GPU; sparse products serve however many latents are active."""
+    """Return a function that makes an SAE size its buffers in advance, as on a GPU; products are always sparse."""
     monkeypatch.setattr(latent_room, "DENSE", 1)
 
     def go(sae: Penalised) -> None:
@@ -257,7 +255,7 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
     ("kind", "shape"), [(kind, (8, 24)) for kind in KINDS] + [(kind, (8, 24, 5)) for kind in CAN_TRANSCODE]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_with_foreseen_room_losses_and_gradients_are_those_of_the_dense_product(
+def test_losses_and_gradients_with_presized_buffers_match_dense_products(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, foreseeing: Callable[[Penalised], None]
 ) -> None:
     sae, x = made(kind, *shape, is_sparse=True).to(dtype), batch(19, 8).to(dtype)
@@ -275,7 +273,7 @@ def test_with_foreseen_room_losses_and_gradients_are_those_of_the_dense_product(
     torch.testing.assert_close(sparse.x_hat, dense.x_hat)
     assert_same(sparse.losses, dense.losses)
     for name, loss in dense.losses.items():
-        # A gradient of 0 may be a sum that does not cancel in every digit.
+        # A gradient of 0 may be a sum that does not cancel exactly.
         tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
         assert_same(gradients(sae, sparse.losses[name]), gradients(sae, loss), **tolerance)
     assert not sae.has_overflowed()
@@ -293,13 +291,13 @@ def rows(seed: int, n_tokens: int = 128) -> Tensor:
 
 
 def take_cut(one: Learner, number: int, x: Tensor, n_passes: int) -> None:
-    """Take step `number` in so many passes."""
+    """Take step `number` in `n_passes` passes."""
     take_step([one], ALONE, number, [Batch([(part, part)], len(part)) for part in x.tensor_split(n_passes)])
 
 
 @pytest.mark.parametrize("n_passes", [1, 3])
 @pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
-def test_a_run_with_foreseen_room_learns_what_one_without_learns(
+def test_a_run_with_presized_buffers_learns_the_same_as_one_without(
     kind: str,
     n_passes: int,
     make_job: MakeJob,
@@ -320,17 +318,17 @@ def test_a_run_with_foreseen_room_learns_what_one_without_learns(
 @pytest.mark.parametrize("n_passes", [1, 2])
 @pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_with_too_little_room_is_skipped_and_the_next_one_is_whole(
+def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_one_succeeds(
     kind: str, precision: str, n_passes: int, make_job: MakeJob, foreseeing: Callable[[Penalised], None]
 ) -> None:
     one = learner(make_job, kind, precision=precision, accumulate=n_passes)
-    # So small that no gradient is too large for 16 bits.
+    # A scale at which no gradient overflows 16 bits.
     one.loss_scale.factor.fill_(1.0)
     foreseeing(one.sae)
     for step in range(foreseen.MEMORY):
         take_cut(one, step, rows(step), n_passes)
     before = {name: tensor.clone() for name, tensor in one.state.tensors() if "clean_steps" not in name}
-    # Ten times as long: more than the penalty lets through of others.
+    # Rows ten times as large activate more latents than the buffer holds.
     many = rows(9)
     many[-64:] *= 10
     take_cut(one, 9, many, n_passes)
@@ -342,7 +340,7 @@ def test_a_step_with_too_little_room_is_skipped_and_the_next_one_is_whole(
     assert skips(one) == (0, 0, 0)
 
 
-def test_where_one_rank_has_too_little_room_all_skip_the_step(
+def test_all_ranks_skip_a_step_that_overflows_the_buffer_of_one_rank(
     make_job: MakeJob, foreseeing: Callable[[Penalised], None]
 ) -> None:
     ranks = [learner(make_job, "standard") for _ in range(2)]
@@ -352,7 +350,7 @@ def test_where_one_rank_has_too_little_room_all_skip_the_step(
             one.begin_step(step)
             x = rows(2 * step + rank) * (10 if step == foreseen.MEMORY and rank else 1)
             one.accumulate(x, x)
-        # What the exchange between ranks does.
+        # Simulate the exchange between ranks.
         for mine, others in zip(*(of_all(one.tensors_to_exchange()) for one in ranks), strict=True):
             mine.add_(others)
             others.copy_(mine)
@@ -366,7 +364,9 @@ def of_all(sums: StepSums) -> list[Tensor]:
     return [*sums.of_latents, *sums.dealt, *sums.of_all]
 
 
-def test_a_nan_is_not_taken_for_too_little_room(make_job: MakeJob, foreseeing: Callable[[Penalised], None]) -> None:
+def test_a_nan_is_not_mistaken_for_a_buffer_overflow(
+    make_job: MakeJob, foreseeing: Callable[[Penalised], None]
+) -> None:
     one = learner(make_job, "jumprelu")
     foreseeing(one.sae)
     for step in range(foreseen.MEMORY):
@@ -403,7 +403,7 @@ def steer(penalty: Penalty, l0: float) -> float:
     return float(penalty.weight)
 
 
-def test_the_weight_answers_at_once_and_the_longer_the_more() -> None:
+def test_the_weight_reacts_at_once_and_more_the_longer_l0_is_off_target() -> None:
     e = float(torch.e)
     steered = penalty()
     assert float(steered.weight) == 2
@@ -414,7 +414,7 @@ def test_the_weight_answers_at_once_and_the_longer_the_more() -> None:
     assert steer(steered, 10) == pytest.approx(2 * (1 + 0.2))
 
 
-def test_the_weight_has_a_lowest_value_and_soon_leaves_it() -> None:
+def test_the_weight_has_a_minimum_and_leaves_it_quickly() -> None:
     for lowest in (0.0, -3.0):
         steered = penalty(lowest=lowest)
         for _ in range(1000):
@@ -423,12 +423,12 @@ def test_the_weight_has_a_lowest_value_and_soon_leaves_it() -> None:
         assert steer(steered, 40) > 2 * lowest
 
 
-def test_no_batch_moves_the_weight_without_bound() -> None:
+def test_the_change_of_the_weight_by_one_batch_is_bounded() -> None:
     assert steer(penalty(), 0) == 0
     assert steer(penalty(), 1e6) == pytest.approx(2 * (1 + 2.1 * float(torch.tensor(10.0).log())))
 
 
-def test_a_skipped_step_leaves_the_weight_alone() -> None:
+def test_a_skipped_step_leaves_the_weight_unchanged() -> None:
     steered = penalty()
     before = steer(steered, 20)
     steered.steer(torch.tensor(0.0), torch.tensor(0.0))
@@ -436,7 +436,7 @@ def test_a_skipped_step_leaves_the_weight_alone() -> None:
     assert float(steered.integral) == pytest.approx(0.1 * float(torch.tensor(2.0).log()))
 
 
-def test_a_given_coefficient_stays_and_is_only_warmed_up() -> None:
+def test_a_fixed_coefficient_is_only_warmed_up() -> None:
     fixed = penalty(coefficient=3.0, warmup=0.2)
     assert steer(fixed, 1000) == 3
     weights = []
@@ -446,7 +446,7 @@ def test_a_given_coefficient_stays_and_is_only_warmed_up() -> None:
     assert weights == pytest.approx([3, 0, 1.5, 3])
 
 
-def test_micro_batches_and_ranks_are_steered_by_their_sum() -> None:
+def test_the_weight_depends_on_the_sum_over_micro_batches_and_ranks() -> None:
     parts = [batch(10, seed=3), batch(30, seed=4)]
     first, second, whole = made("standard"), made("standard"), made("standard")
     first(parts[0], parts[0])
@@ -460,7 +460,7 @@ def test_micro_batches_and_ranks_are_steered_by_their_sum() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Remembers how many values the largest tensor has that an operation makes."""
+    """Records the size of the largest tensor that any operation returns."""
 
     most = 0
 
@@ -472,7 +472,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_threshold_is_found_without_holding_all_pre_activations_in_memory(
+def test_the_first_threshold_is_found_without_storing_all_pre_activations(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(penalised, "START_VALUES", 2**12)

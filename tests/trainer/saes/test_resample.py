@@ -1,4 +1,4 @@
-"""Resampling of dead latents: which tokens they are given, and what they start from."""
+"""Resampling of dead latents: which tokens they get, and their new weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def directions(points: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (12, 40, 7)])
-def test_dead_latents_read_and_write_the_direction_of_a_token_each(shape: tuple[int, ...]) -> None:
+def test_each_dead_latent_reads_and_writes_the_direction_of_one_token(shape: tuple[int, ...]) -> None:
     sae, x = with_dead(Standard, *shape), batch(200)
     y = batch(200, 7, seed=9) if sae.is_transcoder else x
     norms = sae.W_enc.norm(dim=0).detach().clone()
@@ -56,7 +56,7 @@ def test_dead_latents_read_and_write_the_direction_of_a_token_each(shape: tuple[
     assert not sae.dead().any()
 
 
-def test_the_living_are_left_alone() -> None:
+def test_live_latents_are_unchanged() -> None:
     sae = with_dead()
     before = {name: tensor.clone() for name, tensor in sae.state_dict().items()}
     resampled(sae, batch(200))
@@ -74,7 +74,7 @@ def test_tokens_are_drawn_by_their_squared_loss() -> None:
     x[0, 0], x[1, 1], x[2, 2] = 1.0, 2.0, 3.0
     for seed in range(400):
         sae = with_dead()
-        # Nothing is active, so that a token's loss is its square norm: 1, 4 and 9.
+        # No latent is active, so a token's loss is its squared norm: 1, 4 and 9.
         sae.b_enc.data[:] = -1e6
         sae.b_dec.data[:] = 0
         sae.n_tokens_since_fired[DEAD[1:]] = 0
@@ -84,14 +84,14 @@ def test_tokens_are_drawn_by_their_squared_loss() -> None:
     torch.testing.assert_close(counts / 400, expected, atol=0.06, rtol=0)
 
 
-def test_more_dead_latents_than_tokens_share_them() -> None:
+def test_more_dead_latents_than_tokens_share_tokens() -> None:
     sae = with_dead()
     sae.n_tokens_since_fired[:30] = 1000
     assert int(resampled(sae, batch(4)).sum()) == 30
 
 
 @pytest.mark.parametrize("dead", [[], list(range(40))])
-def test_where_none_or_all_are_dead_nothing_is_done(dead: list[int]) -> None:
+def test_nothing_is_resampled_if_no_or_all_latents_are_dead(dead: list[int]) -> None:
     sae = random_sae(Standard, **KNOBS)
     sae.n_tokens_since_fired[dead] = 1000
     before = sae.W_dec.detach().clone()
@@ -99,7 +99,7 @@ def test_where_none_or_all_are_dead_nothing_is_done(dead: list[int]) -> None:
     assert torch.equal(sae.W_dec, before)
 
 
-def test_thresholds_and_magnitudes_start_like_the_biases() -> None:
+def test_thresholds_and_magnitude_biases_restart_like_encoder_biases() -> None:
     jump = with_dead(JumpReLU, penalty="l0", tanh_scale=4.0, bandwidth=0.5)
     jump.threshold.data.abs_()
     gated = with_dead(Gated)
@@ -114,7 +114,7 @@ def test_thresholds_and_magnitudes_start_like_the_biases() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("optimizer", [{}, {"state": "int8"}, {"optimizer": "signum"}, {"optimizer": "muon"}], ids=str)
-def test_revived_latents_fire_again_and_the_optimizer_knows_nothing_of_what_they_were(
+def test_revived_latents_fire_again_and_have_no_optimizer_state(
     architecture: str, optimizer: dict, make_job: Callable[..., JobConfig]
 ) -> None:
     job = make_job(sae={"architecture": architecture, "d_sae": 256}, train={"batch_size": 200} | optimizer)
@@ -137,7 +137,7 @@ def test_revived_latents_fire_again_and_the_optimizer_knows_nothing_of_what_they
 
 
 def moments(learner: Learner) -> list[tuple[str, Tensor]]:
-    """Return the optimizer's moments of matrices and biases that have a part for each latent."""
+    """Return the optimizer's moments of the parameters that have a part for each latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
     states = [(name.split(".", 2), tensor) for name, tensor in learner.state.tensors() if name.startswith("optimizer.")]

@@ -23,7 +23,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_rows_of_several_passes_are_added_to_what_is_there_or_to_nothing(
+def test_row_gradients_of_several_passes_are_added_to_a_gradient_or_to_none(
     has_gradient: bool, dtype: torch.dtype
 ) -> None:
     parameters = Weights(*map(nn.Parameter, (torch.randn(6, 4).T, torch.randn(6), torch.randn(6, 3))))
@@ -51,10 +51,10 @@ def test_rows_of_several_passes_are_added_to_what_is_there_or_to_nothing(
 
 
 def by_autograd(sae: Sae, centred: Tensor, candidates: Candidates) -> Tensor:
-    """Explain by weights whose gradients autograd spreads over all latents."""
+    """Compute the explained error from weights whose gradients autograd scatters over all latents."""
     of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
     reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)
-    # It was subtracted already: this is 0, and has the gradient.
+    # The bias was subtracted already: this term is 0, but carries the gradient.
     subtracted = reads @ (sae.input_bias - sae.input_bias.detach()).to(centred.dtype)
     bias = torch.where(candidates.rows.b_enc > -torch.inf, b_enc - subtracted, -torch.inf)
     acts = torch.addmm(bias, centred, reads.T)
@@ -62,7 +62,7 @@ def by_autograd(sae: Sae, centred: Tensor, candidates: Candidates) -> Tensor:
 
 
 def gradients(learner: Learner, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Return the gradients that two micro-batches leave where twenty latents are dead."""
+    """Return the gradients of two micro-batches with twenty dead latents."""
     learner.initialise(x, y)
     learner.sae.n_tokens_since_fired[5:25] = 10**6
     for part in range(2):
@@ -73,7 +73,7 @@ def gradients(learner: Learner, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("sae", [{}, {"architecture": "batch_topk", "skip": True}], ids=str)
-def test_all_weights_learn_from_auxk_what_autograd_finds_by_itself(
+def test_the_auxk_gradients_of_all_weights_match_autograd(
     sae: dict[str, Any], precision: str, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = {"precision": precision}
@@ -90,11 +90,11 @@ def test_all_weights_learn_from_auxk_what_autograd_finds_by_itself(
         assert (found[name] != without[name]).any()
 
 
-def test_a_pass_that_is_undone_leaves_no_rows_for_the_next(make_job: MakeJob) -> None:
+def test_an_undone_pass_leaves_no_row_gradients(make_job: MakeJob) -> None:
     learner, x = Learner(make_job(), 16, None, ALONE), torch.randn(100, 16)
     learner.initialise(x, x)
     learner.sae.n_tokens_since_fired[5:25] = 10**6
-    # As where memory runs out between the backward pass and what follows.
+    # As if memory ran out between the backward pass and the next operation.
     learner.sae.objective(learner.forward(x, x).losses).backward()
     learner.forget_pass()
     learner.sae.row_gradients.add()

@@ -1,4 +1,4 @@
-"""A transcoder's skip connection, with every architecture that transcodes."""
+"""The skip connection of a transcoder, with every architecture that supports transcoders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ D_OUT = 7
 
 
 def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
-    """Make a transcoder whose data has a mean; a latent of it is dead, where that means something."""
+    """Make a transcoder for data with a non-zero mean, with AuxK if its architecture has it."""
     kind_class, knobs, _ = KINDS[kind]
     own = {"auxk_alpha": 1 / 32, "k_aux": 4} if "auxk_alpha" in knobs else {}
     sae: Sae = random_sae(kind_class, 12, 40, D_OUT, **(knobs | own | changes))
@@ -32,7 +32,7 @@ def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
 
 
 def of_skip(sae: Sae, x: Tensor) -> Tensor:
-    """Return a skip connection's part of the output, entry by entry."""
+    """Return the output of a skip connection, computed entry by entry."""
     assert sae.W_skip is not None
     part = torch.zeros(len(x), D_OUT, dtype=torch.float64)
     for i in range(12):
@@ -42,7 +42,7 @@ def of_skip(sae: Sae, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_all_else_learns_as_if_the_target_were_what_the_skip_leaves_of_it(kind: str) -> None:
+def test_other_weights_learn_from_the_target_minus_the_skips_output(kind: str) -> None:
     sae, plain, x, y = random_transcoder(kind), random_transcoder(kind, skip=False), batch(), batch(33, D_OUT, seed=5)
     for one in (sae, plain):
         one.n_tokens_since_fired[3:9] = 1000
@@ -57,12 +57,12 @@ def test_all_else_learns_as_if_the_target_were_what_the_skip_leaves_of_it(kind: 
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_its_gradient_is_that_of_small_differences(kind: str) -> None:
+def test_the_gradient_of_the_skip_matches_finite_differences(kind: str) -> None:
     sae, x, y = random_transcoder(kind), batch(), batch(33, D_OUT, seed=5)
     assert sae.W_skip is not None
     gradient = gradients(sae, sae.objective(sae(x, y).losses))["W_skip"]
     differences = torch.zeros_like(gradient)
-    # The loss is a quadratic function of it, of which these are exact.
+    # The loss is quadratic in W_skip, so finite differences are exact.
     for i in range(12):
         for j in range(D_OUT):
             ends = []
@@ -74,7 +74,7 @@ def test_its_gradient_is_that_of_small_differences(kind: str) -> None:
     torch.testing.assert_close(gradient, differences)
 
 
-def test_its_norm_is_free_and_no_latent_owns_a_part_of_it() -> None:
+def test_the_skip_is_not_normalised_and_belongs_to_no_latent() -> None:
     sae, x, y = random_transcoder("batch_topk"), batch(), batch(33, D_OUT, seed=5)
     assert sae.W_skip is not None
     before = sae.W_skip.detach().clone()
@@ -97,16 +97,16 @@ def test_a_revived_latent_writes_what_the_skip_leaves_unexplained() -> None:
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_what_is_linear_is_left_to_it(kind: str) -> None:
+def test_the_skip_learns_the_linear_part_of_the_data(kind: str) -> None:
     torch.manual_seed(0)
-    # With a mean that is far from 0, and a scale of its own.
+    # The data has a mean far from 0 and a scale other than 1.
     x, map_ = torch.randn(4000, 12) * 5 + 20, torch.randn(12, D_OUT)
     data = [(rows, rows @ map_ + 3) for rows in x.split(500)]
     knobs = {"architecture": kind, "d_sae": 48, "k": 2, "lr": 1e-2, "log_every": 20, "device": "cpu"}
     assert train(data, n_steps=200, skip=True, **knobs).values["fvu"] < 0.01
 
 
-def test_it_starts_from_0_and_so_from_the_same_loss() -> None:
+def test_the_skip_starts_from_zero() -> None:
     sae = BatchTopK(12, 40, D_OUT, k=3, k_aux=None, auxk_alpha=0.0, threshold_rate=0.2)
     sae.add_skip()
     assert sae.W_skip is not None
@@ -114,7 +114,7 @@ def test_it_starts_from_0_and_so_from_the_same_loss() -> None:
     assert not sae.W_skip.any()
 
 
-def test_an_sae_has_none_and_says_what_to_do() -> None:
+def test_a_skip_in_an_sae_is_refused_with_a_fix() -> None:
     rows = torch.randn(200, 12)
     with pytest.raises(UserError, match=r"^sae\.skip: only a transcoder has a skip .*; give data.target_path, or set"):
         train([rows], n_steps=1, skip=True, device="cpu")

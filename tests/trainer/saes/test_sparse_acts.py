@@ -10,7 +10,7 @@ PLACES = Places(torch.tensor([3, 1, 0, 2]), torch.tensor([0, 0, 2, 2]), torch.te
 SPARSE = SparseActs(torch.tensor([1.0, 2.0, 3.0, 0.0]), PLACES, 4)
 
 
-def test_sparse_and_dense_activations_answer_alike() -> None:
+def test_sparse_and_dense_activations_give_the_same_results() -> None:
     per_latent = torch.tensor([10.0, 20.0, 30.0, 40.0])
     for acts in (SPARSE, DenseActs(DENSE)):
         assert torch.equal(acts.dense(), DENSE)
@@ -20,7 +20,7 @@ def test_sparse_and_dense_activations_answer_alike() -> None:
         assert torch.equal(weighted.dense(), DENSE * per_latent)
 
 
-def test_no_entry_at_all_is_no_activation() -> None:
+def test_activations_without_entries_are_zero() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     acts = SparseActs(torch.zeros(0), Places(nothing, nothing, torch.zeros(3, dtype=torch.int64)), 4)
     assert torch.equal(acts.dense(), torch.zeros(3, 4))
@@ -28,7 +28,7 @@ def test_no_entry_at_all_is_no_activation() -> None:
     assert acts.per_token(acts.values).tolist() == [0] * 3
 
 
-def test_gradients_go_through_the_dense_form() -> None:
+def test_gradients_flow_through_the_dense_form() -> None:
     values = SPARSE.values.clone().requires_grad_()
     (SPARSE.with_values(values).dense() * torch.arange(12.0).view(3, 4)).sum().backward()
     assert values.grad is not None

@@ -26,7 +26,7 @@ def run(sae: TopK, x: Tensor) -> Any:
 
 
 def k_largest(pre_acts: Tensor, k: int) -> Tensor:
-    """Set all but the k largest of each token to 0, and of those the negative ones, token by token."""
+    """Zero all but the k largest values of each token, and the negative ones among these, token by token."""
     acts = torch.zeros_like(pre_acts)
     for token, row in enumerate(pre_acts):
         for latent in row.argsort(descending=True)[:k]:
@@ -47,7 +47,7 @@ def naive_losses(sae: TopK, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("n_dead", [0, 1, 6, 8])
-def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(n_dead: int) -> None:
+def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int) -> None:
     sae, x = random_topk(), batch()
     sae.n_tokens_since_fired[3 : 3 + n_dead] = 1000
     output, (naive, naive_x_hat) = run(sae, x), naive_losses(sae, x)
@@ -60,7 +60,7 @@ def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(n_dead: int) -> 
     torch.testing.assert_close(sae.objective(output.losses), expected)
 
 
-def test_a_negative_pre_activation_among_the_k_largest_is_inactive_and_gets_no_gradient() -> None:
+def test_a_negative_pre_activation_in_the_top_k_is_inactive_without_gradient() -> None:
     sae, x = random_topk(k=30), batch()
     output = run(sae, x)
     assert (output.acts.values == 0).any()
@@ -70,9 +70,9 @@ def test_a_negative_pre_activation_among_the_k_largest_is_inactive_and_gets_no_g
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
 def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
-    # The two are comparable where decoder rows have length 1 (its ranking by act · ‖W_dec‖ is then ours), its
-    # k_aux = d_in / 2 is ours and no more dead than that, and what dead latents answer is positive, since it has no
-    # ReLU there. Its AuxK is a plain squared error, ours in units of the residual's variance.
+    # Both classes agree if decoder rows have length 1 (SAELens ranks by act · ‖W_dec‖), at most k_aux = d_in / 2 latents
+    # are dead, and the activations of dead latents are positive, since SAELens has no ReLU there. Its AuxK is a plain
+    # squared error, ours is divided by the residual's variance.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.topk_sae import TopKTrainingSAE, TopKTrainingSAEConfig
 
@@ -106,7 +106,7 @@ def test_a_latent_that_never_fires_gets_no_gradient_from_the_reconstruction() ->
     assert grads["W_enc"][:, 7].abs().max() == 0
 
 
-def test_auxk_reaches_encoder_and_decoder_of_dead_latents_and_only_theirs() -> None:
+def test_auxk_gives_gradients_only_to_the_weights_of_dead_latents() -> None:
     sae = random_topk()
     dead = [2, 11, 30]
     sae.n_tokens_since_fired[dead] = 1000
@@ -116,7 +116,7 @@ def test_auxk_reaches_encoder_and_decoder_of_dead_latents_and_only_theirs() -> N
     assert (grads["W_dec"].abs().sum(dim=1) > 0).nonzero().flatten().tolist() == dead
 
 
-def test_auxk_is_nothing_without_dead_latents_when_switched_off_and_outside_training() -> None:
+def test_auxk_is_0_without_dead_latents_if_switched_off_and_in_evaluation() -> None:
     alive, off, evaluated = random_topk(), random_topk(auxk_alpha=0.0), random_topk().eval()
     for sae in (off, evaluated):
         sae.n_tokens_since_fired[:] = 1000
@@ -124,7 +124,7 @@ def test_auxk_is_nothing_without_dead_latents_when_switched_off_and_outside_trai
         assert run(sae, batch()).losses["auxk"] == 0
 
 
-def test_of_many_dead_latents_those_silent_for_longest_are_candidates() -> None:
+def test_the_dead_latents_that_fired_least_recently_are_candidates() -> None:
     sae = random_topk(k_aux=3)
     sae.n_tokens_since_fired[:] = torch.arange(sae.d_sae) + 200
     grads = gradients(sae, run(sae, batch(400)).losses["auxk"])
@@ -133,7 +133,7 @@ def test_of_many_dead_latents_those_silent_for_longest_are_candidates() -> None:
 
 
 @pytest.mark.parametrize("n_dead", [0, 3])
-def test_a_gpu_that_does_not_know_how_many_are_dead_learns_the_same(
+def test_a_gpu_learns_the_same_without_knowing_the_number_of_dead_latents(
     n_dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def candidates(self: AuxK, sae: Sae, dtype: torch.dtype) -> Candidates:
@@ -153,7 +153,7 @@ def test_a_gpu_that_does_not_know_how_many_are_dead_learns_the_same(
     assert_same(gradients(sae, output.losses["auxk"]), expected)
 
 
-def test_auxk_does_not_pull_the_living_towards_what_suits_the_dead() -> None:
+def test_auxk_gives_no_gradient_to_the_error_of_live_latents() -> None:
     error = torch.randn(4, 3, requires_grad=True)
     explained = torch.randn(4, 3, requires_grad=True)
     auxk_error(error, explained, torch.tensor(0.5)).backward()
@@ -161,7 +161,7 @@ def test_auxk_does_not_pull_the_living_towards_what_suits_the_dead() -> None:
     torch.testing.assert_close(explained.grad, explained + error)
 
 
-def test_the_residual_variance_of_a_step_serves_the_next_and_that_of_a_skipped_step_is_not_taken() -> None:
+def test_a_step_updates_the_residual_variance_and_a_skipped_step_does_not() -> None:
     sae, x = random_topk(), batch()
     mse = run(sae, x).losses["mse"]
     sae.end_step(sae.n_tokens_in_step())
@@ -171,7 +171,7 @@ def test_the_residual_variance_of_a_step_serves_the_next_and_that_of_a_skipped_s
     assert torch.equal(sae.auxk.residual_variance, before)
 
 
-def test_k_falls_in_a_straight_line_over_the_first_part_of_a_run() -> None:
+def test_k_falls_linearly_over_the_first_part_of_a_run() -> None:
     sae = random_topk(k=4, k_anneal_fraction=0.5)
     counts = []
     # Out of order: a resumed run begins in the middle.
@@ -184,7 +184,7 @@ def test_k_falls_in_a_straight_line_over_the_first_part_of_a_run() -> None:
     assert run(sae, batch(3)).acts.values.numel() == 3 * 4
 
 
-def test_annealing_starts_where_it_is_told_to_and_never_above_the_number_of_latents() -> None:
+def test_annealing_starts_at_the_given_k_but_at_most_at_d_sae() -> None:
     for start, expected in ((20, 20), (1000, 40)):
         sae = random_topk(k_anneal_fraction=0.1, k_anneal_start=start)
         sae.begin_step(0.0)
@@ -194,7 +194,7 @@ def test_annealing_starts_where_it_is_told_to_and_never_above_the_number_of_late
     assert run(sae, batch(2)).acts.values.numel() == 2 * 5
 
 
-def test_more_active_latents_than_there_are_is_refused() -> None:
+def test_a_k_above_the_number_of_latents_is_refused() -> None:
     with pytest.raises(UserError, match=r"^sae\.k: must be at most the number of latents, 40, not 41$"):
         random_topk(k=41)
 
