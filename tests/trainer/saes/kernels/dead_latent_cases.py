@@ -1,4 +1,4 @@
-"""The kernels for AuxK's candidates against single operations; `test_triton_dead_latents.py` runs this.
+"""Checks the kernels for AuxK's candidates against single operations; `test_triton_dead_latents.py` runs this.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -37,7 +37,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
-    """Return for how many tokens latents were silent, of which some are dead for one of a few times."""
+    """Return the tokens since each latent fired; those of dead latents have at most `n_different` values."""
     generator = torch.Generator().manual_seed(n_latents + n_dead)
     silent = torch.randint(DEAD_AFTER, (n_latents,), generator=generator)
     dead = torch.randperm(n_latents, generator=generator)[:n_dead]
@@ -46,7 +46,7 @@ def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
 
 
 def naively(silent: Tensor, n: int, dead_after: int) -> list[int]:
-    """Return the dead latents silent for longest, the lower number first, as far as silence is counted."""
+    """Return the dead latents that fired least recently, lower ids first; counts are capped at 2³¹ − 1."""
     lengths = [min(one, 2**31 - 1) for one in silent.tolist()]
     dead = [latent for latent, length in enumerate(silent.tolist()) if length >= dead_after]
     return sorted(sorted(dead, key=lambda latent: (-lengths[latent], latent))[:n])
@@ -65,7 +65,7 @@ def assert_found(silent: Tensor, n: int, dead_after: int = DEAD_AFTER, dtype: to
     is_dead = silent[latents] >= dead_after
     assert latents[is_dead].tolist() == expected
     assert bias.dtype == dtype
-    # The interpreter cuts off what a GPU rounds.
+    # The interpreter truncates; a GPU rounds.
     torch.testing.assert_close(bias[is_dead], b_enc.detach()[expected].to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
     assert (bias[~is_dead] == -torch.inf).all()
     assert weight == (1 / VARIANCE if expected else 0)
@@ -73,38 +73,38 @@ def assert_found(silent: Tensor, n: int, dead_after: int = DEAD_AFTER, dtype: to
 
 @pytest.mark.parametrize("n_different", [1, 5, 30_000])
 @pytest.mark.parametrize("n_dead", [0, 1, 39, 40, 41, 700, 2500])
-def test_candidates_are_the_dead_that_were_silent_for_longest(n_dead: int, n_different: int) -> None:
+def test_candidates_are_the_dead_latents_that_fired_least_recently(n_dead: int, n_different: int) -> None:
     assert_found(silences(2500, n_dead, n_different), 40)
 
 
 @pytest.mark.parametrize("n_latents", [1, 2, 31, 1024, 1025, 4097])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
-def test_so_it_is_of_any_number_of_latents(n_latents: int, share: float) -> None:
+def test_candidates_are_right_for_any_number_of_latents(n_latents: int, share: float) -> None:
     silent = silences(n_latents, round(share * n_latents), 20)
     for n in {1, max(1, n_latents // 40), min(n_latents, 700)}:
         assert_found(silent, n)
 
 
 @pytest.mark.parametrize(("n_latents", "n_dead"), [(24_576, 500), (32_768, 32_768)])
-def test_so_it_is_of_as_many_as_a_program_can_hold(n_latents: int, n_dead: int) -> None:
-    # All 32,768 are silent for equally long.
+def test_candidates_are_right_for_the_largest_size_of_one_program(n_latents: int, n_dead: int) -> None:
+    # All 32,768 latents fired equally long ago.
     assert_found(silences(n_latents, n_dead, 1), 700)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_their_biases_have_the_type_of_products(dtype: torch.dtype) -> None:
+def test_candidate_biases_have_the_dtype_of_products(dtype: torch.dtype) -> None:
     assert_found(silences(300, 50, 7), 40, dtype=dtype)
 
 
 @pytest.mark.parametrize("dead_after", [1, 10_000, 2**31 - 2])
-def test_silence_of_more_than_2_billion_tokens_is_no_less(dead_after: int) -> None:
+def test_more_than_2_billion_tokens_since_fired_do_not_overflow(dead_after: int) -> None:
     beyond = 2**40, 2**31, 2**32, 2**32 - 1, 2**33 - 1, 2**62
     silent = torch.tensor([5, *beyond, 0, 2**31 - 1, 2**31 - 2, 10_000], device=DEVICE)
     for n in (1, 3, 7, 11):
         assert_found(silent, n, dead_after)
 
 
-def test_what_no_program_can_hold_is_left_to_others() -> None:
+def test_sizes_beyond_one_program_are_left_to_torch() -> None:
     few = silences(9, 3, 1)
     assert triton_dead_latents.fits(few, DEAD_AFTER)
     assert not triton_dead_latents.fits(few, 2**31)
@@ -118,7 +118,7 @@ def test_what_no_program_can_hold_is_left_to_others() -> None:
 @pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("has_copy", [True, False])
-def test_rows_are_copied_in_the_type_of_products(widths: tuple[int, int], dtype: torch.dtype, has_copy: bool) -> None:
+def test_rows_are_copied_in_the_dtype_of_products(widths: tuple[int, int], dtype: torch.dtype, has_copy: bool) -> None:
     W_enc, W_dec = nn.Parameter(numbers(9, widths[0]).T), nn.Parameter(numbers(9, widths[1], seed=1))
     if has_copy:
         narrow_copy.keep(W_enc)
@@ -135,7 +135,7 @@ def test_rows_are_copied_in_the_type_of_products(widths: tuple[int, int], dtype:
 @pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("learns_bias", [True, False])
-def test_gradients_are_added_to_those_of_some_latents_and_torch_is_told(
+def test_gradients_of_some_latents_are_added_and_raise_the_tensor_version(
     widths: tuple[int, int], dtype: torch.dtype, learns_bias: bool
 ) -> None:
     wholes = Weights(numbers(9, widths[0]), numbers(9, seed=1), numbers(9, widths[1], seed=2))
@@ -158,7 +158,7 @@ def test_gradients_are_added_to_those_of_some_latents_and_torch_is_told(
 
 @pytest.mark.parametrize("n_dead", [3, 20])
 @pytest.mark.parametrize("sae", [{}, {"architecture": "batch_topk", "skip": True}], ids=str)
-def test_an_sae_learns_the_same_by_kernels(
+def test_an_sae_learns_the_same_with_kernels(
     sae: dict[str, object], n_dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (losses, silence, sparse, top_k):
@@ -172,7 +172,7 @@ def test_an_sae_learns_the_same_by_kernels(
         for one, by in ((with_kernels, Counted(used)), (without, None)):
             monkeypatch.setattr(dead_latents, "_working_triton", lambda *_, by=by: by)
             one.begin_step(number)
-            # In two parts: what a pass leaves is added before the next.
+            # In two micro-batches: the rows that a pass leaves are added before the next pass.
             for part in (slice(14), slice(14, None)):
                 one.accumulate(x[part], x[part] if d_out is None else y[part])
             one.update()
@@ -186,7 +186,7 @@ def test_an_sae_learns_the_same_by_kernels(
 
 
 class Counted:
-    """The kernels, which note what is asked of them."""
+    """Wraps the kernels and records the names of those used."""
 
     def __init__(self, used: list[str]) -> None:
         self._used = used
@@ -197,7 +197,7 @@ class Counted:
 
 
 def learner(sae: dict[str, object], d_out: int | None, n_dead: int) -> Learner:
-    """Return one of whose latents so many are dead, of which at most 8 are candidates."""
+    """Return a learner with `n_dead` dead latents, at most 8 of them candidates."""
     settings = {"architecture": "topk", "d_sae": 48, "k": 3, "k_aux": 4} | sae
     one = Learner(job_of(settings, {"batch_size": 24, "precision": "fp32"}), 20, d_out, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, d_out or 20, seed=8 if d_out else 7))
@@ -213,7 +213,7 @@ def test_the_kernels_pass_their_own_trial(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["longest_silent", "rows", "add"])
-def test_a_trial_with_wrong_results_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right: ModuleType = getattr(triton_dead_latents, name)
 
     def wrong(*given: object) -> object:

@@ -1,4 +1,4 @@
-"""The kernel that centres rows against torch's operation; `test_triton_encode.py` runs this in its own process.
+"""Checks the kernel that centres rows against torch; `test_triton_encode.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -21,12 +21,12 @@ def test_rows_are_centred_and_rounded_as_torch_does(shape: tuple[int, int], dtyp
     x, bias = (torch.randn(*size, generator=torch.Generator().manual_seed(7)).to(DEVICE) for size in (shape, shape[1:]))
     x[:, 0] = torch.nan
     found = triton_encode.centre(x, bias, dtype)
-    # Triton's interpreter cuts bf16 off.
+    # Triton's interpreter truncates to bf16.
     rtol = 2**-7 if dtype == torch.bfloat16 else 0
     torch.testing.assert_close(found, (x - bias).to(dtype), rtol=rtol, atol=0, equal_nan=True)
 
 
-def test_rows_that_lie_otherwise_or_are_narrow_are_left_to_torch() -> None:
+def test_rows_of_another_layout_or_dtype_are_left_to_torch() -> None:
     x = torch.zeros(4, 6, device=DEVICE)
     assert triton_encode.fits(x, x[0])
     assert not triton_encode.fits(x.T, x[:, 0])
@@ -37,7 +37,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_encode.try_out(DEVICE, torch.float16)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_encode, "centre", lambda x, bias, dtype: x.to(dtype))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_encode.try_out(DEVICE, torch.float16)

@@ -1,4 +1,4 @@
-"""The kernel that sums errors against float64; `test_triton_errors.py` runs this in a process of its own.
+"""Checks the kernels that sum errors against float64; `test_triton_errors.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -47,21 +47,21 @@ def assert_right(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (32, 128), (33, 129), (100, 300)], ids=str)
-def test_errors_and_all_sums_are_those_in_float64(shape: tuple[int, int]) -> None:
+def test_errors_and_their_sums_match_float64(shape: tuple[int, int]) -> None:
     assert_right(numbers(*shape, seed=0), numbers(*shape, seed=1), numbers(*shape, seed=2)[0])
 
 
-def test_a_mean_far_larger_than_the_spread_costs_no_digits() -> None:
+def test_a_mean_far_larger_than_the_spread_loses_no_precision() -> None:
     y = numbers(70, 40, seed=0) + 30_000
     assert_right(y, y + 0.3 * numbers(70, 40, seed=1), torch.full((40,), 30_000.0, device=DEVICE))
 
 
-def test_what_does_not_lie_side_by_side_is_read_as_it_is() -> None:
+def test_non_contiguous_tensors_are_read_correctly() -> None:
     assert_right(numbers(40, 35, seed=0).T, numbers(40, 70, seed=1)[:, ::2].T, numbers(40, 1, seed=2)[:, 0])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows_in_the_sums(value: float) -> None:
+def test_non_finite_values_reach_the_sums(value: float) -> None:
     y, x_hat = numbers(40, 20, seed=0), numbers(40, 20, seed=1)
     y[37, 3] = value
     errors, sums = triton_errors.errors_of(y, x_hat, numbers(1, 20, seed=2)[0])
@@ -70,7 +70,7 @@ def test_what_is_not_finite_shows_in_the_sums(value: float) -> None:
     assert sums.error.total.isfinite().sum() == 19
 
 
-def test_other_types_and_no_tokens_are_left_to_others() -> None:
+def test_other_dtypes_and_empty_batches_are_left_to_torch() -> None:
     y = numbers(4, 3, seed=0)
     assert triton_errors.fits(y, y)
     assert not triton_errors.fits(y.double(), y.double())
@@ -79,14 +79,14 @@ def test_other_types_and_no_tokens_are_left_to_others() -> None:
 
 
 def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x_hat, Σ‖y − x_hat‖² of the whole and of all other prefixes together, by autograd in float64."""
+    """Return x_hat, its squared error, and the summed squared errors of all shorter prefixes, in float64."""
     errors = offset[..., None, :] - y.double()[:, None] + parts.cumsum(dim=1)
     return y + errors[:, -1], errors[:, -1].square().sum(), errors[:, :-1].square().sum()
 
 
 @pytest.mark.parametrize("n_levels", [1, 2, 5])
 @pytest.mark.parametrize("is_vector", [True, False])
-def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int, is_vector: bool) -> None:
+def test_nested_prefixes_and_their_gradients_match_float64(n_levels: int, is_vector: bool) -> None:
     n_tokens, d_out = 35, 131
     parts, y = numbers(n_tokens * n_levels, d_out, seed=0).view(n_tokens, n_levels, d_out), numbers(35, d_out, seed=1)
     offset = numbers(n_tokens, d_out, seed=2)
@@ -111,7 +111,7 @@ def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int,
 
 
 def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> SparseActs:
-    """Return activations with so many entries of each level of each token; `n_beside` follow that do not count."""
+    """Return activations with `counts` entries per token and level, then `n_beside` entries that do not count."""
     generator = torch.Generator().manual_seed(d_sae)
     of_bags = torch.tensor(counts).flatten()
     n = int(of_bags.sum())
@@ -125,7 +125,7 @@ def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> 
 
 
 def parts_of(acts: SparseActs, rows: Tensor, n_levels: int) -> Tensor:
-    """Return what each level of each token adds [n_tokens, n_levels, d_out], float64."""
+    """Return each level's contribution to each token [n_tokens, n_levels, d_out], in float64."""
     places, n = acts.places, len(acts.values) if acts.places.filled is None else int(acts.places.filled.n)
     added = acts.values[:n, None].double() * rows.double()[places.latents[:n]]
     parts = added.new_zeros(len(places.starts), rows.shape[1]).index_add(0, places.tokens[:n], added)
@@ -151,7 +151,7 @@ def all_of(found: triton_errors.Nested) -> tuple[Tensor, ...]:
     ],
     ids=["uneven", "some do not count", "fp32", "one level", "no entry", "one column"],
 )
-def test_entries_summed_level_by_level_miss_what_float64_says(
+def test_errors_of_entries_summed_by_level_match_float64(
     counts: list[list[int]], n_beside: int, d_out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acts, n_levels, d_sae = by_level(counts, 11, n_beside), len(counts[0]), 11
@@ -168,13 +168,13 @@ def test_entries_summed_level_by_level_miss_what_float64_says(
         expected[:, :-1].square().sum(),
         *(one for moment in (missed, centred) for one in (moment.square().sum(), moment.sum(dim=0))),
     )
-    # A program has one token, or all of them.
+    # One program handles one token, or all tokens.
     for full in (10**9, 1):
         monkeypatch.setattr(triton_errors, "_FULL", full)
         found = triton_errors.nested_bags(acts, rows, n_levels, offset, y, y_mean)
         for one, other in zip(all_of(found), exact, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
-        # As by the sums of levels apart.
+        # The kernel that reads summed levels gives the same.
         apart = all_of(triton_errors.nested(parts.float(), offset, y, y_mean))
         for one, other in zip(all_of(found), apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -182,7 +182,7 @@ def test_entries_summed_level_by_level_miss_what_float64_says(
 
 @pytest.mark.parametrize("n_beside", [0, 3], ids=["all count", "some do not"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_errors_of_one_level_are_also_written_in_the_type_of_rows(n_beside: int, dtype: torch.dtype) -> None:
+def test_errors_of_one_level_are_also_written_in_the_dtype_of_rows(n_beside: int, dtype: torch.dtype) -> None:
     acts, rows = by_level([[4], [0], [11]] * 7, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
     y, (y_mean, offset) = numbers(21, 140, seed=1), numbers(2, 140, seed=2)
     found = triton_errors.errors_of_bags(acts, rows, offset, y, y_mean)
@@ -192,32 +192,34 @@ def test_errors_of_one_level_are_also_written_in_the_type_of_rows(n_beside: int,
     for one, other in zip(numbers_of(found.sums), numbers_of(expected.sums), strict=True):
         assert torch.equal(one, other)
     assert found.narrow.dtype == dtype
-    # The interpreter cuts off what a GPU rounds.
+    # The interpreter truncates; a GPU rounds.
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_what_levels_miss_does_not_depend_on_the_order_of_programs(programs: Programs) -> None:
+def test_errors_of_levels_do_not_depend_on_the_order_of_programs(programs: Programs) -> None:
     acts, rows, y = by_level(UNEVEN, 11), numbers(11, 300, seed=0).bfloat16(), numbers(6, 300, seed=1)
     programs.assert_same_bits(lambda: all_of(triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 129), (70, 300)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_dead_latents_miss_is_narrow_and_its_square_is_not(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_error_that_dead_latents_leave_has_their_dtype_and_its_square_fp32(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
-    # Of the whole, beside those of other levels.
+    # The error of all levels, strided because the errors of other levels lie in between.
     error = numbers(n_tokens, 3 * d_out, seed=1).view(n_tokens, 3, d_out)[:, -1]
     weight = torch.full((), 0.3, device=DEVICE)
     square, twice = triton_errors.add_and_square(explained, error, weight)
     exact = explained.double() + error
     torch.testing.assert_close(square.double(), 0.3 * exact.square().sum(), rtol=1e-5, atol=0)
     assert twice.dtype == dtype
-    # The interpreter cuts off what a GPU rounds.
+    # The interpreter truncates; a GPU rounds.
     torch.testing.assert_close(twice.double(), 2 * exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 class NumbersAreRounded(TorchDispatchMode):
-    """Multiplies by single numbers as a GPU does, which rounds them to the type of the matrix; a CPU does not."""
+    """Rounds scalar factors to the dtype of the matrix, as a GPU does and a CPU does not."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mul" in func.__name__ and isinstance(args[1], Tensor) and not args[1].dim():
@@ -233,7 +235,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_gradient_of_narrow_errors_has_a_factor_that_is_not_rounded() -> None:
+def test_the_factor_of_a_16_bit_gradient_is_not_rounded() -> None:
     explained, error = numbers(33, 40, seed=0).bfloat16(), numbers(33, 40, seed=1)
     weight = torch.full((), 0.3, device=DEVICE)
     _, twice = triton_errors.add_and_square(explained, error, weight)
@@ -247,8 +249,8 @@ def test_the_gradient_of_narrow_errors_has_a_factor_that_is_not_rounded() -> Non
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_card_without_bf16_has_the_kernels_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As with Triton 3.2 before sm_80.
+def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Triton 3.2 fails like this on GPUs older than sm_80.
     def fail(*_: Any) -> Any:
         raise RuntimeError("no bf16")
 
@@ -266,13 +268,13 @@ def test_a_card_without_bf16_has_the_kernels_for_all_else(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "architecture", ["topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard"]
 )
-def test_an_sae_learns_and_reports_the_same_by_kernels(
+def test_an_sae_learns_and_reports_the_same_with_kernels(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
     monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: None)
-    # Few rows suffice in the interpreter, which is slow.
+    # The interpreter is slow, so the kernels must accept few rows.
     monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
     with_kernels, without = learner(architecture), learner(architecture)
     for number in range(3):
@@ -282,7 +284,7 @@ def test_an_sae_learns_and_reports_the_same_by_kernels(
             monkeypatch.setattr(sparse, "_working_triton", lambda *_, kernels=errors and products: kernels)
             monkeypatch.setattr(top_k, "_working_triton", lambda device, kernels=choices: kernels)
             one.begin_step(number)
-            # In two parts: sums of a step are over both.
+            # In two micro-batches: the sums of a step cover both.
             for rows in x.split([14, 10]):
                 one.accumulate(rows, rows)
             one.update()
@@ -295,7 +297,7 @@ def test_an_sae_learns_and_reports_the_same_by_kernels(
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
-def test_the_gradients_of_levels_in_16_bits_are_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_levels_in_16_bits_match_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
@@ -307,7 +309,7 @@ def test_the_gradients_of_levels_in_16_bits_are_those_without_kernels(monkeypatc
         one.accumulate(x, x)
         gradients.append({name: weights.grad for name, weights in one.sae.named_parameters()})
     for name, expected in gradients[1].items():
-        # As far as 16 bits are rounded, in another order.
+        # Equal except for 16-bit rounding in another order.
         assert (gradients[0][name] - expected).norm() < 0.01 * expected.norm(), name
 
 
@@ -315,7 +317,7 @@ def learner(architecture: str, precision: str = "fp32") -> Learner:
     job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": precision})
     one = Learner(job, 20, None, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
-    # AuxK takes part.
+    # Some latents are dead, so that AuxK takes part.
     one.sae.b_enc.data[:9], one.sae.n_tokens_since_fired[:9] = -100.0, 10**7
     one.sae.note_silence(one.sae.n_tokens_since_fired)
     return one
@@ -325,7 +327,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_errors.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     right, right_of_bags = triton_errors.errors_of, triton_errors.nested_bags
     monkeypatch.setattr(triton_errors, "errors_of", lambda y, x_hat, mean: right(y, x_hat + 1, mean))
     with pytest.raises(RuntimeError, match="wrong results"):

@@ -1,4 +1,4 @@
-"""The kernel that ends a step against torch's operations; `test_triton_silence.py` runs this in its own process.
+"""Checks the kernels that end a step against torch; `test_triton_silence.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -25,13 +25,13 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 @pytest.mark.parametrize("n_others", [2, 3, 16])
 @pytest.mark.parametrize("n_tokens", [0, 4096])
 @pytest.mark.parametrize("bad", [1.5, torch.nan, torch.inf])
-def test_the_kernel_does_what_single_operations_do(n: int, n_others: int, n_tokens: int, bad: float) -> None:
+def test_the_kernel_matches_single_operations(n: int, n_others: int, n_tokens: int, bad: float) -> None:
     generator = torch.Generator().manual_seed(n)
     silent = torch.randint(2**40, (n,), generator=generator).to(DEVICE)
     sums = (torch.randint(3, (n + n_others,), generator=generator) * 7.0).to(DEVICE)
     sums[n + 1] = bad
     came = torch.full((), float(n_tokens), device=DEVICE)
-    # What lies beside them is not theirs.
+    # The kernel must not change the memory behind its sums.
     given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
     found = triton_silence.take_in(given[0][0], given[0][1][: n + n_others], came)
     with pytest.MonkeyPatch.context() as patched:
@@ -44,14 +44,14 @@ def test_the_kernel_does_what_single_operations_do(n: int, n_others: int, n_toke
 
 @pytest.mark.parametrize(("n_entries", "n"), [(0, 3), (1, 1), (1024, 9), (3000, 2500)])
 @pytest.mark.parametrize("n_numbers", [1, 3])
-def test_latents_that_fire_are_counted_beside_what_is_there(n_entries: int, n: int, n_numbers: int) -> None:
+def test_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int, n_numbers: int) -> None:
     generator = torch.Generator().manual_seed(n)
     values = torch.randn(n_entries, generator=generator).relu().to(DEVICE)
     latents = torch.randint(n, (n_entries,), generator=generator).to(DEVICE)
     acts = SparseActs(values, Places(latents, torch.zeros_like(latents), latents[:1] * 0), n)
     sums = torch.randint(9, (2, n + 1 + n_numbers), generator=generator).float().to(DEVICE)
     numbers = torch.arange(1.0, n_numbers + 1, device=DEVICE).unbind()
-    # The second row is not theirs.
+    # The kernel must not change the second row.
     by_kernel, by_torch = sums.clone(), sums.clone()
     found = triton_silence.count(by_kernel[0], acts, 4096, numbers)
     with pytest.MonkeyPatch.context() as patched:
@@ -64,7 +64,7 @@ def test_latents_that_fire_are_counted_beside_what_is_there(n_entries: int, n: i
 
 @pytest.mark.parametrize("n_tokens", [0.0, 4096.0])
 @pytest.mark.parametrize("error", [0.0, 1.5, 9e4, torch.nan, torch.inf])
-def test_the_variance_of_what_is_left_over_is_taken_alike(n_tokens: float, error: float) -> None:
+def test_the_residual_variance_matches_that_of_torch(n_tokens: float, error: float) -> None:
     sums = torch.tensor([n_tokens, error if n_tokens else 0.0, 7.0], device=DEVICE)
     found, expected = torch.full((2,), 0.7, device=DEVICE).unbind()
     triton_silence.take_variance(found, sums)
@@ -78,7 +78,7 @@ def test_the_variance_of_what_is_left_over_is_taken_alike(n_tokens: float, error
 @pytest.mark.parametrize(
     "sae", [{"architecture": "batch_topk"}, {"architecture": "jumprelu"}, {"architecture": "matryoshka_batch_topk"}]
 )
-def test_whole_steps_end_alike_and_skipped_ones_change_nothing(
+def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
     sae: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of({"d_sae": 12, "k": 3} | sae, {"batch_size": 16, "precision": "fp32", "lr": 1e-2})
@@ -98,7 +98,7 @@ def test_whole_steps_end_alike_and_skipped_ones_change_nothing(
         for number in range(4):
             before = {name: tensor.clone() for name, tensor in one.state.tensors()}
             batch = x[16 * number : 16 * number + 16].clone()
-            # A step that is skipped.
+            # A NaN causes step 2 to be skipped.
             batch[3, 2] = torch.nan if number == 2 else batch[3, 2]
             one.begin_step(number)
             one.accumulate(batch, batch)
@@ -119,7 +119,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     ("name", "wrong"),
     [("take_in", lambda silence, sums, n_tokens: sums[2:].clone()), ("take_variance", lambda variance, sums: None)],
 )
-def test_a_trial_with_wrong_results_is_told(
+def test_a_trial_with_wrong_results_raises(
     name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_silence, name, wrong)

@@ -1,4 +1,4 @@
-"""The encoder against the dense product, and its gradients against finite differences, in float64."""
+"""Compares the encoder with the dense product, and its gradients with finite differences, in float64."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
 
 
 def a_mask() -> Tensor:
-    """Return a mask of half of all; one token and one latent have none, and one latent has all other tokens."""
+    """Return a mask of half the entries; one token and one latent have none, one latent has all other tokens."""
     mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[:, 3], mask[:, 5], mask[2] = False, True, False
     return mask
 
 
 def inputs(moves: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """Return x, W_enc, b_enc and an input bias, which is learnt if it `moves`, else a constant."""
+    """Return x, W_enc, b_enc and an input bias, which is trainable if it `moves`, else constant."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(N_TOKENS, D_IN, dtype=dtype, generator=generator)
     shapes = [(D_IN, D_SAE), (D_SAE,), (D_IN,)]
@@ -38,7 +38,7 @@ def inputs(moves: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tens
     return x, W_enc, b_enc, bias if moves else bias.detach()
 
 
-def test_chosen_pre_activations_are_those_of_the_dense_product() -> None:
+def test_chosen_pre_activations_match_the_dense_product() -> None:
     x, W_enc, b_enc, bias = inputs()
     expected = (x - bias) @ W_enc + b_enc
     mask = a_mask()
@@ -52,7 +52,7 @@ def test_chosen_pre_activations_are_those_of_the_dense_product() -> None:
 
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("mask", [a_mask(), torch.zeros(N_TOKENS, D_SAE, dtype=torch.bool), None])
-def test_the_gradients_of_encoding_are_those_of_finite_differences(mask: Tensor | None, moves: bool) -> None:
+def test_the_gradients_of_encoding_match_finite_differences(mask: Tensor | None, moves: bool) -> None:
     x, *weights = inputs(moves)
     choose = (lambda pre_acts: None) if mask is None else partial(chosen, mask)
 
@@ -63,7 +63,7 @@ def test_the_gradients_of_encoding_are_those_of_finite_differences(mask: Tensor 
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_under_autocast_the_product_is_narrow_and_gradients_are_not(is_sparse: bool) -> None:
+def test_under_autocast_the_product_is_bf16_and_gradients_are_fp32(is_sparse: bool) -> None:
     x, *weights = inputs(dtype=torch.float32)
     W_enc, b_enc, b_dec = weights
     dtypes: list[torch.dtype] = []
@@ -83,8 +83,8 @@ def test_under_autocast_the_product_is_narrow_and_gradients_are_not(is_sparse: b
         torch.testing.assert_close(gradient, reference, rtol=0, atol=0.02 * float(reference.abs().max()))
 
 
-def test_what_one_batch_gave_is_not_written_over_by_the_next() -> None:
-    # The memory of pre-activations is reused, but never while it is in use: here 0 is dense, 1 sparse.
+def test_the_next_batch_does_not_overwrite_earlier_results() -> None:
+    # The buffer of pre-activations is reused, but never while it is in use. In `batches` 0 means dense and 1 sparse.
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())
     batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
 
@@ -93,7 +93,7 @@ def test_what_one_batch_gave_is_not_written_over_by_the_next() -> None:
 
     results: list[Tensor] = []
     for batch, is_sparse in batches:
-        # Evaluation in inference mode comes between.
+        # Some of these are evaluations in inference mode.
         with torch.inference_mode(len(results) in (0, 6)):
             choose = places if is_sparse else lambda pre_acts: None
             weights = [tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias)]
@@ -101,5 +101,5 @@ def test_what_one_batch_gave_is_not_written_over_by_the_next() -> None:
     for (batch, is_sparse), dense in zip(batches, results, strict=True):
         expected = (batch.double() - bias) @ W_enc + b_enc
         mask = a_mask()[: len(batch)] if is_sparse else 1
-        # The last one is fp32.
+        # The last batch is fp32.
         torch.testing.assert_close(dense.double(), expected * mask, rtol=1e-5, atol=1e-5)

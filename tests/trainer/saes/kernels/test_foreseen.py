@@ -1,4 +1,4 @@
-"""What is chosen where the host has to guess how many are above a bound, and what happens where it guesses too few."""
+"""The choice of values above a bound if the host has to guess their number, and the effects of too low a guess."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from trainer.saes.kernels.pre_acts import PreActs
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor | float, int]:
-    """Draw pre-activations of any type, with or without ties, a bound of all or of each, and room for some of them."""
+    """Draw pre-activations of any dtype, with or without ties, one bound or one per latent, and a buffer size."""
     n_tokens, d_sae = draw(st.integers(1, 60)), draw(st.sampled_from([1, 7, 24, 64]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     values = torch.randn(n_tokens, d_sae, generator=generator) + draw(st.sampled_from([-2.0, 0.0]))
     values = (values.round() if draw(st.booleans()) else values).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # Bounds so near to values that their difference is 0 in 16 bits.
+    # Bounds so close to values that the difference is 0 in 16 bits.
     bounds = values[0].to(wide) + 1e-9 * torch.randn(d_sae, generator=generator, dtype=wide)
     return values, bounds if draw(st.booleans()) else 0.0, draw(st.integers(1, n_tokens * d_sae))
 
 
 @settings(max_examples=150)
 @given(cases())
-def test_all_above_the_bound_are_chosen_or_it_is_known_that_some_may_be_missing(
+def test_all_values_above_the_bound_are_chosen_or_an_overflow_is_reported(
     case: tuple[Tensor, Tensor | float, int],
 ) -> None:
     matrix, bound, room = case
@@ -52,7 +52,7 @@ def test_all_above_the_bound_are_chosen_or_it_is_known_that_some_may_be_missing(
     assert int(is_above.sum()) <= n_above < room
 
 
-def test_what_is_missing_is_always_known() -> None:
+def test_a_buffer_that_is_too_small_is_always_detected() -> None:
     matrix = torch.randn(50, 40)
     for bound in (0.0, torch.zeros(40)):
         n = int((matrix > bound).sum())
@@ -62,7 +62,7 @@ def test_what_is_missing_is_always_known() -> None:
 
 
 @pytest.mark.parametrize("bound", [0.0, torch.zeros(40)])
-def test_a_nan_is_chosen_and_is_no_lack_of_room(bound: Any) -> None:
+def test_a_nan_is_chosen_and_is_not_a_buffer_overflow(bound: Any) -> None:
     matrix = torch.randn(50, 40)
     matrix[:10] = torch.nan
     (_, values), n_above = largest_above(PreActs(matrix), bound, 300)
@@ -72,19 +72,19 @@ def test_a_nan_is_chosen_and_is_no_lack_of_room(bound: Any) -> None:
 
 @pytest.fixture
 def foresight(monkeypatch: pytest.MonkeyPatch) -> Foresight:
-    """Return one that goes sparse where one in 4 has room."""
+    """Return a `Foresight` that uses sparse products if the buffer holds at most a quarter of all values."""
     monkeypatch.setattr(latent_room, "DENSE", 4)
     return Foresight()
 
 
 def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
-    """Return pre-activations [n_tokens, 400] of which so many per token are above 0."""
+    """Return pre-activations [n_tokens, 400] with `n_per_token` values above 0 for each token."""
     matrix = -1 - torch.rand(n_tokens, 400)
     return PreActs(matrix.index_fill(1, torch.arange(n_per_token), 1.0))
 
 
 def rooms(foresight: Foresight, *n_per_token: int, ahead: bool = False) -> list[int | None]:
-    """Return for how many per token there was room in batches of so many per token; None where for all."""
+    """Return the capacity per token for batches with these numbers per token; None if all values are kept."""
     found = []
     for n in n_per_token:
         decided = foresight.decide(50, 400) if ahead else None
@@ -94,24 +94,24 @@ def rooms(foresight: Foresight, *n_per_token: int, ahead: bool = False) -> list[
 
 
 def rooms_in_step(foresight: Foresight, *n_per_token: int) -> list[int | None]:
-    """Return the same of a step's micro-batches."""
+    """Return the capacity per token for the micro-batches of one step."""
     chosen = [foresight.above(with_above(n), 0.0) for n in n_per_token]
     foresight.queued()
     return [None if one is None else len(one[1]) // 50 for one in chosen]
 
 
-def test_there_is_room_for_a_quarter_more_than_the_most_of_the_batches_before(foresight: Foresight) -> None:
+def test_the_capacity_is_a_quarter_above_the_maximum_of_earlier_batches(foresight: Foresight) -> None:
     assert rooms(foresight, 4, 9, 8, 9) == [None] * foreseen.MEMORY
-    # 11.25 is rounded up to few sizes.
+    # 11.25 is rounded up to one of a few sizes.
     assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
 
 
-def test_while_every_batch_has_many_more_than_those_before_all_are_taken(foresight: Foresight) -> None:
+def test_all_values_are_kept_while_their_number_grows_quickly(foresight: Foresight) -> None:
     assert rooms(foresight, 8, 12, 18, 27, 40, 60, 60) == [None] * 7
     assert rooms(foresight, 64, 66, 66) == [80, 96, 96]
 
 
-def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: Foresight) -> None:
+def test_all_values_are_kept_after_an_overflow_or_if_too_many_are_above(foresight: Foresight) -> None:
     assert rooms(foresight, 8, 8, 8, 8, 40) == [None, None, None, None, 10]
     assert foresight.overflowed
     assert rooms(foresight, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
@@ -120,32 +120,32 @@ def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: F
     assert rooms(foresight, 9) == [None]
 
 
-def test_micro_batches_have_the_room_that_the_largest_of_each_step_before_needed(foresight: Foresight) -> None:
+def test_micro_batches_get_the_capacity_of_the_largest_in_earlier_steps(foresight: Foresight) -> None:
     steps = [(4, 4, 1), (9, 3, 1), (1, 8, 1), (1, 1, 9), (9, 8, 1)]
     assert [rooms_in_step(foresight, *step) for step in steps] == [[None] * 3] * foreseen.MEMORY + [[12] * 3]
 
 
-def test_with_micro_batches_too_growth_is_that_from_step_to_step(foresight: Foresight) -> None:
+def test_growth_is_measured_between_steps_not_between_micro_batches(foresight: Foresight) -> None:
     for n in (8, 12, 18, 27, 40, 60, 60):
         assert rooms_in_step(foresight, n, n) == [None, None]
     for n, room in ((64, 80), (66, 96)):
         assert rooms_in_step(foresight, n, n) == [room, room]
 
 
-def test_after_too_little_room_for_a_micro_batch_all_are_taken_from_the_next_step_on(foresight: Foresight) -> None:
+def test_all_values_are_kept_from_the_step_after_an_overflow_of_a_micro_batch(foresight: Foresight) -> None:
     rooms(foresight, 8, 8, 8, 8)
     assert rooms_in_step(foresight, 8, 40, 8) == [10] * 3
     assert [rooms_in_step(foresight, 40, 8, 8) for _ in range(5)] == [[None] * 3] * 4 + [[56] * 3]
 
 
-def test_no_micro_batch_waits_for_the_number_of_one_in_its_step(
+def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
     foresight: Foresight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_step: list[HostCopy] = []
     waits = []
 
     class Number(HostCopy):
-        """A number that a GPU only comes to while the host goes on queueing the step."""
+        """A number that a GPU computes only while the host goes on queueing the step."""
 
         def __init__(self, number: Tensor) -> None:
             super().__init__(number)
@@ -159,56 +159,56 @@ def test_no_micro_batch_waits_for_the_number_of_one_in_its_step(
     for _ in range(6):
         of_step.clear()
         rooms_in_step(foresight, 8, 9, 8)
-    # All but those of the last step were read, later than in their own.
+    # All numbers except the last step's were read, each after its own step.
     assert waits == [False] * 15
 
 
-def test_decided_beforehand_it_is_by_the_batches_before_the_last(foresight: Foresight) -> None:
+def test_a_capacity_decided_in_advance_ignores_the_last_batch(foresight: Foresight) -> None:
     assert rooms(foresight, 8, 9, 11, 13, 16, 19, ahead=True) == [None, None, None, None, None, 24]
     assert not foresight.overflowed
 
 
-def test_of_too_little_room_it_then_learns_a_batch_later(foresight: Foresight) -> None:
+def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(foresight: Foresight) -> None:
     assert rooms(foresight, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
     assert foresight.overflowed
     assert rooms(foresight, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
-    # Where each decides as it comes, all is known again.
+    # Without decisions in advance, all numbers are known again.
     assert rooms(foresight, 40, 30, 30, 30, 30) == [56] * 5
 
 
-def test_decided_beforehand_room_soon_grows_but_shrinks_only_after_a_while(foresight: Foresight) -> None:
+def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(foresight: Foresight) -> None:
     foresight._expected = deque(maxlen=6)
     assert rooms(foresight, *[32] * 6, ahead=True)[-1] == 40
-    # A k of 32 is just where a size ends.
+    # For a k of 32 the capacity, 40, is exactly one of the sizes.
     assert rooms(foresight, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
     assert rooms(foresight, *[32] * 20, ahead=True) == [48] * 20
     assert rooms(foresight, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
-    # After too little of it all is learnt anew.
+    # After an overflow, all numbers are learnt again.
     assert rooms(foresight, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [20, 20, 20, None, None, None, None, 20]
 
 
-def test_a_pass_that_is_repeated_is_a_batch_of_its_own(foresight: Foresight) -> None:
+def test_each_replay_of_a_pass_counts_as_a_batch(foresight: Foresight) -> None:
     rooms(foresight, 8, 8, 8, 8, 8, 8, ahead=True)
     assert foresight._pass is not None
     n_above = foresight._pass.n_above
     found = []
     for n in (9, 40, 9, 9):
         found.append(foresight.decide(50, 400))
-        # What a replay writes: no more than there is room for.
+        # A replay writes at most the capacity.
         n_above.fill_(50 * min(n, 10))
         foresight.queued()
-    # The 9 was read as such, and had grown.
+    # The 9 was read and counted as growth.
     assert found == [500, 500, 800, None]
 
 
-def test_a_rank_without_tokens_has_room_enough(foresight: Foresight) -> None:
+def test_a_rank_without_tokens_never_overflows(foresight: Foresight) -> None:
     for n_tokens in (50, 0) * 5:
         foresight.above(with_above(8, n_tokens), 0.0)
         foresight.queued()
         assert not foresight.overflowed
 
 
-def test_in_deterministic_mode_nothing_depends_on_the_batches_before(foresight: Foresight) -> None:
+def test_in_deterministic_mode_nothing_depends_on_earlier_batches(foresight: Foresight) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         assert rooms(foresight, *[8] * 6) == [None] * 6

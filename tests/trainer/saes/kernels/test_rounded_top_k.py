@@ -1,4 +1,4 @@
-"""The top k found by a rounded first pass, against the exact product alone."""
+"""Compares the top k from a rounded first pass with those of the exact product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_
 
 
 def factors(n_tokens: int, d_in: int, d_sae: int, seed: int, spread: float) -> Factors:
-    """Draw tokens and latents whose norms differ, the more the larger `spread`; in the memory order of an SAE."""
+    """Draw tokens and latents whose norms vary with `spread`, in the memory order of an SAE."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(n: int) -> Tensor:
@@ -43,7 +43,7 @@ def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
 
 @settings(max_examples=100)
 @given(cases, st.integers(1, 16))
-def test_each_tokens_largest_are_those_of_the_exact_product(case: Factors, k: int) -> None:
+def test_the_largest_of_each_token_match_the_exact_product(case: Factors, k: int) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc)
     columns, values = largest_of_each(case, k)
     assert all(len(set(row)) == k for row in columns.tolist())
@@ -53,7 +53,7 @@ def test_each_tokens_largest_are_those_of_the_exact_product(case: Factors, k: in
 
 @settings(max_examples=100)
 @given(cases, st.integers(1, 32))
-def test_the_bounds_of_a_first_look_hold(case: Factors, n: int) -> None:
+def test_the_bounds_of_the_first_pass_hold(case: Factors, n: int) -> None:
     x, W_enc, b_enc = (tensor.double() for tensor in case)
     exact = torch.addmm(b_enc, x, W_enc)
     looked = rounded_top_k.look(case, n)
@@ -64,7 +64,7 @@ def test_the_bounds_of_a_first_look_hold(case: Factors, n: int) -> None:
     assert (others.amax(dim=1) <= looked.ceiling).all()
 
 
-def test_only_what_can_be_among_the_largest_is_computed_exactly() -> None:
+def test_only_values_that_can_be_among_the_largest_are_computed_exactly() -> None:
     case = factors(500, 384, 3072, 0, 0.1)
     looked = rounded_top_k.look(case, 64)
     exact = torch.addmm(case.b_enc, case.x, case.W_enc)
@@ -78,7 +78,7 @@ def test_only_what_can_be_among_the_largest_is_computed_exactly() -> None:
 
 @settings(max_examples=100)
 @given(cases, st.floats(0.05, 3.0))
-def test_a_batchs_largest_are_those_of_the_exact_product(case: Factors, k: float) -> None:
+def test_the_largest_of_a_batch_match_the_exact_product(case: Factors, k: float) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc).flatten()
     n = max(1, round(k * len(case.x)))
     if top := largest_of_all(case, n):
@@ -98,7 +98,7 @@ def test_the_usual_case_is_found_without_the_exact_product(monkeypatch: pytest.M
     assert largest_of_all(case, 32 * 500) is not None
 
 
-def test_tokens_with_fewer_positive_values_than_are_looked_at_need_no_exact_product(
+def test_tokens_with_few_positive_values_need_no_exact_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, k = factors(300, 384, 3072, 2, 0.0), 50
@@ -114,7 +114,7 @@ def test_tokens_with_fewer_positive_values_than_are_looked_at_need_no_exact_prod
     assert_same(values.sort(dim=1, descending=True).values, exact.topk(k, dim=1).values, exact)
 
 
-def test_the_memory_of_a_first_look_serves_the_next() -> None:
+def test_the_buffer_of_the_first_pass_is_reused() -> None:
     case = factors(50, 16, 512, 0, 3.0)
     largest_of_each(case, 4)
     before = reused_buffer._kept.matrix
@@ -132,8 +132,8 @@ def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) ->
     assert len(Product(*case).largest_of_all(4 * n_tokens)[1]) == 4 * n_tokens
 
 
-def test_values_that_rounding_makes_equal_are_told_apart() -> None:
-    # Latents differ by less than bf16 can tell: all candidates look alike, and the exact product decides.
+def test_values_that_rounding_makes_equal_are_ranked_exactly() -> None:
+    # Latents differ by less than bf16 resolves: all candidates look equal, and the exact product decides.
     x = torch.ones(3, 4)
     weights = 1 + torch.arange(200)[:, None].expand(200, 4) * 2.0**-15
     columns, _ = largest_of_each(Factors(x, weights.T, torch.zeros(200)), 5)
@@ -144,7 +144,7 @@ def test_values_that_rounding_makes_equal_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: float) -> None:
+def test_a_non_finite_value_is_chosen_so_that_it_reaches_the_loss(bad: float) -> None:
     case = factors(30, 48, 512, 1, 0.1)
     case.x[7, 3] = bad
     _, values = largest_of_each(case, 4)
@@ -154,12 +154,12 @@ def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: f
     assert top is None or not top[1].isfinite().all()
 
 
-def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_pass_is_used_only_for_fp32_on_a_cpu_with_fast_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_look, "costs", lambda: Costs(0.2, 10))
     case = factors(10, 48, 2048, 0, 0.1)
     assert rounded_top_k.pays(case, 256)
     assert not rounded_top_k.pays(case, 512)
-    # The k of a whole batch are chosen as fast among exact values.
+    # For a whole batch, choosing among exact values is as fast.
     assert rounded_top_k.pays(case, 128, of_batch=True)
     assert not rounded_top_k.pays(case, 256, of_batch=True)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)
@@ -170,7 +170,7 @@ def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypa
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_rows_are_the_same_on_any_number_of_threads(threads: int) -> None:
+def test_the_top_k_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     values, before = torch.randn(101, 97), torch.get_num_threads()
     expected = top_k.of_each(values, 5)
     torch.set_num_threads(threads)

@@ -14,7 +14,7 @@ from trainer.saes.sparse_acts import Places
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """Draw pre-activations with or without ties, mostly negative or not, of any width, and a k of up to all latents."""
+    """Draw pre-activations with or without ties, mostly negative or not, of any width, and a k up to d_sae."""
     n_tokens, d_sae = draw(st.integers(1, 200)), draw(st.sampled_from([1, 2, 7, 24, 64, 97]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     values = torch.randn(
@@ -31,7 +31,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
 
 
 def assert_consistent(places: Places, n_tokens: int) -> None:
-    """Require places ordered by token, with `starts` where each token's entries begin, and none named twice."""
+    """Require unique places ordered by token, with `starts` at each token's first entry."""
     bounds = [*places.starts.tolist(), len(places.tokens)]
     assert len(places.starts) == n_tokens
     assert places.tokens.tolist() == [
@@ -46,7 +46,7 @@ def values_at(pre_acts: Tensor, places: Places) -> Tensor:
 
 @settings(max_examples=60)
 @given(matrices())
-def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
+def test_the_k_largest_of_each_token_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     places, values = k_per_token(PreActs(pre_acts), k)
     assert_consistent(places, len(pre_acts))
@@ -57,7 +57,7 @@ def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor
 
 @settings(max_examples=60)
 @given(matrices())
-def test_the_largest_of_a_batch_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
+def test_the_largest_of_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     places, values = k_per_batch(PreActs(pre_acts), k)
     assert_consistent(places, len(pre_acts))
@@ -77,7 +77,7 @@ def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: 
 
 @settings(max_examples=60)
 @given(matrices(), st.booleans())
-def test_a_gpu_finds_by_groups_what_a_full_sort_does(case: tuple[Tensor, int], has_nan: bool) -> None:
+def test_the_search_by_groups_on_a_gpu_matches_a_full_sort(case: tuple[Tensor, int], has_nan: bool) -> None:
     values, k = case
     k = -(-k // 8)
     if has_nan:
@@ -90,7 +90,7 @@ def test_a_gpu_finds_by_groups_what_a_full_sort_does(case: tuple[Tensor, int], h
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_gpu_finds_the_largest_of_many_columns_by_maxima_of_few_groups() -> None:
+def test_a_gpu_searches_the_maxima_of_groups_instead_of_all_columns() -> None:
     looked_at: list[int] = []
 
     def search(values: Tensor, k: int) -> Tensor:
@@ -100,13 +100,13 @@ def test_a_gpu_finds_the_largest_of_many_columns_by_maxima_of_few_groups() -> No
     values = torch.randn(4, 4096)
     columns = _by_groups(values, 16, search)
     assert torch.equal(columns.sort().values, values.topk(16).indices.sort().values)
-    # Of 256 groups of 16 the maxima, and of 16 groups all.
+    # The maxima of 256 groups of 16, then all values of 16 groups.
     assert looked_at == [4 * 256, 4 * 256]
     assert _by_groups(values, 0, search).shape == (4, 0)
 
 
-def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
-    # Of every 10 tokens the sample sees one, and that has by far the largest values.
+def test_an_unrepresentative_sample_does_not_change_the_result() -> None:
+    # The sample has every 10th token, and these have by far the largest values.
     pre_acts = torch.randn(SAMPLE_ROWS * 10, 50)
     pre_acts[::10] += 100
     _, values = k_per_batch(PreActs(pre_acts), 20)
@@ -114,7 +114,7 @@ def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
     assert torch.equal(values.sort().values, expected)
 
 
-def test_a_fraction_of_a_latent_per_token_is_rounded_over_the_batch() -> None:
+def test_a_fractional_k_per_token_is_rounded_over_the_batch() -> None:
     assert len(k_per_batch(PreActs(torch.randn(10, 30)), 2.55)[1]) == 26
 
 
@@ -126,7 +126,7 @@ def test_a_nan_is_chosen_so_that_it_reaches_the_loss(choice: object) -> None:
     assert choice(PreActs(pre_acts), 2)[1].isnan().any()
 
 
-def test_a_nan_is_among_the_largest_where_others_are_equal() -> None:
+def test_a_nan_is_among_the_largest_if_others_are_equal() -> None:
     values = torch.tensor([[float("nan"), 1.0, 1.0, 0.0]])
     is_chosen, _ = are_largest(values, 2)
     assert is_chosen[0, 0]
@@ -135,7 +135,7 @@ def test_a_nan_is_among_the_largest_where_others_are_equal() -> None:
 
 @settings(max_examples=30)
 @given(matrices())
-def test_marked_places_are_just_those_marked(case: tuple[Tensor, int]) -> None:
+def test_the_places_of_a_mask_are_its_true_entries(case: tuple[Tensor, int]) -> None:
     pre_acts, _ = case
     mask = pre_acts > pre_acts.flatten().sort().values[-max(1, pre_acts.numel() // 20)]
     places = where(mask)
@@ -148,7 +148,7 @@ def test_marked_places_are_just_those_marked(case: tuple[Tensor, int]) -> None:
     assert torch.equal(chosen, mask)
 
 
-def test_many_marked_ones_are_left_to_a_dense_product() -> None:
+def test_a_mask_with_many_entries_is_left_to_a_dense_product() -> None:
     assert where(torch.ones(10, 10, dtype=torch.bool)) is None
     nothing = where(torch.zeros(10, 10, dtype=torch.bool))
     assert nothing is not None
@@ -156,7 +156,7 @@ def test_many_marked_ones_are_left_to_a_dense_product() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_number_is_above_a_bound_rounded_down_as_it_is_above_the_bound(dtype: torch.dtype) -> None:
+def test_comparing_any_16_bit_number_with_a_bound_rounded_down_is_exact(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(0)
     near = torch.randn(60, generator=generator) * 10.0 ** torch.randint(-40, 6, (60,), generator=generator)

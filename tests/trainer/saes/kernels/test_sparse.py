@@ -1,4 +1,4 @@
-"""Sparse products against dense ones, and their gradients against finite differences, all in float64."""
+"""Compares sparse products with dense ones, and their gradients with finite differences, all in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.saes.kernels.sparse import decode, dots, row_products, transposed_p
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
 N_TOKENS, D_SAE, D = 5, 9, 4
-# Tokens of no, one and many entries; latents of none and of all tokens; a place that is named twice.
+# Tokens with no, one and many entries; latents active for no and for all tokens; a repeated place.
 COUNTS = [3, 0, 1, 6, 2]
 LATENTS = [2, 7, 2, 2, 0, 2, 3, 4, 8, 7, 2, 8]
 
@@ -50,7 +50,7 @@ def test_products_with_sparse_activations_equal_dense_ones(places: Places) -> No
 
 
 @pytest.mark.parametrize("n", [0, 1, 9])
-def test_rows_are_multiplied_with_those_of_the_same_number_however_they_lie_in_memory(n: int) -> None:
+def test_dot_products_of_corresponding_rows_work_in_any_memory_layout(n: int) -> None:
     rows, others = random(n, 6), random(6, n).T
     expected = torch.stack([*(one @ other for one, other in zip(rows, others, strict=True)), rows.new_zeros(())])[:-1]
     torch.testing.assert_close(dots(rows, others), expected)
@@ -58,13 +58,13 @@ def test_rows_are_multiplied_with_those_of_the_same_number_however_they_lie_in_m
 
 @pytest.fixture(params=[False, True], ids=["by token", "by latent"])
 def reads_by_latent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Let rows be read as those that fit into a cache are, or those that do not."""
+    """Make rows be read as if they fit into a cache, or as if they do not."""
     if request.param:
         monkeypatch.setattr(sparse, "CACHE_BYTES", 0)
     return bool(request.param)
 
 
-def test_rows_beyond_the_cache_are_read_once_for_all_entries_of_a_latent(
+def test_rows_larger_than_the_cache_are_read_once_per_latent(
     reads_by_latent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, plain = [], sparse._row_products
@@ -78,7 +78,7 @@ def test_rows_beyond_the_cache_are_read_once_for_all_entries_of_a_latent(
 
 
 @pytest.mark.usefixtures("reads_by_latent")
-def test_the_gradients_of_decoding_are_those_of_finite_differences() -> None:
+def test_the_gradients_of_decoding_match_finite_differences() -> None:
     values = random(len(LATENTS)).requires_grad_()
     rows = random(D_SAE, D).requires_grad_()
     assert torch.autograd.gradcheck(lambda v, w: decode(SparseActs(v, some_places(), D_SAE), w), (values, rows))
@@ -88,7 +88,9 @@ def test_the_gradients_of_decoding_are_those_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "unwanted"), [("values", "transposed_product"), ("rows", "row_products")])
-def test_a_gradient_nobody_wants_is_not_computed(wanted: str, unwanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_not_required_is_not_computed(
+    wanted: str, unwanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {"values": random(len(LATENTS)), "rows": random(D_SAE, D)}
     tensors[wanted].requires_grad_()
     monkeypatch.setattr(f"trainer.saes.kernels.sparse.{unwanted}", None)
@@ -97,7 +99,7 @@ def test_a_gradient_nobody_wants_is_not_computed(wanted: str, unwanted: str, mon
 
 
 @pytest.mark.usefixtures("reads_by_latent")
-def test_a_gradient_that_is_expanded_and_weights_that_are_transposed_are_read_as_they_are() -> None:
+def test_expanded_gradients_and_transposed_weights_are_read_correctly() -> None:
     values = random(len(LATENTS)).requires_grad_()
     rows = random(D, D_SAE).T.requires_grad_()
     places = some_places()
@@ -120,7 +122,7 @@ def test_entries_are_sorted_by_latent_and_then_token_at_any_width(d_sae: int) ->
         assert entries == [entry for entry in range(len(latents)) if latents[entry] == latent]
 
 
-def test_entries_are_sorted_once_for_both_weights_and_for_other_groups_of_the_same_latents() -> None:
+def test_entries_are_sorted_once_and_keep_their_order_when_regrouped() -> None:
     places = some_places()
     order = places.by_latent(D_SAE)
     assert places.by_latent(D_SAE) is order
@@ -133,7 +135,7 @@ def test_entries_are_sorted_once_for_both_weights_and_for_other_groups_of_the_sa
 
 
 class Noting(Threads):
-    """Threads that write down the types of the rows that they gather."""
+    """Threads that record the dtypes of the rows that they gather."""
 
     types: tuple[torch.dtype, ...] = ()
 
@@ -144,10 +146,8 @@ class Noting(Threads):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_ranks_gather_a_gradient_in_one_type_whatever_their_products(
-    learns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As where kernels work.
+def test_all_ranks_gather_a_gradient_in_one_dtype(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if the kernels worked.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
 
     def types_of(thread: Threads) -> tuple[torch.dtype, ...]:

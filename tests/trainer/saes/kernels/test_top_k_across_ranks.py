@@ -1,4 +1,4 @@
-"""The largest over several ranks, against the largest of everything in one place."""
+"""Compares the largest values over several ranks with the largest of all values in one place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.saes.sparse_acts import Places
 def marked(places: Places, shape: tuple[int, int]) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[places.tokens, places.latents] = True
-    # No entry is there twice, and `starts` says where each token's entries begin.
+    # No entry is repeated, and `starts` holds the index of each token's first entry.
     assert int(mask.sum()) == len(places.latents)
     n = len(places.latents) if places.filled is None else int(places.filled.n)
     assert torch.equal(places.starts, torch.searchsorted(places.tokens[:n], torch.arange(shape[0])))
@@ -41,7 +41,7 @@ def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
 def over_latents(
     pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None, *, may_wait: bool = True
 ) -> tuple[Tensor, list[int]]:
-    """Choose where each rank holds some latents; return the choice [n_tokens, d_sae] and how much each rank sent."""
+    """Choose with the latents split over ranks; return the choice [n_tokens, d_sae] and the values each rank sent."""
 
     def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
@@ -68,7 +68,7 @@ def over_latents(
     st.integers(0, 99),
 )
 @settings(max_examples=80)
-def test_the_k_largest_of_a_token_are_found_wherever_they_are(
+def test_the_k_largest_of_a_token_are_found_on_any_rank(
     n_ranks: int, n_tokens: int, d_sae: int, k: int, has_ties: bool, may_wait: bool, seed: int
 ) -> None:
     k, n_ranks = min(k, d_sae), min(n_ranks, d_sae)
@@ -89,15 +89,15 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
     assert torch.equal(chosen, expected)
 
 
-def test_a_rank_sends_few_candidates_and_of_tokens_for_which_they_were_too_few_all_that_could_matter() -> None:
+def test_a_rank_sends_few_candidates_and_more_only_for_tokens_that_need_them() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
-    # In descending order and dealt out in turn: every rank has the same number of the largest values.
+    # Sorted and distributed in turn, so every rank has equally many of the largest values.
     even = torch.randn(n_tokens, d_sae).sort(descending=True).values
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
-    # With the candidates goes an upper bound of all that is not sent of the token.
+    # Each token's candidates come with an upper bound of its other values.
     assert sent == [n_tokens * (few + 1)] * n_ranks
-    # All that is large belongs to one rank.
+    # One rank holds all large values.
     uneven = even.clone()
     uneven[3, ::n_ranks] += 100
     chosen, sent = over_latents(uneven, k, n_ranks)
@@ -108,11 +108,11 @@ def test_a_rank_sends_few_candidates_and_of_tokens_for_which_they_were_too_few_a
 @pytest.mark.parametrize("sizes", [[10, 10], [3, 17], [1, 2, 17]])
 @pytest.mark.parametrize("gap", [0.0, 50.0])
 @pytest.mark.parametrize("may_wait", [True, False])
-def test_the_largest_of_a_batch_are_found_over_ranks_with_other_tokens(
+def test_the_largest_of_a_batch_are_found_if_ranks_hold_different_tokens(
     sizes: list[int], gap: float, may_wait: bool
 ) -> None:
     pre_acts = torch.randn(20, 30)
-    # A rank that has nearly all of the largest sends more.
+    # A rank with nearly all of the largest values sends more.
     pre_acts[:4] += gap
     parts = pre_acts.split(sizes)
 
@@ -126,17 +126,17 @@ def test_the_largest_of_a_batch_are_found_over_ranks_with_other_tokens(
     assert torch.equal(chosen.flatten(), expected)
 
 
-def test_the_nth_largest_of_everybodys_values_is_found() -> None:
+def test_the_nth_largest_of_the_values_of_all_ranks_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
-    # A rank's values come in parts, with and without as many as are asked for.
+    # Each rank's values come in parts, some with fewer than n values.
     results = on_all(3, lambda group: nth_largest(parts[group.index].split(20), 17, group))
     assert results == [values.sort(descending=True).values[16]] * 3
 
 
 @pytest.mark.parametrize(("shares", "n_looks"), [([1.0, 1.0], 2), ([40.0, 1.0], 1), ([1.0, 1.0, 1.0], 3)])
 @pytest.mark.parametrize("is_on_one_machine", [True, False])
-def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
+def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_product(
     shares: list[float], n_looks: int, is_on_one_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Threads, "is_on_one_machine", is_on_one_machine)
@@ -144,7 +144,7 @@ def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
     looked, plain = [], rounded_top_k.look
     monkeypatch.setattr(rounded_top_k, "look", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
-    # Latents that rounding cannot tell apart leave tokens open, and those of one rank only are all that one has.
+    # Rounding makes these latents equal, so that some tokens need exact values.
     weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
     pre_acts = x @ weights.T
 

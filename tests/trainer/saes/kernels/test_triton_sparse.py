@@ -1,4 +1,4 @@
-"""The Triton kernels, in Triton's interpreter where there is no GPU."""
+"""Runs the kernels, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_kernels_agree_with_dense_products_in_float64(kernels: ModuleType) -
 def test_every_kernel_compiles_for_a_gpu(
     name: str, capability: int, element: str, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The interpreter accepts more than the compiler does, which needs no GPU.
+    # The interpreter accepts code that the compiler rejects; compiling needs no GPU.
     from triton import compiler
     from triton.backends.compiler import GPUTarget
 
@@ -60,7 +60,7 @@ def test_every_kernel_compiles_for_a_gpu(
     assert compiled.asm["cubin"]
 
 
-def test_a_cpu_and_float64_go_without_triton() -> None:
+def test_a_cpu_and_float64_do_not_use_triton() -> None:
     assert sparse.triton_for(torch.zeros(1)) is None
     if torch.cuda.is_available():
         assert sparse.triton_for(torch.zeros(1, dtype=torch.float64, device="cuda")) is None

@@ -1,4 +1,4 @@
-"""The kernel that finds the largest against a full sort; `test_triton_top_k.py` runs this in a process of its own.
+"""Checks the top-k kernels against a full sort; `test_triton_top_k.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -56,9 +56,9 @@ CASES = pytest.mark.parametrize(("values", "k"), list(some_cases()))
 
 
 def expected(values: Tensor, k: int) -> Tensor:
-    """Return the columns of the k largest in float64, ascending: NaN above all, of equal numbers the lowest columns.
+    """Return the columns of the k largest in float64, ascending: NaN ranks highest, ties go to the lowest columns.
 
-    Of zeros that with a minus is the smaller, as for torch.topk on a GPU.
+    −0 ranks below +0, as in torch.topk on a GPU.
     """
     keys = values.double().nan_to_num(nan=1e300, posinf=1e299, neginf=-1e299)
     keys = torch.where((keys == 0) & values.signbit() & ~values.isnan(), -1e-300, keys)
@@ -67,7 +67,7 @@ def expected(values: Tensor, k: int) -> Tensor:
 
 @CASES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_largest_are_those_of_a_full_sort(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_the_largest_of_each_row_match_a_full_sort(values: Tensor, k: int, dtype: torch.dtype) -> None:
     values = values.to(dtype)
     columns, largest = triton_top_k.largest_of_each(values.to(DEVICE), k)
     assert torch.equal(columns.cpu(), expected(values, k))
@@ -78,7 +78,7 @@ def test_the_largest_are_those_of_a_full_sort(values: Tensor, k: int, dtype: tor
 
 @CASES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_are_those_that_are_kept_in_place_if_positive(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_positive_values_among_the_largest_are_kept_in_place(values: Tensor, k: int, dtype: torch.dtype) -> None:
     values = values.to(dtype)
     kept = triton_top_k.strongest(values.to(DEVICE), k).cpu()
     is_kept = torch.zeros_like(values, dtype=torch.bool).scatter(1, expected(values, k), True) & ~(values <= 0)
@@ -87,7 +87,9 @@ def test_so_are_those_that_are_kept_in_place_if_positive(values: Tensor, k: int,
 
 @CASES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_are_those_that_are_marked_and_the_smallest_of_them(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_the_largest_are_marked_and_the_smallest_of_them_is_returned(
+    values: Tensor, k: int, dtype: torch.dtype
+) -> None:
     values = values.to(dtype)
     marked, smallest = (one.cpu() for one in triton_top_k.are_largest(values.to(DEVICE), k))
     assert torch.equal(marked, torch.zeros_like(marked).scatter(1, expected(values, k), True))
@@ -97,7 +99,7 @@ def test_so_are_those_that_are_marked_and_the_smallest_of_them(values: Tensor, k
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_so_are_those_of_random_rows_of_random_widths(seed: int) -> None:
+def test_random_rows_of_random_widths_match_a_full_sort(seed: int) -> None:
     chance = random.Random(seed)
     n = chance.choice([chance.randint(1, 40), chance.randint(41, 2500)])
     k = chance.choice([1, n, chance.randint(1, n)])
@@ -108,9 +110,9 @@ def test_so_are_those_of_random_rows_of_random_widths(seed: int) -> None:
     for number, share in zip(odd, chance.choices([0.0, 0.01, 0.3, 1.0], weights=[5, 2, 2, 1], k=3), strict=True):
         values[torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < share] = number
     dtype = chance.choice(DTYPES)
-    test_the_largest_are_those_of_a_full_sort(values, k, dtype)
-    test_so_are_those_that_are_kept_in_place_if_positive(values, k, dtype)
-    test_so_are_those_that_are_marked_and_the_smallest_of_them(values, k, dtype)
+    test_the_largest_of_each_row_match_a_full_sort(values, k, dtype)
+    test_positive_values_among_the_largest_are_kept_in_place(values, k, dtype)
+    test_the_largest_are_marked_and_the_smallest_of_them_is_returned(values, k, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -118,7 +120,7 @@ def test_so_are_those_of_random_rows_of_random_widths(seed: int) -> None:
     ("shape", "n"), [((4, 500), 31), ((3, 6000), 7), ((130, 3000), 2000), ((1, 2**12), 64), ((64, 64), 1)], ids=str
 )
 @pytest.mark.parametrize("kind", ["any numbers", "many that are equal", "all equal", "below zero", "not finite"])
-def test_the_largest_of_all_are_those_of_a_full_sort(
+def test_the_largest_of_all_rows_match_a_full_sort(
     shape: tuple[int, int], n: int, kind: str, dtype: torch.dtype
 ) -> None:
     values = rows(*shape)
@@ -135,21 +137,21 @@ def test_the_largest_of_all_are_those_of_a_full_sort(
 
 
 @pytest.mark.parametrize("numbers", [None, [1.0, 2.0, 3.0], [-2.0, -0.0, 0.0]], ids=str)
-def test_tiles_of_any_size_give_the_same(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(16, 1024).round(decimals=1).bfloat16().to(DEVICE)
     if numbers is not None:
-        # The bound is the second one, whose low bits are all 0 or, of -0.0, all 1; it is in all tiles but one.
+        # The bound is the second number, whose low bits are all 0, or all 1 for -0.0; it is in all tiles but one.
         places = torch.arange(16 * 1024, device=DEVICE).view(16, 1024)
         values = torch.where(places % 150 == 7, numbers[2], torch.where(places // 64 == 3, numbers[0], numbers[1]))
         values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 200)
-    # More tiles than counts are added up at a time.
+    # Use more tiles than counts are summed at a time.
     monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)
     monkeypatch.setattr(triton_top_k, "COUNTS", 2)
     assert torch.equal(triton_top_k.largest_of_all(values, 200), expected_ones)
 
 
-def test_groups_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_any_size_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(2, 700).bfloat16()
     monkeypatch.setattr(triton_top_k, "TILE_BYTES", 2048)
     for most in (4, 16, 64):
@@ -158,13 +160,13 @@ def test_groups_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(columns.cpu(), expected(values, 11))
 
 
-def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are() -> None:
+def test_non_contiguous_rows_are_read_correctly() -> None:
     values = rows(50, 4).bfloat16().T
     columns, _ = triton_top_k.largest_of_each(values.to(DEVICE), 5)
     assert torch.equal(columns.cpu(), expected(values, 5))
 
 
-def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_others() -> None:
+def test_sizes_that_do_not_suit_the_kernels_are_left_to_torch() -> None:
     def fits(n_rows: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> bool:
         return triton_top_k.fits(torch.empty(n_rows, n, dtype=dtype, device="meta"), k)
 
@@ -174,7 +176,7 @@ def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_other
     assert not fits(1, 65536, 64)
     assert not fits(4096, 2**19, 64)
     assert not fits(4096, 65536, 2000)
-    # Of rows that a program holds as a whole k may be as large as it likes.
+    # k has no limit for rows that fit into one program.
     assert fits(4096, 8192, 8000)
     assert not fits(4096, 8193, 8000)
     assert not fits(4096, 65536, 0)
@@ -193,7 +195,7 @@ def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_other
     assert not triton_top_k.fits_whole(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
 
 
-def test_no_row_asks_for_nothing() -> None:
+def test_no_rows_give_an_empty_result() -> None:
     columns, largest = triton_top_k.largest_of_each(torch.empty(0, 64, device=DEVICE), 3)
     assert columns.shape == largest.shape == (0, 3)
 
@@ -202,7 +204,7 @@ def test_the_kernels_pass_their_own_trial() -> None:
     triton_top_k.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_top_k, "strongest", lambda values, k: torch.zeros_like(values))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_top_k.try_out(DEVICE)

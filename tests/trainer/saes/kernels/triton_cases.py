@@ -1,4 +1,4 @@
-"""The Triton kernels against dense products in float64; `test_triton_sparse.py` runs this in a process of its own.
+"""Checks the Triton kernels against dense products in float64; `test_triton_sparse.py` runs this.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -22,19 +22,19 @@ from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# As a share of the largest sum. The reference gets the rounded bf16 inputs: only the rounding of sums differs.
+# Relative to the largest sum. The reference uses the rounded bf16 inputs, so only the rounding of sums differs.
 TOLERANCE = 2e-6
 
 
 class Case(NamedTuple):
-    """Random activations at given numbers of entries per token, and rows to multiply them with."""
+    """Random activations with given numbers of entries per token, and rows to multiply them with."""
 
     acts: SparseActs
     rows: Tensor
     dense: Tensor
 
     def matrix(self) -> Tensor:
-        """Return the activations as float64 [n_tokens, d_sae]; a place that is named twice counts twice."""
+        """Return the activations as float64 [n_tokens, d_sae]; the values of a repeated place add up."""
         places = self.acts.places
         whole = torch.zeros(len(places.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
         n = len(places.tokens) if places.filled is None else int(places.filled.n)
@@ -58,7 +58,7 @@ def make(
 
 
 def followed(case: Case) -> Case:
-    """Let entries that do not count follow those of the case; their values, which have to be 0, are not."""
+    """Append entries that do not count; their values, normally 0, are not 0 here."""
     acts, (n, most) = case.acts, (len(case.acts.values), case.acts.d_sae - 1)
     places = acts.places
     rest = torch.arange(5, device=DEVICE)
@@ -114,7 +114,7 @@ def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
 
 @CASES
 @pytest.mark.parametrize("longest", [256, 3])
-def test_the_activations_of_each_latent_are_summed_beside_its_rows(
+def test_the_activations_of_each_latent_are_summed_together_with_its_rows(
     case: Case, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
@@ -139,9 +139,9 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
 
 
 def assert_both_are_right(case: Case) -> None:
-    """Assert that weights' gradients are the transposed product and those of entries the products of their rows.
+    """Check the gradients of weights and of entries, both multiplied by a factor.
 
-    Both are multiplied by a factor; gradients of what is decoded alone have none.
+    They are the transposed product, and the dot products of rows.
     """
     places = case.acts.places
     expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
@@ -155,7 +155,7 @@ def assert_both_are_right(case: Case) -> None:
 
 @CASES
 @pytest.mark.parametrize(("dense_bytes", "widest"), [(2**24, 4096), (200, 4096), (2**24, 32)], ids=str)
-def test_gradients_by_latent_are_those_of_dense_products(
+def test_gradients_by_latent_match_dense_products(
     case: Case, dense_bytes: int, widest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", dense_bytes)
@@ -166,14 +166,14 @@ def test_gradients_by_latent_are_those_of_dense_products(
 
 @pytest.mark.parametrize("across", [1.0, 1e-4, 0.0])
 @pytest.mark.parametrize(("d", "widest"), [(48, 4096), (48, 32), (300, 32), (17, 16)], ids=str)
-def test_what_of_a_sum_is_across_its_row_keeps_its_digits_in_parts(
+def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     d: int, widest: int, across: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "WIDEST", widest)
     d_sae = 9
     case = make([1] * d_sae, d_sae, d, latents=torch.arange(d_sae))
     directions = torch.randn(d_sae, d, device=DEVICE)
-    # One has nothing in the last part, and of one a part is along the row as much as the others are against it.
+    # Row 3 is 0 in its last column; half of row 5's sum points along the row, half against it.
     directions[3, -1:] = 0
     unit_rows = torch.nn.functional.normalize(directions, dim=1)
     along = unit_rows.clone()
@@ -185,11 +185,11 @@ def test_what_of_a_sum_is_across_its_row_keeps_its_digits_in_parts(
     exact_dots = (sums * unit_rows).sum(dim=1)
     exact = (sums - exact_dots[:, None] * unit_rows).square().sum(dim=1)
     torch.testing.assert_close(dots.double(), exact_dots, rtol=1e-5, atol=1e-5)
-    # As a difference of squares what is a ten-thousandth of the sum would be off by 10 %.
+    # A difference of squares would be off by 10 % if the component is a ten-thousandth of the sum.
     torch.testing.assert_close(squares.double(), exact, rtol=1e-3, atol=1e-12)
 
 
-def test_parts_of_sums_without_rows_at_length_1_add_up_to_their_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_squares_of_split_sums_are_right_without_unit_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sparse, "WIDEST", 32)
     case = make([3, 5, 1], 7, 80)
     squares = torch.full((7,), torch.nan, device=DEVICE)
@@ -198,17 +198,17 @@ def test_parts_of_sums_without_rows_at_length_1_add_up_to_their_squares(monkeypa
 
 
 @pytest.mark.parametrize("longest", [1, 4, 7, 64])
-def test_latents_of_any_number_of_tokens_are_shared_by_programs(
+def test_programs_share_latents_with_any_number_of_tokens(
     longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One latent is active for all tokens, others for few or none, so that windows begin and end anywhere.
+    # One latent is active for all tokens, others for few or none, so that windows start and end anywhere.
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
     latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
     for width in (20, 48):
         assert_both_are_right(followed(make([2] * 16, 7, width, latents=latents)))
 
 
-def test_only_the_atomic_way_splits_and_only_latents_of_many_tokens(
+def test_only_the_atomic_kernel_splits_latents_and_only_with_many_tokens(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
@@ -230,7 +230,7 @@ def test_only_the_atomic_way_splits_and_only_latents_of_many_tokens(
     assert launches == [4]
 
 
-def test_sums_of_a_fixed_order_do_not_depend_on_that_of_programs(
+def test_sums_in_a_fixed_order_do_not_depend_on_the_order_of_programs(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make([3] * 20, 9, 48, torch.bfloat16)
@@ -248,7 +248,7 @@ def test_sums_of_a_fixed_order_do_not_depend_on_that_of_programs(
     programs.assert_same_bits(sums)
 
 
-def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
+def test_the_gradients_of_a_step_match_a_dense_step(deterministic: bool) -> None:
     torch.manual_seed(0)
     n_tokens, d_in, d_sae, k = 5, 20, 16, 3
     shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
@@ -271,7 +271,7 @@ def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> None:
+def test_under_autocast_rows_are_16_bit_and_sums_are_fp32(dtype: torch.dtype) -> None:
     case = make([3, 5, 1], 7, 30)
     rows, values = case.rows.clone().requires_grad_(), case.acts.values.clone().requires_grad_()
     with torch.autocast(DEVICE.type, dtype):
@@ -281,7 +281,7 @@ def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> 
     assert rows.grad is not None
     assert_near(rows.grad, case.matrix().T @ case.dense.to(dtype).double())
     assert values.grad is not None
-    # What is gathered once for both gradients is narrow.
+    # Both gradients use rows that are gathered once, in 16 bits.
     places = case.acts.places
     products = case.dense.to(dtype).double() @ case.rows.to(dtype).double().T
     assert_near(values.grad, products[places.tokens, places.latents])
@@ -289,7 +289,7 @@ def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("n", "width"), [(1, 40), (64, 256), (600, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, width: int, dtype: torch.dtype) -> None:
+def test_rows_in_16_bits_are_weighted_and_summed_in_fp32(n: int, width: int, dtype: torch.dtype) -> None:
     case = make([n], n, width, dtype, latents=torch.arange(n))
     weights, rows = case.acts.values, case.rows
     assert_near(sparse.weighted_sum(weights, rows, -3.0), -3 * (weights.double() @ rows.double()))
@@ -297,7 +297,7 @@ def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, width: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_the_input_bias_reads_the_copy_of_the_weights(dtype: torch.dtype) -> None:
+def test_the_gradient_of_the_input_bias_reads_the_16_bit_copy_of_the_weights(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, W_enc, b_enc, b_dec = (
         torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((5, 20), (20, 16), (16,), (20,))
@@ -310,7 +310,7 @@ def test_the_gradient_of_the_input_bias_reads_the_copy_of_the_weights(dtype: tor
     assert_near(b_dec.grad, -W_enc.detach().to(dtype).double() @ b_enc.grad.double())
 
 
-def test_what_is_not_contiguous_is_read_as_it_is() -> None:
+def test_non_contiguous_tensors_are_read_correctly() -> None:
     case = make([3, 5, 1], 7, 30)
     rows = case.rows.T.contiguous().T
     ones = torch.ones(1, 1, device=DEVICE).expand(3, 30)
@@ -327,7 +327,7 @@ def test_the_kernels_pass_their_own_trial(dtype: torch.dtype) -> None:
     triton_sparse.try_out(DEVICE, dtype)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> Tensor:
         return torch.zeros(1, device=DEVICE)
 
