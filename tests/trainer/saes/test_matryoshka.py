@@ -58,8 +58,8 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...
 
 
 def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
-    # Both classes agree with our widths as SAELens' matryoshka_widths, without its AuxK per level, and with decoder rows
-    # of length 1. SAELens sums the errors of the levels; ours is their mean.
+    # Both classes agree with our widths as SAELens' matryoshka_widths, without its AuxK per level, and with decoder
+    # rows of length 1. SAELens sums the errors of the levels; ours is their mean.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.matryoshka_batchtopk_sae import (
         MatryoshkaBatchTopKTrainingSAE,

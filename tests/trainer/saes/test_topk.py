@@ -70,9 +70,9 @@ def test_a_negative_pre_activation_in_the_top_k_is_inactive_without_gradient() -
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
 def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
-    # Both classes agree if decoder rows have length 1 (SAELens ranks by act · ‖W_dec‖), at most k_aux = d_in / 2 latents
-    # are dead, and the activations of dead latents are positive, since SAELens has no ReLU there. Its AuxK is a plain
-    # squared error, ours is divided by the residual's variance.
+    # Both classes agree if decoder rows have length 1 (SAELens ranks by act · ‖W_dec‖), at most k_aux = d_in / 2
+    # latents are dead, and the activations of dead latents are positive, since SAELens has no ReLU there. Its AuxK is a
+    # plain squared error, ours is divided by the residual's variance.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.topk_sae import TopKTrainingSAE, TopKTrainingSAEConfig
 

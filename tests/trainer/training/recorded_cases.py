@@ -1,6 +1,6 @@
-"""Recorded steps against plain ones, bit for bit, on a CPU that passes for a GPU; `test_recorded_step.py` runs this.
+"""Compares captured steps with plain ones, bit by bit, on a CPU that poses as a GPU; `test_recorded_step.py` runs this.
 
-With TRITON_INTERPRET=1, since the update is by kernels.
+It sets TRITON_INTERPRET=1, since Triton kernels do the update.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ALONE = Parallel(torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a GPU's path on a CPU, with kernels for errors and the update and torch's operations for the rest."""
+    """Run a GPU's code path on a CPU, with kernels for errors and the update, and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     for asks, kernels in KERNELS.items():
         found = None if asks in (sparse, top_k, dead_latents, encode, interval) else kernels
         monkeypatch.setattr(asks, "_working_triton", lambda *_, found=found: found)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
-    # Of few tokens the numbers of active latents differ much from one batch to the next.
+    # With few tokens the number of active latents varies much between batches.
     monkeypatch.setattr(foreseen, "MOST_GROWTH", math.inf)
     # Triton's interpreter is slow.
     monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)
@@ -53,7 +53,7 @@ def rows(n: int, seed: int) -> Tensor:
 
 
 class Run:
-    """Two runs of the same SAE, one with recorded steps."""
+    """Two runs of the same SAE, one with captured steps."""
 
     def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
         settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train
@@ -81,7 +81,7 @@ class Run:
             self.number += 1
 
     def load_again(self) -> None:
-        """Put back into each run what it has saved."""
+        """Save the state of each run, and load it again."""
         for one in (self.plain, self.recorded):
             one.state.load({name: tensor.clone() for name, tensor in one.state.tensors()})
 
@@ -93,7 +93,7 @@ class Run:
         assert self.recorded.sae._longest_silence == self.plain.sae._longest_silence
 
     def intervals(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return both runs' metrics of the log interval that ends here."""
+        """Return both runs' metrics for the log interval that ends here."""
         of = []
         for one in (self.recorded, self.plain):
             state = StepState.of(one.take_state())
@@ -112,15 +112,15 @@ class Run:
     ],
     ids=str,
 )
-def test_recorded_steps_are_plain_ones_to_the_last_bit(architecture: str, train: dict[str, Any]) -> None:
+def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train: dict[str, Any]) -> None:
     run = Run({"architecture": architecture}, train)
     steps = run.record()
-    # Rates rise and fall meanwhile.
+    # The learning rate rises and falls during these steps.
     run.take(4)
     found, expected = run.intervals()
     assert found == expected
     run.assert_alike()
-    # AuxK begins to take part, for which a step is recorded anew.
+    # AuxK starts to take part, so a step is captured again.
     for one in (run.plain, run.recorded):
         one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
         one.sae.note_silence(one.sae.n_tokens_since_fired)
@@ -133,7 +133,7 @@ def test_recorded_steps_are_plain_ones_to_the_last_bit(architecture: str, train:
     assert steps._n_recorded == 2
 
 
-def test_so_they_are_where_kernels_sum_gradients_and_measure_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_are_bit_identical_if_kernels_sum_and_measure_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
     monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: triton_dead_latents)
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
@@ -147,7 +147,7 @@ def test_so_they_are_where_kernels_sum_gradients_and_measure_them(monkeypatch: p
     assert steps.n_replayed == 2
 
 
-def test_a_step_that_is_skipped_is_so_where_it_is_recorded() -> None:
+def test_a_captured_step_with_a_nan_is_skipped() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(2)
@@ -162,7 +162,7 @@ def test_a_step_that_is_skipped_is_so_where_it_is_recorded() -> None:
     assert steps.n_replayed == 3
 
 
-def test_a_batch_of_another_size_is_taken_plainly_and_then_recorded_again() -> None:
+def test_a_batch_of_another_size_is_run_plainly_before_steps_are_captured_again() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(3)
@@ -175,7 +175,7 @@ def test_a_batch_of_another_size_is_taken_plainly_and_then_recorded_again() -> N
     run.assert_alike()
 
 
-def test_a_recorded_step_replaces_outliers_and_rows_that_are_not_finite_and_counts_them() -> None:
+def test_a_captured_step_replaces_and_counts_outliers_and_non_finite_rows() -> None:
     run, sample = Run({}, {}), rows(64, 99)
     found, expected = Outliers(sample, sample, 10.0), Outliers(sample, sample, 10.0)
     run.recorded.whole_steps = steps = RecordedSteps(run.recorded, TapeOnCpu, found)
@@ -194,7 +194,7 @@ def test_a_recorded_step_replaces_outliers_and_rows_that_are_not_finite_and_coun
     assert LeftOut.of(found.counts) == LeftOut(outliers=8, not_finite=8, zero=0, n_seen=8 * N)
 
 
-def test_resampling_between_recorded_steps_is_what_the_next_ones_see() -> None:
+def test_captured_steps_use_the_weights_that_were_resampled_before() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(3)
@@ -208,14 +208,14 @@ def test_resampling_between_recorded_steps_is_what_the_next_ones_see() -> None:
     run.assert_alike()
 
 
-def test_a_run_goes_on_from_what_recorded_steps_have_left() -> None:
+def test_a_run_continues_from_the_state_that_captured_steps_saved() -> None:
     run = Run({}, {})
     run.record()
     run.take(3)
     steps = run.record()
     run.load_again()
     run.take(3)
-    # In the midst of it, too.
+    # Load again, now between captured steps.
     n = steps.n_replayed
     run.load_again()
     run.take(1)
@@ -225,7 +225,7 @@ def test_a_run_goes_on_from_what_recorded_steps_have_left() -> None:
     run.assert_alike()
 
 
-def test_while_k_is_annealed_nothing_is_recorded() -> None:
+def test_no_step_is_captured_while_k_is_annealed() -> None:
     run = Run({"k_anneal_fraction": 0.25, "k_anneal_start": 6}, {"n_steps": 16})
     steps = run.record()
     run.take(5)
@@ -236,7 +236,7 @@ def test_while_k_is_annealed_nothing_is_recorded() -> None:
 
 
 @pytest.mark.parametrize(("n_failures", "most", "n_replayed"), [(2, 3, 1), (9, 2, 0)])
-def test_a_failed_recording_is_reported_and_tried_again_later_a_few_times(
+def test_a_failed_capture_is_reported_and_retried_a_few_times(
     n_failures: int, most: int, n_replayed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorded_step, "RETRY_STEPS", 1)
@@ -259,7 +259,7 @@ def test_a_failed_recording_is_reported_and_tried_again_later_a_few_times(
     run.assert_alike()
 
 
-# a penalty, where the host makes room for active latents by the numbers of batches before
+# with a penalty: the host sizes the buffer of active latents by the numbers of earlier batches
 
 
 PENALISED = [
@@ -271,14 +271,14 @@ PENALISED = [
 
 
 class PlainSteps(RecordedSteps):
-    """Decides as early as for recorded steps, and takes all plainly."""
+    """Decides as early as for captured steps, but runs every step plainly."""
 
     def _may_record(self, decided: Any) -> bool:
         return False
 
 
 class LateCopy(HostCopy):
-    """A number that a GPU has only once it is done with the step: to read that of the last would let it stand still."""
+    """A number that a GPU has only after the step; reading it during the step would stall the GPU."""
 
     def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
         super().__init__(number)
@@ -286,16 +286,16 @@ class LateCopy(HostCopy):
         self._queue = queue
 
     def read(self) -> Tensor:
-        # Of two runs that take turns.
+        # The last two copies belong to the current step, one for each run.
         assert self not in self._queue[-2:]
         return super().read()
 
 
 class Penalty(Run):
-    """Two runs with `room` for as many of a token's latents as the test says, from their fourth step on."""
+    """Two runs with buffers for `room` latents per token, as set by the test, from their fourth step on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
-        # And what the host was told of batches before.
+        # `told` collects the numbers that the host read for earlier batches.
         self.room, self.told = 6, list[float]()
         monkeypatch.setattr(foreseen, "MEMORY", 2)
         monkeypatch.setattr(latent_room, "per_token", self._per_token)
@@ -310,7 +310,7 @@ class Penalty(Run):
 
     @property
     def rooms(self) -> list[int | None]:
-        """What there was room for per token in each run's last step."""
+        """The capacity per token in each run's last step."""
         passes = (one.sae._foresight._pass for one in (self.plain, self.recorded))
         return [one.room and one.room // one.n_tokens for one in passes]
 
@@ -323,24 +323,24 @@ class Penalty(Run):
 
 
 @pytest.mark.parametrize("sae", PENALISED, ids=str)
-def test_recorded_steps_of_a_penalty_are_plain_ones_to_the_last_bit(
+def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
     sae: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue: list[LateCopy] = []
     monkeypatch.setattr(foreseen, "HostCopy", lambda number: LateCopy(number, queue))
-    # The penalty grows meanwhile, and is steered.
+    # The penalty is warmed up and steered during these steps.
     run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
     run.take(8)
     assert run.steps.n_replayed == 4
     assert run.rooms == [6, 6]
-    # What each replay wrote, before the next one wrote over it.
+    # Each replay's number is read before the next replay overwrites it.
     assert run.told[::2] == run.told[1::2]
     assert len(set(run.told)) == 5
     run.assert_same_intervals()
     run.assert_alike()
 
 
-def test_so_they_are_with_a_given_penalty_and_in_fp16_but_for_dense_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     sae = {"architecture": "standard", "sparsity_coefficient": 0.02, "sparsity_warmup_fraction": 0.3}
     run = Penalty(monkeypatch, sae, {"precision": "fp16"})
     run.room = 0
@@ -353,7 +353,7 @@ def test_so_they_are_with_a_given_penalty_and_in_fp16_but_for_dense_products(mon
     run.assert_alike()
 
 
-def test_so_they_are_where_kernels_sum_the_gradients_of_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_are_bit_identical_if_kernels_sum_the_penalty_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
     monkeypatch.setattr(triton_sparse, "LONGEST", 2)
     run = Penalty(monkeypatch, {"architecture": "gated"}, {})
@@ -363,7 +363,7 @@ def test_so_they_are_where_kernels_sum_the_gradients_of_a_penalty(monkeypatch: p
     run.assert_alike()
 
 
-def test_for_another_room_a_step_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_again_for_another_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Penalty(monkeypatch, {"architecture": "gated"}, {})
     run.take(6)
     assert run.steps.n_replayed == 2
@@ -377,7 +377,7 @@ def test_for_another_room_a_step_is_recorded_anew(monkeypatch: pytest.MonkeyPatc
     run.assert_alike()
 
 
-def test_a_recorded_step_with_too_little_room_is_skipped_and_told_and_dense_ones_follow(
+def test_an_overflowing_captured_step_is_skipped_and_dense_steps_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Penalty(monkeypatch, {"architecture": "standard"}, {})
@@ -392,7 +392,7 @@ def test_a_recorded_step_with_too_little_room_is_skipped_and_told_and_dense_ones
         one.sae.b_enc.data.copy_(before["sae.b_enc"])
     after = dict(run.recorded.state.tensors())
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    # The host does not know of it before another batch.
+    # The host notices the overflow one batch later.
     run.take(1)
     assert run.steps.n_replayed == 4
     run.assert_same_intervals(skipped=1)
@@ -406,7 +406,7 @@ def test_a_recorded_step_with_too_little_room_is_skipped_and_told_and_dense_ones
     run.assert_alike()
 
 
-def test_a_penalised_run_goes_on_from_what_recorded_steps_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Penalty(monkeypatch, {"architecture": "jumprelu"}, {})
     run.take(5)
     assert run.steps.n_replayed == 1
@@ -418,14 +418,14 @@ def test_a_penalised_run_goes_on_from_what_recorded_steps_have_left(monkeypatch:
             with one.evaluating():
                 evaluated.append(one.forward(*one.normalised(x, x)).x_hat)
     assert torch.equal(*evaluated)
-    # Loaded moments are other tensors.
+    # Loading replaces the tensors of the moments.
     run.take(3)
     assert run.steps.n_replayed == 2
     run.assert_same_intervals()
     run.assert_alike()
 
 
-def test_the_self_test_sees_a_penalised_step_that_is_replayed_on_a_batch_of_before(
+def test_the_self_test_detects_a_penalised_step_replayed_on_an_old_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(learning, "SMALL", Size(D_IN, 8, 2, N))
@@ -443,6 +443,6 @@ def test_the_self_test_sees_a_penalised_step_that_is_replayed_on_a_batch_of_befo
     assert found["changes_off"] > 2 * learning.NEAR_CHANGES
 
 
-def test_a_host_that_waits_would_be_seen() -> None:
+def test_a_wait_of_the_host_during_capture_raises() -> None:
     with pytest.raises(RuntimeError, match="waits"):
         TapeOnCpu().record(lambda: float(torch.ones(())))

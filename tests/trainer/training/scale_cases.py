@@ -1,4 +1,4 @@
-"""The kernel that prepares a step against torch's operations; `test_triton_scale.py` runs this in its own process.
+"""Checks the kernel that prepares a step against torch; `test_triton_scale.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -25,7 +25,7 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("n_tokens", [0, 777, 4096])
 @pytest.mark.parametrize("largest", [0.0, 1.0, 0.3])
 @pytest.mark.parametrize("overflowed", [None, False, True])
-def test_the_kernel_tells_what_single_operations_do(
+def test_the_kernel_matches_single_operations(
     square: float, factor: float, n_tokens: int, largest: float, overflowed: bool | None
 ) -> None:
     squares = number(square, torch.float64), number(square / 3, torch.float64)
@@ -49,7 +49,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_scale.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     right = triton_scale.judge
     monkeypatch.setattr(triton_scale, "judge", lambda *given: right(*given[:-2], 64, 2.5))
     with pytest.raises(RuntimeError, match="wrong results"):

@@ -1,4 +1,4 @@
-"""Memory that is really missing: the address space of a rank is limited as it begins."""
+"""Trials of the micro-batch size under a real shortage of memory: a rank's address space is limited at its start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.metrics_store import SeriesReader
 from trainer.training.loop import halved_sentence
 
 STEP = 8192
-# All tokens have 256 MiB of pre-activations. Before a pass, twice these and 128 MiB for threads are asked for.
+# Pre-activations of all tokens take 256 MiB. A pass first requests twice that, and 128 MiB for threads.
 TIGHT_MIB = 900
 # Modes with an exchange in the middle of a pass.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
@@ -53,11 +53,11 @@ def trials(log: Path) -> list[str]:
     return re.findall(r"([\d,]+) tokens at a time do not fit: ([\d,]+) are tried", log.read_text())
 
 
-def test_micro_batches_are_halved_until_they_fit_and_the_step_stays_what_it_is(
+def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(
     start_ranks: Callable, tmp_path: Path
 ) -> None:
     fvu = {}
-    # The only rank is 0: no other is limited.
+    # Rank 0 is the only rank, so a limit for rank 1 has no effect.
     for name, starved in {"roomy": 1, "tight": 0}.items():
         (folder := tmp_path / name).mkdir()
         prepare = functools.partial(log_in_little_memory, TIGHT_MIB, starved, folder)
@@ -75,11 +75,11 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_stays_what_it_is(
 
 
 @pytest.mark.parametrize(("mode", "architecture"), EXCHANGING)
-def test_where_one_of_two_ranks_lacks_memory_both_halve_and_learn_what_they_do_without_a_trial(
+def test_both_ranks_halve_their_micro_batches_if_one_lacks_memory(
     mode: str, architecture: str, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = shared_job(mode, architecture, "auto")
-    # Half of the matrix of an SAE on one rank is on each of them.
+    # Each rank holds half of the matrix that a single rank would hold.
     prepare = functools.partial(log_in_little_memory, TIGHT_MIB // 2, 1, tmp_path)
     ranks = start_ranks(job, 2, run_dir=tmp_path / "tight", prepare=prepare)
     assert ranks.wait() == [EXIT_FINISHED] * 2, ranks.processes[1].stderr.read()
@@ -91,6 +91,6 @@ def test_where_one_of_two_ranks_lacks_memory_both_halve_and_learn_what_they_do_w
     assert len(curve(tmp_path / "tight", "loss")) == 2
 
 
-def test_a_smaller_micro_batch_is_reported_as_another_sae_if_latents_are_chosen_within_it() -> None:
+def test_halving_is_reported_to_change_the_sae_if_latents_are_chosen_per_piece() -> None:
     message = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
     assert message.endswith("; batch_topk choose latents within each piece, and learn another SAE than with 8,192")

@@ -102,7 +102,7 @@ def held_out_fvu(trainer: Any) -> float:
     return float(trainer.report.values[""]["heldout_fvu"])
 
 
-def test_a_run_that_cools_down_is_better_than_one_stopped_after_the_same_number_of_steps(
+def test_a_cooled_down_run_is_better_than_one_stopped_after_as_many_steps(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     cooled, progress = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "a", output=tmp_path / "cooled")
@@ -123,7 +123,7 @@ def test_a_run_that_cools_down_is_better_than_one_stopped_after_the_same_number_
     )
 
 
-def test_a_run_stopped_in_its_cool_down_resumes_to_bitwise_the_same_weights(
+def test_a_run_stopped_in_its_cool_down_resumes_to_bit_identical_weights(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     whole, _ = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "whole", output=tmp_path / "one")

@@ -40,7 +40,7 @@ def held_out(trainer: Trainer, side: int = 0) -> list[bytes]:
 
 
 def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
-    """Return the numbers of the rows of the next five passes."""
+    """Return the row indices of the next five passes over the data."""
     assert isinstance(trainer.data, IndexedData)
     return trainer.data._order.stretch(trainer.position.tokens, 5 * trainer.data.split.n_train)
 
@@ -163,7 +163,7 @@ def overwrite(file: Path) -> None:
         stream.write(bytes(40_000))
 
 
-def test_an_overwritten_shard_ends_the_run_with_an_error_that_names_it_after_everything_is_saved(
+def test_a_run_saves_its_state_and_fails_with_the_name_of_an_overwritten_shard(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 40, "eval_every": 5})

@@ -60,7 +60,7 @@ def export(run: Path, out: Path, *flags: str) -> int:
 
 
 def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a folder as sparsify does: the configuration, and a strict set of tensors, the encoder an nn.Linear."""
+    """Read a folder as sparsify does: return its configuration and its tensors, whose names and shapes must match."""
     config = json.loads((folder / "cfg.json").read_text())
     tensors = load_file(folder / "sae.safetensors")
     d_in, d_sae = config["d_in"], config["num_latents"]
@@ -77,7 +77,9 @@ def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tens
     return (values.unsqueeze(2) * weights["W_dec"][latents]).sum(dim=1) + weights["b_dec"]
 
 
-def test_the_newest_checkpoint_gives_what_the_run_itself_left(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+def test_an_export_of_the_newest_checkpoint_equals_the_sae_of_the_run(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path
+) -> None:
     make_run()
     assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
     ours = load_file(run_dir / "sae" / "sae_weights.safetensors")
@@ -86,11 +88,11 @@ def test_the_newest_checkpoint_gives_what_the_run_itself_left(make_run: MakeRun,
     config, expected = (json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", run_dir / "sae"))
     measured = {"l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0"}
     expected["metadata"] = {name: value for name, value in expected["metadata"].items() if name not in measured}
-    # A trainer in this process has no store in which a run's values stay.
+    # A trainer in this process does not store the run's values.
     assert config == expected
 
 
-def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+def test_a_sparsify_export_reconstructs_like_the_sae(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
     (learner,) = make_run().learners.values()
     assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_FINISHED
     config, tensors = read_sparsify(tmp_path / "out")
@@ -163,7 +165,7 @@ def test_the_recipe_of_a_run_states_the_settings_of_its_steps(make_run: MakeRun,
         assert recipe.optimizer_settings["beta2"] == pytest.approx(decoder["betas"][1])
 
 
-def test_the_best_is_the_one_with_the_lowest_held_out_fvu_that_is_whole(
+def test_the_best_checkpoint_is_the_intact_one_with_the_lowest_held_out_fvu(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"checkpoint_every": 5, "keep_checkpoints": 9})
@@ -172,7 +174,7 @@ def test_the_best_is_the_one_with_the_lowest_held_out_fvu_that_is_whole(
     def best() -> int:
         return int(export_checkpoint(run_dir, tmp_path / "out", form="saelens", best=True, force=True)["step"])
 
-    assert best() == 20  # what trains on gets better here
+    assert best() == 20  # here every step improves the SAE
     (checkpoints / "step-00000020" / STATE).write_text("{}")
     assert best() == 15
     (checkpoints / "step-00000015" / "tensors.safetensors").unlink()
@@ -198,7 +200,7 @@ def test_a_single_checkpoint_is_exported_by_its_own_path(
     assert capsys.readouterr().err.startswith("--best: takes a run folder")
 
 
-def test_every_sae_of_a_sweep_gets_a_folder_of_its_own(
+def test_every_sae_of_a_sweep_gets_its_own_folder(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(sae={"k": [2, 4]})
@@ -213,7 +215,7 @@ def test_every_sae_of_a_sweep_gets_a_folder_of_its_own(
             assert torch.equal(tensor, ours[name]), name
 
 
-def test_nothing_is_written_over_without_force_and_nothing_but_an_sae_with_it(
+def test_only_an_sae_is_overwritten_and_only_with_force(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run()
@@ -231,9 +233,7 @@ def test_nothing_is_written_over_without_force_and_nothing_but_an_sae_with_it(
     assert (run_dir / "job.toml").exists()
 
 
-def test_the_data_need_not_be_there_any_more(
-    make_run: MakeRun, run_dir: Path, tmp_path: Path, activations: Path
-) -> None:
+def test_an_export_does_not_need_the_data(make_run: MakeRun, run_dir: Path, tmp_path: Path, activations: Path) -> None:
     (activations / "meta.json").write_text('{"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 3000}')
     make_run()
     shutil.rmtree(activations)
@@ -242,7 +242,7 @@ def test_the_data_need_not_be_there_any_more(
     assert (metadata["model_name"], metadata["hook_name"]) == ("gpt2", "blocks.6")
 
 
-def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_told(
+def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_refused(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(tmp_path, tmp_path / "out") == EXIT_USAGE
@@ -254,7 +254,7 @@ def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_told(
 
 
 def with_tensors(**changes: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    """Return a function that changes tensors of a checkpoint by their names, or leaves them out."""
+    """Return a function that changes or removes tensors of a checkpoint by their names."""
 
     def tamper(checkpoint: Path) -> None:
         tensors = load_file(checkpoint / TENSORS)
@@ -307,7 +307,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
+def test_a_tampered_checkpoint_is_refused_in_one_sentence(
     kind: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"n_steps": 2})
@@ -324,7 +324,7 @@ def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
+def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
     make_job: Callable,
     make_trainer: Callable,
     activations: Path,
@@ -376,7 +376,7 @@ def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
         torch.testing.assert_close(loaded[layer](x), own, rtol=1e-4, atol=1e-4)
 
 
-def test_from_an_extraction_on_every_format_is_told_where_the_activations_are_from(tmp_path: Path) -> None:
+def test_every_export_format_records_where_activations_were_extracted(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "corpus.txt").write_text("\n\n".join(sentences(60)))
     model, hooks = make_model(tmp_path / "model", "llama"), ["mlp_in.1", "mlp_out.1"]

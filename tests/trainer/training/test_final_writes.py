@@ -39,7 +39,7 @@ def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Return a function that limits the size of files, so that a write fails as on a full disk.
 
-    SIGXFSZ is ignored by Python. Any user may lower the limit, and raise it again.
+    Python ignores SIGXFSZ. Any user may lower the limit, and raise it again.
     """
     monkeypatch.setattr(final_writes, "RETRY_S", 0.02)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -83,7 +83,7 @@ def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
     wait = Wait(kept, free)
     job = make_job(train={"n_steps": 3, "report_card": False})
     trainer = make_trainer(job, wait.progress)
-    # Not enough for the optimizer's state, nor for the weights in the folder of the run.
+    # The limit is too low for the optimizer's state, and for the weights in the run's folder.
     export, only_here = trainer._exporter._export_one, tmp_path / "sae"
 
     def where_there_is_room(*arguments, **others) -> None:
@@ -165,7 +165,7 @@ def test_a_write_that_can_never_succeed_is_not_retried_and_the_sae_is_still_writ
 # the reserve
 
 
-def test_space_for_the_last_checkpoint_is_reserved_during_training_and_freed_however_the_run_ends(
+def test_space_for_the_last_checkpoint_is_reserved_and_always_freed_at_the_end(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     file, sizes = tmp_path / "checkpoints" / RESERVE, []
@@ -192,7 +192,7 @@ def test_space_for_the_last_checkpoint_is_reserved_during_training_and_freed_how
     assert not file.exists()
 
 
-def test_a_reserve_that_does_not_fit_leaves_no_file_and_one_of_a_killed_process_is_freed(
+def test_no_reserve_file_remains_if_it_does_not_fit_or_its_process_was_killed(
     tmp_path: Path,
 ) -> None:
     paths = RunPaths(tmp_path)
@@ -204,7 +204,7 @@ def test_a_reserve_that_does_not_fit_leaves_no_file_and_one_of_a_killed_process_
     assert list(paths.checkpoints.iterdir()) == []
 
 
-def test_a_disk_that_is_full_at_the_end_has_room_for_the_last_checkpoint_and_the_sae(
+def test_a_full_disk_still_has_space_for_the_last_checkpoint_and_the_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"

@@ -1,4 +1,4 @@
-"""What happens between backward pass and step, against torch's own clipping and loss scaling."""
+"""Compares the processing of gradients between backward pass and step with torch's clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def learner(job: JobConfig) -> Learner:
 def with_gradients(size: float) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(3)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 7), (7, 5), (7,), (2,))]
-    for parameter in parameters[:-1]:  # the last takes no part
+    for parameter in parameters[:-1]:  # the last one has no gradient
         parameter.grad = size * torch.randn(parameter.shape, generator=generator)
     return parameters
 
@@ -46,7 +46,7 @@ def norm_of(parameters: list[nn.Parameter]) -> Tensor:
 @pytest.mark.parametrize("size", [1e-8, 0.01, 1.0, 1e6])
 @pytest.mark.parametrize("largest", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**15])
-def test_gradients_divided_as_told_are_those_torch_clips(size: float, largest: float, scale: float) -> None:
+def test_gradients_divided_by_the_divisor_match_torchs_clipping(size: float, largest: float, scale: float) -> None:
     expected, parameters = with_gradients(size), with_gradients(size * scale)
     expected_norm = nn.utils.clip_grad_norm_(expected, largest or float("inf"))
     norm, divisor, bad = prepare(norm_of(parameters), torch.tensor(scale), largest)
@@ -56,7 +56,7 @@ def test_gradients_divided_as_told_are_those_torch_clips(size: float, largest: f
         torch.testing.assert_close(other.grad / (1 if divisor is None else divisor), one.grad)
 
 
-def test_gradients_that_are_as_they_should_be_are_left_alone() -> None:
+def test_small_finite_gradients_are_not_changed() -> None:
     parameters = with_gradients(0.01)
     before = [parameter.grad.clone() for parameter in parameters[:-1]]
     assert prepare(norm_of(parameters), torch.ones(()), 1.0)[1] is None
@@ -64,14 +64,14 @@ def test_gradients_that_are_as_they_should_be_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_single_value_that_is_not_finite_is_found(value: float) -> None:
+def test_a_single_non_finite_value_is_detected(value: float) -> None:
     parameters = with_gradients(0.01)
     parameters[2].grad[3] = value
     assert prepare(norm_of(parameters), torch.ones(()), 1.0)[2] == 1
 
 
-def test_a_step_of_no_tokens_is_skipped() -> None:
-    # Both the gradient and the share of the expected tokens are 0.
+def test_a_step_without_tokens_is_skipped() -> None:
+    # The gradient and the share of the expected tokens are both 0.
     parameters = with_gradients(0.0)
     assert prepare(norm_of(parameters), torch.zeros(()), 1.0)[2] == 1
 
@@ -83,14 +83,16 @@ def bits(one: Learner) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Name the tensors that differ."""
+    """Return the names of the tensors that differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-def test_a_batch_with_a_bad_value_changes_nothing_and_is_counted(state: str, value: float, make_job: MakeJob) -> None:
+def test_a_batch_with_a_non_finite_value_changes_nothing_and_is_counted(
+    state: str, value: float, make_job: MakeJob
+) -> None:
     one = learner(make_job(train={"state": state}))
     for step in range(3):
         take_alone(one, step, batch(step))
@@ -106,7 +108,7 @@ def test_a_batch_with_a_bad_value_changes_nothing_and_is_counted(state: str, val
 
 
 def injected(one: Learner, step: int, name: str, value: float) -> None:
-    """Do a step whose batch is fine but whose gradient is not."""
+    """Take a step whose batch is fine but whose gradient is not."""
     one.begin_step(step)
     one.accumulate(batch(step), batch(step))
     getattr(one.sae, name).grad[..., 1:2] = value
@@ -116,7 +118,7 @@ def injected(one: Learner, step: int, name: str, value: float) -> None:
 @pytest.mark.parametrize("optimizer", ["adam", "signum", "muon"])
 @pytest.mark.parametrize("name", ["W_enc", "W_dec", "b_enc", "b_dec"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_step_that_was_skipped_leaves_no_trace(optimizer: str, name: str, value: float, make_job: MakeJob) -> None:
+def test_a_skipped_step_leaves_no_trace(optimizer: str, name: str, value: float, make_job: MakeJob) -> None:
     job = make_job(train={"optimizer": optimizer})
     hit, spared = learner(job), learner(job)
     injected(hit, 0, name, value)  # before there is any state
@@ -134,7 +136,7 @@ def fp16(make_job: MakeJob, **train: Any) -> Learner:
     return learner(make_job(train={"precision": "fp16", "n_steps": 60, **train}))
 
 
-def test_the_scale_follows_torchs_own_grad_scaler() -> None:
+def test_the_loss_scale_matches_torchs_grad_scaler() -> None:
     ours, theirs = LossScale(CPU, enabled=True), torch.amp.GradScaler("cpu", init_scale=2.0**15)
     ours._clean_steps.fill_(1990)
     theirs._lazy_init_scale_growth_tracker(CPU)
@@ -151,7 +153,7 @@ def test_the_scale_follows_torchs_own_grad_scaler() -> None:
         assert float(ours.factor) == theirs.get_scale()
 
 
-def test_the_loss_scale_stays_so_small_that_few_halvings_bring_it_down() -> None:
+def test_the_loss_scale_never_exceeds_its_maximum() -> None:
     scale = LossScale(CPU, enabled=True)
     for _ in range(30):
         scale._clean_steps.fill_(1999)
@@ -174,7 +176,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradients, "LARGEST_SCALE", math.inf)
-    one, first = fp16(make_job), 2.0**70  # at which the squares of gradients are beyond fp32
+    one, first = fp16(make_job), 2.0**70  # squares of gradients overflow fp32 at this scale
     one.loss_scale.factor.fill_(first)
     for step in range(60):
         take_alone(one, step, batch(step))
@@ -185,8 +187,8 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(
     assert one.values(one.sums())["fvu"] < 0.9
 
 
-def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:
-    # A power of 2 moves no digit of fp32 gradients; fp16's own products would.
+def test_the_loss_scale_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:
+    # A power of 2 does not change the digits of fp32 gradients; fp16 products would.
     scaled, plain = fp16(make_job), learner(make_job(train={"precision": "fp32", "n_steps": 60}))
     scaled.precision = "fp32"
     for step in range(10):
@@ -202,18 +204,18 @@ def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob)
 
 
 @pytest.mark.parametrize("shape", [(65_536,), (384, 20_000), (20_000, 384)])
-def test_the_norm_of_a_large_gradient_is_that_of_float64(shape: tuple[int, ...]) -> None:
+def test_the_norm_of_a_large_gradient_matches_float64(shape: tuple[int, ...]) -> None:
     gradients = [torch.randn(shape), torch.randn(7)]
     if len(shape) == 2:
-        # As the encoder's, whose latents lie side by side.
+        # Like the encoder's gradient, whose latents are contiguous.
         gradients.append(torch.randn(shape).T)
     expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
     assert float(total_square(gradients)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_no_gradient_has_no_norm() -> None:
+def test_the_norm_of_no_gradients_is_0() -> None:
     assert float(total_square([])) == 0
 
 
-def test_the_square_of_no_gradients_is_where_ranks_exchange_it() -> None:
+def test_the_square_of_no_gradients_is_on_the_given_device() -> None:
     assert total_square([], torch.device("meta")).device.type == "meta"

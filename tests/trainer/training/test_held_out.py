@@ -39,7 +39,7 @@ def held_out(folder: Path, times: float = 0.0) -> tuple[HeldOut, Counted]:
 
 
 @pytest.mark.parametrize("times", [0.0, 1.2])
-def test_rows_that_are_kept_are_read_once_and_are_those_that_are_read_anew(times: float, activations: Path) -> None:
+def test_cached_rows_are_read_once_and_equal_rows_read_each_time(times: float, activations: Path) -> None:
     (read, _), (kept, source) = held_out(activations, times), held_out(activations, times)
     assert not kept.keeps
     kept.keeps = True
@@ -51,12 +51,14 @@ def test_rows_that_are_kept_are_read_once_and_are_those_that_are_read_anew(times
     assert source.n_read == 500
 
 
-def test_a_gpu_keeps_them_and_a_cpu_does_not(activations: Path) -> None:
+def test_held_out_rows_are_cached_on_a_gpu_but_not_on_a_cpu(activations: Path) -> None:
     data = IndexedData(Shards(path=str(activations)), 500, 0, Group())
     assert [HeldOut(data, [], torch.device(one)).keeps for one in ("cuda", "cpu")] == [True, False]
 
 
-def test_rows_that_a_device_has_no_memory_for_are_read_anew(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_not_cached_if_the_device_runs_out_of_memory(
+    activations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, _ = held_out(activations)
     kept.keeps = True
     move, calls = HeldOut._read, iter([True])
@@ -71,7 +73,7 @@ def test_rows_that_a_device_has_no_memory_for_are_read_anew(activations: Path, m
     assert not kept.keeps
 
 
-def test_more_rows_than_there_is_room_for_are_read_anew(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_above_the_size_limit_are_not_cached(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes = 500 * 16 * 4
     for most, keeps in ((n_bytes, True), (n_bytes - 1, False)):
         monkeypatch.setattr("trainer.training.held_out.MOST_KEPT_BYTES", most)
@@ -81,7 +83,7 @@ def test_more_rows_than_there_is_room_for_are_read_anew(activations: Path, monke
         assert kept.keeps == keeps
 
 
-def test_a_micro_batch_fits_only_beside_the_rows_that_are_kept(make_job: Callable[..., JobConfig]) -> None:
+def test_a_micro_batch_must_fit_next_to_the_cached_rows(make_job: Callable[..., JobConfig]) -> None:
     parallel, x = Parallel(torch.device("cpu")), torch.randn(100, 16)
     learner = Learner(make_job(), 16, None, parallel)
     learner.initialise(x, x)
@@ -91,7 +93,7 @@ def test_a_micro_batch_fits_only_beside_the_rows_that_are_kept(make_job: Callabl
     assert most_kept(32_768, 4, 10**6) == MOST_KEPT_BYTES
 
 
-def test_rows_that_are_not_finite_are_left_out_and_counted_at_each_reading(activations: Path) -> None:
+def test_non_finite_rows_are_left_out_and_counted_at_each_reading(activations: Path) -> None:
     rows = load_file(activations / "a.safetensors")["activations"]
     rows[::2, 0] = torch.nan
     save_file({"activations": rows}, activations / "a.safetensors")

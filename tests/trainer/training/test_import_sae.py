@@ -1,4 +1,4 @@
-"""`sae-train import`: SAEs of other tools as runs of ours."""
+"""Tests of `sae-train import`: SAEs of other tools become runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCALE = 0.4
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Write 1,000 rows of 32 dimensions, and their targets of 20 in a folder of their own."""
+    """Write 1,000 rows of 32 dimensions, and their targets of 20 dimensions in another folder."""
     rows = torch.randn(1000, 32) * 3 + torch.arange(32)
     for name, x in (("acts", rows), ("targets", rows[:, :20] * 0.5)):
         (tmp_path / name).mkdir()
@@ -59,7 +59,7 @@ def command(folder: Path, run: Path, data: Path, *flags: str) -> int:
 
 @torch.no_grad()
 def computed(run: Path, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the SAE in the checkpoint of a run makes of raw x."""
+    """Return the activations and the reconstructions of raw x by the SAE in a run's checkpoint."""
     sae = imported(run)
     output = sae(x * sae.x_scale, torch.zeros(len(x), sae.d_out))
     return output.acts.dense() / sae.y_scale, output.x_hat / sae.y_scale
@@ -82,18 +82,18 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -
     ("name", "kind"),
     [*(("saelens", kind) for kind in KINDS), *(("dictionary_learning", kind) for kind in KINDS), ("sparsify", "topk")],
 )
-def test_an_imported_sae_computes_what_it_did(name: str, kind: str, tmp_path: Path, data: Path) -> None:
+def test_an_imported_sae_gives_the_same_results(name: str, kind: str, tmp_path: Path, data: Path) -> None:
     x = torch.randn(300, 32) * 3
     expected = shared(name, kind, tmp_path / "theirs", x)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert_same(computed(tmp_path / "run", x), expected)
-    # It works at the scale of the data, not at that of its file.
+    # The SAE uses the scale of the data, not the scale of its file.
     assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_an_imported_transcoder_computes_what_it_did(kind: str, skip: bool, tmp_path: Path, data: Path) -> None:
+def test_an_imported_transcoder_gives_the_same_results(kind: str, skip: bool, tmp_path: Path, data: Path) -> None:
     x = torch.randn(300, 32) * 3
     expected = shared("saelens", kind, tmp_path / "theirs", x, d_out=20, skip=skip)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
@@ -103,7 +103,7 @@ def test_an_imported_transcoder_computes_what_it_did(kind: str, skip: bool, tmp_
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
-def test_an_imported_transcoder_of_sparsify_is_trained_on_and_exported_again(
+def test_an_imported_sparsify_transcoder_is_trained_further_and_exported_again(
     skip: bool, tmp_path: Path, data: Path
 ) -> None:
     x = torch.randn(300, 32) * 3
@@ -124,7 +124,7 @@ def test_an_imported_transcoder_of_sparsify_is_trained_on_and_exported_again(
     assert json.loads((tmp_path / "run" / "sae" / "card.json").read_text())["architecture"] == "topk"
 
 
-def test_an_sae_whose_input_goes_around_it_is_refused(
+def test_an_sae_with_a_skip_connection_is_refused(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("sparsify", "topk", tmp_path / "theirs", torch.randn(9, 32), d_out=32, skip=True)
@@ -135,7 +135,7 @@ def test_an_sae_whose_input_goes_around_it_is_refused(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_exported_again_has_the_same_weights(kind: str, tmp_path: Path, data: Path) -> None:
+def test_an_imported_sae_exported_again_has_the_same_weights(kind: str, tmp_path: Path, data: Path) -> None:
     shared("saelens", kind, tmp_path / "theirs", torch.randn(300, 32))
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == EXIT_FINISHED
@@ -157,9 +157,7 @@ SAELENS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("architecture", SAELENS)
 @torch.no_grad()
-def test_an_sae_that_saelens_has_saved_computes_what_it_does_there(
-    architecture: str, tmp_path: Path, data: Path
-) -> None:
+def test_an_sae_saved_by_saelens_gives_the_same_results(architecture: str, tmp_path: Path, data: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     kind, config = sae_lens.registry.get_sae_class(architecture)
     metadata = sae_lens.saes.sae.SAEMetadata(model_name="gpt2", hook_name="blocks.3.hook_resid_post")
@@ -189,7 +187,7 @@ THEIRS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", THEIRS)
 @torch.no_grad()
-def test_a_dictionary_that_dictionary_learning_has_saved_computes_what_it_does_there(
+def test_a_dictionary_saved_by_dictionary_learning_gives_the_same_results(
     name: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utils = peer(monkeypatch, "dictionary_learning.utils", "nnsight")
@@ -209,7 +207,7 @@ def test_a_dictionary_that_dictionary_learning_has_saved_computes_what_it_does_t
     assert_same(computed(tmp_path / "run", x), (loaded.encode(x), loaded(x)))
 
 
-def test_an_imported_sae_is_judged_and_trained_further(
+def test_an_imported_sae_is_evaluated_and_trained_further(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("dictionary_learning", "topk", tmp_path / "theirs", torch.randn(9, 32))
@@ -229,14 +227,14 @@ def test_an_imported_sae_is_judged_and_trained_further(
 
 
 class Trap:
-    """Writes a file where a pickle of it is loaded."""
+    """Creates a file when its pickle is loaded."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("sprung"),)
 
 
 def replaced(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Return a function that replaces `ae.pt` by what `change` makes of its tensors."""
+    """Return a function that replaces `ae.pt` by the result of `change` on its tensors."""
 
     def tamper(folder: Path) -> None:
         tensors = torch.load(folder / "ae.pt", weights_only=True)
@@ -292,7 +290,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_what_is_no_plain_sae_is_refused_in_one_sentence_and_nothing_is_made(
+def test_a_tampered_sae_is_refused_in_one_sentence_and_no_run_is_made(
     kind: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -314,7 +312,7 @@ def test_what_is_no_plain_sae_is_refused_in_one_sentence_and_nothing_is_made(
         ({"reshape_activations": "hook_q"}, "reshape_activations is 'hook_q'"),
     ],
 )
-def test_settings_of_saelens_that_we_do_not_compute_are_refused(
+def test_unsupported_settings_of_saelens_are_refused(
     setting: dict[str, Any], reason: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("saelens", "standard", tmp_path / "theirs", torch.randn(9, 32))
@@ -333,7 +331,7 @@ def test_only_formats_that_can_be_read_are_offered_for_an_import(capsys: pytest.
         assert f"--format {{{','.join(readable)}}}" in capsys.readouterr().out
 
 
-def test_wrong_flags_are_told_and_nothing_is_written_over(
+def test_wrong_flags_are_refused_and_nothing_is_overwritten(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs, run = tmp_path / "theirs", tmp_path / "run"
@@ -387,7 +385,7 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
     assert named == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
-    # The SAE of rows scaled to a mean norm of √32: its b_dec, the mean of the rows, is scaled likewise.
+    # An SAE for rows scaled to a mean norm of √32: its b_dec, the mean of the rows, is scaled by the same factor.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (
@@ -414,7 +412,7 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
             assert any(word in line for line in warnings), (name, warnings)
 
 
-def test_what_a_further_training_would_change_at_once_is_told(
+def test_an_import_warns_of_what_further_training_would_change_at_once(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("saelens", "topk", tmp_path / "theirs", torch.randn(9, 32))

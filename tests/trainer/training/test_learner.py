@@ -28,10 +28,10 @@ def learner(job: JobConfig) -> Learner:
 
 
 @pytest.mark.parametrize("sizes", [(128,), (100, 28), (1, 2, 125), (60, 20), (200, 100)])
-def test_micro_batches_of_any_sizes_give_the_gradient_of_the_mean_over_all_their_tokens(
+def test_micro_batches_of_any_sizes_give_the_mean_gradient_over_all_tokens(
     sizes: tuple[int, ...], make_job: MakeJob
 ) -> None:
-    # 128 tokens are expected; fewer or more are no smaller or larger step.
+    # 128 tokens are expected; fewer or more tokens do not make the step smaller or larger.
     job = make_job(train={"grad_clip": 0.0, "lr": 1e-3})
     parts, whole = learner(job), learner(make_job(train={"grad_clip": 0.0, "lr": 1e-3, "batch_size": sum(sizes)}))
     x = batch(sum(sizes))
@@ -44,7 +44,7 @@ def test_micro_batches_of_any_sizes_give_the_gradient_of_the_mean_over_all_their
 
 @pytest.mark.parametrize(("scaling", "factor"), [("off", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 @pytest.mark.parametrize("lr", [1e-3, "auto"])
-def test_the_rate_follows_the_tokens_of_a_step_where_it_is_to(
+def test_the_learning_rate_scales_with_the_tokens_of_a_step_as_configured(
     scaling: str, factor: float, lr: float | str, make_job: MakeJob
 ) -> None:
     train = {"lr": lr, "batch_size": 64, "accumulate": 4, "decay_fraction": 0.0}
@@ -96,7 +96,7 @@ def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_latents_as_many_as_dimensions_are_still_told_apart_from_them(optimizer: str, make_job: MakeJob) -> None:
+def test_latents_and_dimensions_are_distinguished_if_d_sae_equals_d_in(optimizer: str, make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 16}, train={"optimizer": optimizer, "batch_size": 100})
     learner, x = Learner(job, 16, None, Parallel(torch.device("cpu"))), torch.randn(500, 16)
     learner.initialise(x, x)

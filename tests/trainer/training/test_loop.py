@@ -45,7 +45,7 @@ HERE = threading.local()
 
 
 class Noted(HostCopy):
-    """A copy for the host that tells the trainer of its thread when it is read in the step in which it was made."""
+    """A host copy that records when it is read in the same step that made it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -58,7 +58,7 @@ class Noted(HostCopy):
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return everything that training changes, of every SAE."""
+    """Return all tensors that training changes, for every SAE."""
     learners = trainer.learners.items()
     return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.state.tensors()}
 
@@ -75,7 +75,7 @@ def only(trainer: Trainer) -> Learner:
     + [({"architecture": "standard", "sparsity_coefficient": 50.0}, {}), ({"k_anneal_fraction": 0.9}, {})],
     ids=str,
 )
-def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
+def test_a_run_resumed_at_step_10_of_20_is_bit_identical(
     sae: dict, train: dict, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     # A small dead_after_tokens, so that AuxK and the dead counters matter; 20 × 200 tokens reach a second epoch.
@@ -115,7 +115,7 @@ def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTr
         assert (tmp_path / "checkpoints" / last / file).read_bytes() == (tmp_path / "c2" / last / file).read_bytes()
 
 
-def test_resampling_is_told_and_done_again_by_a_resumed_run(
+def test_resampling_is_reported_and_repeated_by_a_resumed_run(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     sae = {"dead_after_tokens": 300, "d_sae": 256, "resample_every_tokens": 800}
@@ -123,7 +123,7 @@ def test_resampling_is_told_and_done_again_by_a_resumed_run(
     whole = make_trainer(job, kept)
     assert whole.run()
     messages = [message for kind, _, message in kept.events if kind == "resampled"]
-    # Every 800 tokens, but not in the second half; after 4 steps, too, since some never fire.
+    # Every 800 tokens, but not in the second half; already after 4 steps, since some latents never fire.
     assert [int(message.rsplit(" ", 1)[1]) for message in messages] == [4, 8]
     assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in messages)
     goes_on_from(5, job, whole, make_trainer, tmp_path)
@@ -141,7 +141,7 @@ def test_micro_batches_give_the_step_of_one_large_batch(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_training_explains_ever_more_of_the_variance_of_the_sample_shipped_with_the_app(
+def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
     architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, kept
 ) -> None:
     job = make_job(
@@ -154,7 +154,7 @@ def test_training_explains_ever_more_of_the_variance_of_the_sample_shipped_with_
     assert fvu[0] > 0.4
     assert fvu[-1] < 0.3
     assert fvu == sorted(fvu, reverse=True)
-    # A penalty is still being steered after so few steps; a choice of k is exact.
+    # After so few steps a penalty still adjusts L0; a choice of k is exact.
     slack = 0.1 if "topk" in architecture else 16
     assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
 
@@ -171,11 +171,11 @@ def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_tr
     assert steps == {name: [5, 10, 12] for name in names.split()} | {name: [12] for name in at_the_end}
 
 
-def test_what_the_host_reads_a_step_late_gives_the_same_rows(
+def test_reading_values_a_step_late_gives_the_same_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=[1234])
-    # Logs that a next step, a save, an evaluation, another log and the end of the run follow.
+    # Log points followed by a step, a save, an evaluation, another log point and the end of the run.
     train = {"n_steps": 23, "log_every": 3, "eval_every": 6, "checkpoint_every": 7}
     job, rows, events = make_job(train=train, sae={"dead_after_tokens": 400, "d_sae": 256}), [], []
     for late in (False, True):
@@ -191,7 +191,7 @@ def test_what_the_host_reads_a_step_late_gives_the_same_rows(
     assert [event[0] for event in events[0]] == [event[0] for event in events[1]]
 
 
-def test_a_late_row_comes_after_the_next_step_and_the_last_with_the_run(
+def test_a_late_row_is_written_after_the_next_step_or_at_the_end_of_the_run(
     make_job: MakeJob, make_trainer: MakeTrainer, kept
 ) -> None:
     trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
@@ -209,11 +209,11 @@ def test_a_late_row_comes_after_the_next_step_and_the_last_with_the_run(
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
-def test_ranks_that_read_late_never_ask_for_what_was_queued_last(
+def test_ranks_that_read_late_never_wait_for_the_step_just_queued(
     log_every: int, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(totals, "HostCopy", Noted)
-    # What an evaluation and the end of the run need is waited for.
+    # Ranks do wait for evaluations and for the end of the run.
     job = make_job(train={"n_steps": 21, "log_every": log_every, "eval_every": 10}, parallel={"mode": "ddp"})
 
     def rows_of(late: bool) -> list[tuple[str, int, int, float]]:
@@ -235,7 +235,7 @@ def test_ranks_that_read_late_never_ask_for_what_was_queued_last(
     assert rows_of(late=True) == at_once
 
 
-def test_a_late_row_is_written_though_the_next_step_fails(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+def test_a_late_row_is_written_even_if_the_next_step_fails(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
     trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
     trainer._reads_late = True
     take = trainer._train_step
@@ -251,7 +251,9 @@ def test_a_late_row_is_written_though_the_next_step_fails(make_job: MakeJob, mak
     assert [row.step for row in kept.reported if row.name == "loss"] == [4]
 
 
-def test_the_logged_loss_is_the_share_of_variance_left(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+def test_the_logged_loss_is_the_unexplained_share_of_the_variance(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept
+) -> None:
     trainer = make_trainer(make_job(sae={"auxk_alpha": 0.0}), kept)
     trainer.run()
     expected = [mse / float(only(trainer).sae.y_variance) for mse in kept.curve("mse")]
@@ -264,7 +266,7 @@ def test_decoder_rows_have_length_one_after_every_run(make_job: MakeJob, make_tr
     torch.testing.assert_close(only(trainer).sae.W_dec.detach().norm(dim=1), torch.ones(64))
 
 
-def test_a_stop_ends_at_the_next_step_with_a_checkpoint_and_an_sae(
+def test_a_stopped_run_ends_after_the_next_step_with_a_checkpoint_and_an_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     stop = threading.Event()
@@ -284,7 +286,7 @@ def spoil(folder: Path, value: float, rows: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("max_norm", [0.0, 10.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e19, 3e38])
-def test_rows_that_fp32_cannot_compute_with_are_replaced_one_by_one_counted_and_named(
+def test_rows_beyond_the_range_of_fp32_are_replaced_counted_and_named(
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
@@ -305,11 +307,11 @@ def test_rows_that_fp32_cannot_compute_with_are_replaced_one_by_one_counted_and_
     assert all("(10 of 3,000) are not finite" in one and "row 1234 of a.safetensors" in one for one in messages)
 
 
-def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
+def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"]
-    # The same direction in each, as in the first tokens of a text: easy to learn, and most of the variance.
+    # All have the same direction, like the first tokens of texts: easy to learn, and most of the variance.
     x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
     x[7::150, 5] = torch.nan
     save_file({"activations": x}, activations / "a.safetensors")
@@ -318,7 +320,7 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     ((_, level, message),) = [event for event in kept.events if event[0] == "outliers"]
     assert level == "warning"
     assert "data.max_norm" in message
-    # Told when a sample is first looked at: a run may end before its first interval.
+    # Reported for the first sample, since a run may end before its first log interval.
     assert " % of a sample of 2,000 rows have" in message
     assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
     rows = torch.cat([rows for rows, _ in trainer.data.of_hook(0).held_out(128)]).float()
@@ -337,7 +339,7 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(left / spread), rel=0.01)
 
 
-def test_dimensions_that_hold_most_of_the_variance_are_told_at_the_start(
+def test_dimensions_that_hold_most_of_the_variance_are_reported_at_the_start(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     make_trainer(make_job(), kept)
@@ -352,7 +354,7 @@ def test_dimensions_that_hold_most_of_the_variance_are_told_at_the_start(
     assert "data.drop_dimensions = [3]" in message
 
 
-def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: MakeTrainer, activations: Path) -> None:
+def test_a_skipped_step_changes_no_state(make_job: MakeJob, make_trainer: MakeTrainer, activations: Path) -> None:
     trainer = make_trainer(make_job())
     learner = only(trainer)
     good, bad = torch.randn(128, 16), torch.randn(128, 16)
@@ -362,33 +364,33 @@ def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: 
     before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
     take_alone(learner, 2, bad)
     for name, tensor in learner.state.tensors():
-        # Rows of W_dec are brought back to length 1 once more, which may round their last digit.
+        # Rows of W_dec are normalised once more, which may round their last digit.
         torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
     assert skips(learner) == (1, 1, 0)
 
 
-def test_steps_for_which_a_gpu_had_too_little_room_are_told_and_are_no_bad_gradients(
+def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "standard"}, train={"n_steps": 20, "log_every": 20}), kept)
-    # As on a GPU, where room for a tenth is always too little.
+    # As on a GPU; a buffer for a tenth of the expected latents always overflows.
     monkeypatch.setattr(latent_room, "DENSE", 1)
     monkeypatch.setattr(latent_room, "MARGIN", 0.1)
     monkeypatch.setattr(penalised, "above", only(trainer).sae._foresight.above)
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
-    # Each fifth one: after it so many are whole as the next guess needs.
+    # Every fifth step overflows: the guess after it needs the numbers of four complete steps.
     assert message.startswith("4 steps skipped up to step 20: many more latents were active than in the steps before")
     assert kept.curve("skipped_steps") == [4]
     assert kept.curve("fvu")[-1] > 0
 
 
-def test_bad_rows_everywhere_end_the_run_with_the_name_of_the_first(
+def test_a_run_with_many_non_finite_rows_fails_and_names_one(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
-    # Too few rows to meet a bad one before the first step.
+    # The sample is too small to contain a bad row before the first step.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 2)
     trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
     with pytest.raises(
@@ -411,7 +413,7 @@ def test_the_first_bad_row_of_each_hook_is_named(kept) -> None:
         bad_rows.look_at(LeftOut(0, 50, 0, 50), *at, "b")
 
 
-def test_many_bad_rows_in_the_first_sample_are_told_before_any_step(
+def test_many_non_finite_rows_in_the_first_sample_are_refused_before_any_step(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=range(1000))
@@ -419,12 +421,14 @@ def test_many_bad_rows_in_the_first_sample_are_told_before_any_step(
         make_trainer(make_job(data={"held_out_tokens": 0}))
 
 
-def test_a_loss_that_explodes_blames_the_rate_and_not_the_data(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
+def test_the_error_of_a_diverging_run_names_the_learning_rate_not_the_data(
+    make_job: MakeJob, make_trainer: MakeTrainer
+) -> None:
     with pytest.raises(UserError, match=r"^train\.lr: the gradient is not finite, \d+ steps in a row up to step \d+"):
         make_trainer(make_job(train={"lr": 9e18, "n_steps": 200, "grad_clip": 0})).run()
 
 
-def test_the_saes_of_a_sweep_learn_what_each_learns_alone(
+def test_each_sae_of_a_sweep_learns_the_same_as_alone(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     sweep = make_trainer(make_job(sae={"k": [2, 4], "d_sae": [32, 64]}), kept)
@@ -441,7 +445,7 @@ def test_the_saes_of_a_sweep_learn_what_each_learns_alone(
     assert {folder.name for folder in (tmp_path / "sae").iterdir()} == set(sweep.learners)
 
 
-def test_an_sae_of_a_sweep_that_diverges_does_not_take_the_others_with_it(
+def test_a_diverging_sae_does_not_stop_the_other_saes_of_a_sweep(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(train={"lr": [3e-3, 9e17]}), kept)
@@ -454,8 +458,8 @@ def test_an_sae_of_a_sweep_that_diverges_does_not_take_the_others_with_it(
         make_trainer(make_job(train={"lr": [8e17, 9e17]}), checkpoints=tmp_path / "c2").run()
 
 
-def test_an_l0_that_a_penalty_has_not_reached_is_told(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
-    # Three large steps of an encoder that thresholds have no time to follow.
+def test_an_l0_that_a_penalty_has_not_reached_is_reported(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+    # The thresholds have no time to adapt to three large steps of the encoder.
     make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
     (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
     assert missed[0] == "warning"
@@ -472,7 +476,7 @@ def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTraine
     assert all(torch.equal(tensor, reached[name]) for name, tensor in weights(whole).items())
 
 
-def test_a_run_that_resumes_says_where_it_is_before_its_first_step(
+def test_a_resumed_run_reports_its_position_before_its_first_step(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch, tmp_path: Path
 ) -> None:
     job = make_job(train={"checkpoint_every": 10})
@@ -484,7 +488,7 @@ def test_a_run_that_resumes_says_where_it_is_before_its_first_step(
 
 
 @pytest.mark.parametrize("at_once", [60, evaluate.MOST_TOKENS])
-def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
+def test_the_held_out_fvu_equals_that_of_the_exported_sae(
     at_once: int,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -507,11 +511,11 @@ def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
     assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(fvu), rel=1e-4)
 
 
-def test_no_matrix_of_an_evaluation_has_more_values_than_a_gpu_looks_through() -> None:
+def test_evaluation_batches_shrink_as_d_sae_grows() -> None:
     assert [evaluate.most_tokens(d_sae) for d_sae in (24_576, 65_536, 2**20, 2**32)] == [8192, 8192, 2047, 1]
 
 
-def test_a_run_of_finished_length_is_only_exported(
+def test_a_run_that_is_already_complete_is_only_exported(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = make_job()
@@ -523,7 +527,7 @@ def test_a_run_of_finished_length_is_only_exported(
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 20])
-def test_a_last_checkpoint_that_cannot_be_written_does_not_lose_the_sae(
+def test_the_sae_is_exported_even_if_the_last_checkpoint_cannot_be_written(
     checkpoint_every: int, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
@@ -535,7 +539,7 @@ def test_a_last_checkpoint_that_cannot_be_written_does_not_lose_the_sae(
     assert torch.equal(exported["W_dec"], only(trainer).sae.W_dec.detach())
 
 
-def test_a_checkpoint_on_the_way_that_cannot_be_written_is_told_once_and_training_goes_on(
+def test_training_continues_if_an_intermediate_checkpoint_cannot_be_written(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -559,7 +563,7 @@ def test_a_checkpoint_on_the_way_that_cannot_be_written_is_told_once_and_trainin
     assert load(checkpoints)[1].step == 20
 
 
-def test_no_row_of_the_speed_is_far_from_the_others(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+def test_all_logged_speeds_of_a_run_are_similar(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
     job = make_job(sae={"d_sae": 1024}, train={"batch_size": 512, "n_steps": 41, "log_every": 10})
     make_trainer(job, kept).run()
     for name in ("tokens_per_s", "rank_tokens_per_s", "step_ms"):
@@ -569,7 +573,7 @@ def test_no_row_of_the_speed_is_far_from_the_others(make_job: MakeJob, make_trai
         assert all(median / 5 < rate < 5 * median for rate in rates), (name, rates)
 
 
-def test_a_run_that_waits_for_its_data_says_so_once_with_a_remedy(
+def test_a_run_that_waits_for_its_data_warns_once_with_a_remedy(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "LASTING_S", 0.1)
@@ -586,7 +590,7 @@ def test_a_run_that_waits_for_its_data_says_so_once_with_a_remedy(
     assert re.search(r"^training waits for data \d+% of the time: copy the rows of data.path to a local disk", message)
 
 
-def test_the_log_says_what_is_trained_and_every_row_and_what_is_saved(
+def test_the_log_lists_the_sae_every_row_and_all_saved_files(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(make_job()).run()

@@ -18,10 +18,10 @@ from trainer.training.export_checkpoint import checkpoint_of
 MakeJob = Callable[..., JobConfig]
 
 
-def test_a_run_on_few_rows_reports_that_it_was_better_before_and_keeps_its_best_checkpoint(
+def test_an_overfitting_run_warns_and_keeps_its_best_checkpoint(
     make_job: MakeJob, make_trainer: Callable[..., Any], kept: Any, tmp_path: Path
 ) -> None:
-    # From noise, a run can only memorise the rows.
+    # On noise, a run can only memorise the rows.
     (tmp_path / "noise").mkdir()
     rows = torch.randn(400, 16, generator=torch.Generator().manual_seed(0))
     save_file({"activations": rows}, tmp_path / "noise" / "a.safetensors")

@@ -1,4 +1,4 @@
-"""`sae-train export --push`: what an export wrote arrives on the hub, and nothing else."""
+"""Tests of `sae-train export --push`: it uploads exactly the files of an export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.training.hub_card import hub_card, is_on_the_hub
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Give a hub that the client of this process goes to, logged in."""
+    """Start a fake hub, and make the client of this process use it, logged in."""
     hub = Hub()
     for name, value in hub.environment(str(tmp_path / "home")).items():
         monkeypatch.setenv(name, value)
@@ -62,7 +62,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def test_a_process_sends_what_it_wrote_and_a_card_to_a_private_repository(
+def test_an_export_and_a_model_card_are_pushed_to_a_private_repository(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run, out = make_run(), tmp_path / "out"
@@ -81,14 +81,16 @@ def test_a_process_sends_what_it_wrote_and_a_card_to_a_private_repository(
     assert TOKEN not in done.stdout + done.stderr
 
 
-def test_without_push_nothing_is_contacted(make_run: Callable[..., Path], hub: Hub, tmp_path: Path) -> None:
+def test_without_push_the_hub_is_not_contacted(make_run: Callable[..., Path], hub: Hub, tmp_path: Path) -> None:
     run = make_run()
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == EXIT_FINISHED
     assert main(["export", str(run), "--out", str(tmp_path / "out"), "--public"]) == EXIT_USAGE
     assert hub.asked == []
 
 
-def test_files_that_lay_there_before_are_not_sent(make_run: Callable[..., Path], hub: Hub, tmp_path: Path) -> None:
+def test_files_that_were_in_the_folder_before_are_not_sent(
+    make_run: Callable[..., Path], hub: Hub, tmp_path: Path
+) -> None:
     run, out = make_run(sae={"k": [2, 3]}), tmp_path / "out"
     assert push(run, out, "--yes") == EXIT_FINISHED
     hub.files["ada/my-sae"].clear()
@@ -100,7 +102,7 @@ def test_files_that_lay_there_before_are_not_sent(make_run: Callable[..., Path],
     assert list(hub.files["ada/my-sae"]) == [*names, "README.md"]
 
 
-def test_the_card_of_the_hub_has_the_figures_and_what_the_hub_lists_an_sae_by(
+def test_the_model_card_has_the_figures_and_the_tags_of_the_hub(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run = make_run()
@@ -135,14 +137,14 @@ def test_the_model_card_escapes_all_text_of_a_received_run(make_run: Callable[..
         assert not re.search(r"(?<!\\)<|^(# x|---|base_model)|!\[a|[\x1b\u202e]|y{200}", body, re.MULTILINE)
 
 
-def test_a_model_counts_as_one_of_the_hub_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_counts_as_being_on_the_hub_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     names = ["google/gemma-2-2b", "gpt2", "models/mine", "/models/x", "a/b.gguf", "a/b/c", "", f"a/{'x' * 300}"]
     assert [name for name in names if is_on_the_hub(name)] == ["google/gemma-2-2b"]
 
 
-def test_a_card_of_the_users_own_is_sent_and_one_on_the_hub_stays(
+def test_a_users_own_model_card_is_sent_and_one_on_the_hub_is_kept(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run, out = make_run(), tmp_path / "out"
@@ -155,7 +157,7 @@ def test_a_card_of_the_users_own_is_sent_and_one_on_the_hub_stays(
     assert hub.files["ada/my-sae"]["README.md"] == b"mine"
 
 
-def test_what_is_private_or_public_already_is_not_taken_for_the_other(
+def test_a_push_to_a_public_repository_needs_the_public_flag(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run()
@@ -168,7 +170,7 @@ def test_what_is_private_or_public_already_is_not_taken_for_the_other(
 
 
 @pytest.mark.parametrize("answer", ["", "n", "what"])
-def test_only_a_yes_in_a_terminal_sends_anything(
+def test_nothing_is_sent_without_a_yes_in_a_terminal(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     run, terminal = make_run(), io.StringIO(f"{answer}\n")
@@ -210,7 +212,7 @@ def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["refused", "logged-out", "offline", "not-installed"],
 )
-def test_where_nothing_can_be_sent_nothing_is_exported(
+def test_nothing_is_exported_if_nothing_can_be_sent(
     hub: Hub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -225,7 +227,7 @@ def test_where_nothing_can_be_sent_nothing_is_exported(
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "..", "-a", "a--b", "a.git", "/a", "ä", "", "x" * 100])
-def test_a_name_that_the_hub_would_not_take_is_refused_before_it_is_asked(
+def test_an_invalid_repository_name_is_refused_without_contacting_the_hub(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "out"), f"--push={name}", "--yes"]) == EXIT_USAGE
@@ -234,7 +236,7 @@ def test_a_name_that_the_hub_would_not_take_is_refused_before_it_is_asked(
 
 
 @pytest.mark.parametrize("place", ["/put/", "/commit/", "/repos/create", "/preupload/"])
-def test_a_hub_that_fails_midway_has_nothing_and_is_told_in_one_sentence(
+def test_a_push_that_fails_midway_leaves_nothing_on_the_hub_and_is_reported(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
     run, hub.fails_at = make_run(), place

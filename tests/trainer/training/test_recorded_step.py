@@ -1,4 +1,4 @@
-"""Recorded steps, in Triton's interpreter where there is no GPU."""
+"""Captured steps (CUDA graphs): the cases in Triton's interpreter, and which steps are captured."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CASES = Path(__file__).with_name("recorded_cases.py")
 
 
 @pytest.mark.parametrize("among", ["penalty or penalised", "not (penalty or penalised)"])
-def test_recorded_steps_are_the_plain_ones(among: str) -> None:
+def test_captured_steps_equal_plain_ones(among: str) -> None:
     run_cases(CASES, on_cpu=True, among=among)
 
 
 class Card:
-    """Records into pools of memory as torch does: a recording that an operation breaks stays under way in its pool."""
+    """Mimics how torch captures into memory pools: a capture that an operation breaks stays active in its pool."""
 
     device_index = 0
 
@@ -71,7 +71,7 @@ class Card:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_a_recording_that_fails_leaves_the_gpus_memory_and_queue_as_they_were(
+def test_a_failed_capture_restores_the_gpus_memory_pool_and_stream(
     breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Card(monkeypatch)
@@ -84,7 +84,7 @@ def test_a_recording_that_fails_leaves_the_gpus_memory_and_queue_as_they_were(
         CudaTape().record(wait)
     assert card.stream is card
     assert not card.under_way
-    # What has ended by itself torch gives back with the graph.
+    # If the capture ended normally, torch frees the pool together with the graph.
     assert card.pools == (set() if breaks else {(0, 7)})
 
 
@@ -93,7 +93,7 @@ def pays(sae: dict[str, object], d_in: int = 768, precision: str = "bf16", ranks
     return recorded_steps.pays(Layout(job, ranks), d_in, d_in, precision=precision)
 
 
-def test_steps_of_a_lone_gpu_are_recorded_unless_they_are_very_long() -> None:
+def test_steps_of_a_single_gpu_are_captured_unless_they_are_very_long() -> None:
     assert pays({})
     assert pays({"architecture": "batch_topk"})
     assert pays({"d_sae": 65536}, d_in=2304)
@@ -104,12 +104,12 @@ def test_steps_of_a_lone_gpu_are_recorded_unless_they_are_very_long() -> None:
     assert not pays({}, deterministic=True)
     assert not pays({}, optimizer="signum")
     assert pays({"architecture": "jumprelu"})
-    # There will never be so few that sparse products are the faster ones.
+    # With so many active latents, sparse products are never faster than dense ones.
     assert not pays({"architecture": "jumprelu", "k": 512})
     assert not pays({"k": [16, 32]})
 
 
-def test_a_cpu_records_nothing() -> None:
+def test_a_cpu_captures_no_steps() -> None:
     job = job_of({"architecture": "topk", "d_sae": 64}, {"batch_size": 64, "precision": "bf16"})
     alone = Parallel(torch.device("cpu"))
     assert recorded(Learner(job, 16, None, alone), job, alone) is None

@@ -44,7 +44,7 @@ def test_ranks_know_whether_the_newest_checkpoint_is_missing(make_job, learners,
     assert load(tmp_path / "c")[1] == Position(2, 20)
 
 
-def test_many_failures_in_a_row_are_one_event_and_the_last_save_is_an_error(
+def test_repeated_failures_are_one_event_and_a_failed_last_save_raises(
     make_job, learners, kept, tmp_path: Path
 ) -> None:
     saving = make_saving(make_job(), tmp_path / "c", kept)
@@ -56,7 +56,7 @@ def test_many_failures_in_a_row_are_one_event_and_the_last_save_is_an_error(
         saving.save(learners, Position(5, 5))
 
 
-def test_a_lost_peer_is_not_taken_for_a_disk_that_is_full(make_job, learners, kept, tmp_path: Path) -> None:
+def test_a_lost_peer_is_not_mistaken_for_a_full_disk(make_job, learners, kept, tmp_path: Path) -> None:
     class Lost(Parallel):
         def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             raise PeerLost("the connection to another rank was lost")
@@ -67,6 +67,6 @@ def test_a_lost_peer_is_not_taken_for_a_disk_that_is_full(make_job, learners, ke
         saving.try_save(learners, Position(1, 1))
 
 
-def test_where_a_run_resumed_nothing_is_saved_again(make_job, learners, kept, tmp_path: Path) -> None:
+def test_the_checkpoint_that_a_run_resumed_from_is_not_saved_again(make_job, learners, kept, tmp_path: Path) -> None:
     make_saving(make_job(), tmp_path / "c", kept, saved=Position(7, 70)).save(learners, Position(7, 70))
     assert not (tmp_path / "c").exists()

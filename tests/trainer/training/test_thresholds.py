@@ -30,7 +30,7 @@ def active_above(values: Tensor, threshold: float) -> int:
 
 
 @given(st.lists(st.integers(-64, 512), min_size=1, max_size=200), st.integers(1, 9), st.integers(1, 20))
-def test_no_other_threshold_comes_nearer_to_the_l0_that_is_asked_for(eighths: list[int], k: int, n_rows: int) -> None:
+def test_no_other_threshold_is_closer_to_the_requested_l0(eighths: list[int], k: int, n_rows: int) -> None:
     # Distinct values differ by more than the width of a bin, and many values are equal.
     values = torch.tensor(eighths) / 8
     counts = torch.zeros_like(count_values(values), dtype=torch.float64)
@@ -46,11 +46,11 @@ def l0_of(sae: ExportedSae, x: Tensor) -> float:
     return float((sae.encode(x).values > 0).sum()) / len(x)
 
 
-def test_without_a_row_no_threshold_is_set() -> None:
+def test_no_threshold_is_set_without_rows() -> None:
     assert threshold_for(count_values(torch.zeros(0)).double(), 0, 4) < 0
 
 
-def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_each_half_uses_the_threshold_of_the_other(
+def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_on_either_half(
     make_job: Callable[..., JobConfig], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = make_job(

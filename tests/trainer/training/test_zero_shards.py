@@ -1,4 +1,4 @@
-"""Replicas that step a share of the latents each, and exchange 16-bit copies of what they stepped."""
+"""Replicas that each update a share of the latents, and exchange 16-bit copies of the updated weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def on_late_threads(size: int, work: Callable[[LateThreads], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("d_sae", [24, 27])
-def test_16_bit_exchange_gives_the_weights_of_an_fp32_exchange_to_the_bit(size: int, d_sae: int) -> None:
+def test_a_16_bit_exchange_gives_bit_identical_weights_to_an_fp32_exchange(size: int, d_sae: int) -> None:
     expected, *_ = on_all(size, lambda group: stepped(group, d_sae, is_narrow=False), TIMEOUT_S)
     for weights in on_late_threads(size, lambda group: stepped(group, d_sae, is_narrow=True)):
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -116,7 +116,7 @@ def test_a_rank_keeps_fp32_weights_of_its_own_latents_only() -> None:
     assert on_all(2, bytes_of, TIMEOUT_S) == [{"divided": [0, whole // 2], "restored": [whole]}] * 2
 
 
-def test_weights_that_were_replaced_are_those_of_the_next_pass() -> None:
+def test_the_next_pass_uses_replaced_weights() -> None:
     def read(group: Threads) -> bool:
         sae, share = share_of(group, 24)
         share.exchange_narrow(torch.bfloat16)
@@ -136,7 +136,7 @@ def test_weights_that_were_replaced_are_those_of_the_next_pass() -> None:
 
 @pytest.mark.parametrize("may", [True, False])
 def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One thread replaces the attribute of all, and one puts it back: several would put back each other's value.
+    # One thread replaces the attribute for all, and one restores it: several would restore each other's value.
     on_gpu = threading.Barrier(4, partial(monkeypatch.setattr, torch.Tensor, "is_cuda", True), TIMEOUT_S)
     on_cpu = threading.Barrier(4, monkeypatch.undo, TIMEOUT_S)
 
@@ -156,7 +156,7 @@ def test_the_decoder_gradient_is_summed_early_or_with_the_others(may: bool, monk
         assert torch.equal(gradient, torch.full((6, D_IN), 10.0))
 
 
-def test_a_copy_is_read_only_after_its_transfer() -> None:
+def test_a_copy_is_not_read_before_its_transfer() -> None:
     weights = torch.nn.Parameter(torch.ones(4, 3))
     copy = narrow_copy.keep(weights)
     rows = copy.read(weights, torch.bfloat16)
