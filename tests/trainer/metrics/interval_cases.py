@@ -1,4 +1,4 @@
-"""The kernel that adds up metrics against torch's operations; `test_triton_interval.py` runs this in its own process.
+"""Checks the kernel that sums metrics against torch; `test_triton_interval.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -17,12 +17,12 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 
 @pytest.mark.parametrize("n", [0, 1, 1024, 2500])
 @pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
-def test_numbers_are_added_all_or_none(n: int, bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_added_only_if_all_are_finite(n: int, bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(n)
     numbers = torch.randn(n, generator=generator).to(DEVICE)
     if bad is not None and n:
         numbers[n // 2] = bad
-    # The second row is not theirs.
+    # The kernel must not change the second row.
     total = torch.randn(2, n, generator=generator, dtype=torch.float64).to(DEVICE)
     by_kernel, by_torch = total.clone(), total.clone()
     triton_interval.add_if_finite(by_kernel[0], numbers)
@@ -37,7 +37,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_interval.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_interval, "add_if_finite", lambda total, numbers: total.add_(numbers))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_interval.try_out(DEVICE)

@@ -26,7 +26,7 @@ D_SAE = 10
 
 
 def as_sparse(dense: Tensor) -> SparseActs:
-    """Return every value as an entry, the inactive ones too."""
+    """Return every value as an entry, including inactive ones."""
     n_tokens, d_sae = dense.shape
     tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
     places = Places(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
@@ -49,7 +49,7 @@ def observation(
 
 
 def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
-    """Return an interval of one metric alone, called "it", that has seen these batches."""
+    """Return an interval with only this metric, called "it", that has observed these batches."""
     entry = MetricEntry(f"{metric.__module__}:{metric.__name__}", "", Series("it"))
     interval = Interval(entries={"it": entry})
     for one in seen:
@@ -58,7 +58,7 @@ def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
 
 
 def sums_of(metric: type[Metric], *seen: Observation) -> Tensor:
-    """Return what one rank has after these batches."""
+    """Return the sums of one rank after these batches."""
     return interval_with(metric, *seen).sums(Latents(D_SAE))["it"]
 
 
@@ -67,7 +67,7 @@ def measured(metric: type[Metric], *seen: Observation) -> float:
 
 
 def random_batch(n: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return targets of very different size, and reconstructions with a constant error beside a random one."""
+    """Return targets of very different sizes, and reconstructions with a constant and a random error."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(n, 5, generator=generator) * torch.linspace(1, 9, n)[:, None] + 3
     return y, y + torch.randn(n, 5, generator=generator) + torch.arange(5)
@@ -90,7 +90,7 @@ def explained_variance_of(y: Tensor, x_hat: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
-def test_reconstruction_over_uneven_ranks_is_that_of_all_tokens_and_not_a_mean_of_ratios(metric, reference) -> None:
+def test_reconstruction_over_uneven_ranks_is_a_ratio_of_sums_not_a_mean_of_ratios(metric, reference) -> None:
     y, x_hat = random_batch()
     first = sums_of(metric, observation(y[:10], x_hat[:10]))
     second = sums_of(metric, observation(y[10:40], x_hat[10:40]), observation(y[40:], x_hat[40:]))
@@ -98,7 +98,7 @@ def test_reconstruction_over_uneven_ranks_is_that_of_all_tokens_and_not_a_mean_o
 
 
 @pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
-def test_reconstruction_keeps_its_digits_when_the_mean_is_far_larger_than_the_spread(metric, reference) -> None:
+def test_reconstruction_stays_precise_if_the_mean_is_far_larger_than_the_spread(metric, reference) -> None:
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(5000, 5, generator=generator) + 30_000
     x_hat = y + 0.3 * torch.randn(5000, 5, generator=generator)
@@ -113,14 +113,14 @@ def test_a_constant_error_counts_in_fvu_but_not_in_explained_variance() -> None:
     assert measured(ExplainedVariance, observed) == pytest.approx(1, abs=1e-5)
 
 
-def test_data_that_never_varies_gives_finite_numbers() -> None:
+def test_constant_data_gives_finite_numbers() -> None:
     observed = observation(torch.full((20, 5), 2.0))
     assert measured(Fvu, observed) == 0
     assert measured(ExplainedVariance, observed) == 1
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_l0_l1_and_dense_latents_of_sparse_and_dense_activations_are_those_of_a_loop(kind: str) -> None:
+def test_l0_l1_and_dense_latents_match_a_loop(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(200, D_SAE, generator=generator)
     frequency = torch.linspace(0, 0.4, D_SAE)
@@ -136,8 +136,8 @@ def test_l0_l1_and_dense_latents_of_sparse_and_dense_activations_are_those_of_a_
     assert measured(DenseLatents, *batches) == pytest.approx(len(often) / D_SAE)
 
 
-def test_a_latent_is_dense_by_the_tokens_of_all_ranks() -> None:
-    # One rank alone would call it dense, the other would not.
+def test_whether_a_latent_is_dense_depends_on_the_tokens_of_all_ranks() -> None:
+    # The latent is dense by the tokens of the first rank alone, but not by all tokens.
     ranks = []
     for n_tokens, n_active in ((100, 30), (900, 30)):
         dense = torch.zeros(n_tokens, D_SAE)
@@ -147,7 +147,7 @@ def test_a_latent_is_dense_by_the_tokens_of_all_ranks() -> None:
     assert DenseLatents().value(ranks[0] + ranks[1]) == 0
 
 
-def test_the_dead_are_those_at_the_end_of_the_interval() -> None:
+def test_the_dead_fraction_is_the_one_at_the_end_of_the_interval() -> None:
     y = torch.zeros(8, 2)
     assert measured(DeadFraction, observation(y, dead=7), observation(y, dead=3)) == pytest.approx(0.3)
 
@@ -186,7 +186,7 @@ def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_term() 
     assert values["fvu"] == pytest.approx(fvu_of(y, x_hat), rel=1e-5)
 
 
-def test_sums_start_anew_after_every_log_and_are_exact_over_a_long_interval() -> None:
+def test_sums_restart_after_every_log_and_are_exact_over_a_long_interval() -> None:
     y, x_hat = random_batch(8)
     interval = Interval(("loss", "mse"))
     observed = observation(y, x_hat)
@@ -196,11 +196,11 @@ def test_sums_start_anew_after_every_log_and_are_exact_over_a_long_interval() ->
             interval.observe(observed, terms_of(observed))
         sums.append(interval.sums(Latents(D_SAE)))
     for name, once in sums[0].items():
-        # What counts as dead is that of the end.
+        # The dead fraction is the one at the end of the interval.
         assert torch.equal(sums[1][name], once if name == "dead_fraction" else 1000 * once), name
 
 
-def test_what_a_pass_has_counted_is_not_counted_again() -> None:
+def test_counts_and_sums_of_a_pass_are_reused() -> None:
     y, x_hat = random_batch(8)
     sums = Sums(Moments(torch.tensor(17.0), torch.full((5,), 2.0)), Moments(torch.tensor(34.0), torch.zeros(5)))
     seen = replace(observation(y, x_hat), mse=torch.tensor(17.0), counts=torch.arange(D_SAE).float(), sums=sums)
@@ -211,7 +211,7 @@ def test_what_a_pass_has_counted_is_not_counted_again() -> None:
 
 
 def with_a_nan(n: int = 50) -> Observation:
-    """Return a batch of far larger values with a NaN in one row of the data, and so in its activations."""
+    """Return a batch of far larger values, with a NaN in one row of the data and of its activations."""
     y, x_hat = random_batch(n, seed=1)
     y[7, 2] = torch.nan
     acts = three_active(n)
@@ -220,14 +220,14 @@ def with_a_nan(n: int = 50) -> Observation:
     return observation(100 * y, 90 * x_hat, acts=acts.with_values(values))
 
 
-def test_a_batch_with_a_nan_is_left_out_as_it_is_not_trained_on_either() -> None:
+def test_a_batch_with_a_nan_is_left_out_as_in_training() -> None:
     y, x_hat = random_batch()
     good = observation(y, x_hat)
     assert interval_of(good, with_a_nan()) == pytest.approx(interval_of(good))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_batch_whose_loss_alone_is_not_finite_is_left_out_as_a_whole(value: float) -> None:
+def test_a_batch_is_left_out_even_if_only_its_loss_is_not_finite(value: float) -> None:
     y, x_hat = random_batch()
     good = observation(y, x_hat)
     interval = Interval(("loss", "mse"))
@@ -236,7 +236,7 @@ def test_a_batch_whose_loss_alone_is_not_finite_is_left_out_as_a_whole(value: fl
     assert interval.values(interval.sums(Latents(D_SAE))) == interval_of(good)
 
 
-def test_an_interval_of_nothing_but_nan_has_no_values_rather_than_good_ones() -> None:
+def test_an_interval_of_only_nan_batches_has_nan_values() -> None:
     values = interval_of(with_a_nan())
     for name in ("fvu", "explained_variance", "l0", "l1", "loss", "mse"):
         assert math.isnan(values[name]), name
@@ -246,7 +246,7 @@ def test_an_interval_of_nothing_but_nan_has_no_values_rather_than_good_ones() ->
 
 
 class Waiting(Parallel):
-    """One rank that reports how long it has waited for others."""
+    """A single rank that reports `waited` seconds of waiting for others."""
 
     waited = 0.0
 
@@ -257,7 +257,7 @@ class Waiting(Parallel):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Replace the clock by a list whose one entry is the time in seconds."""
+    """Replace the clock by a list that holds only the time in seconds."""
     now = [1000.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now
@@ -269,7 +269,7 @@ def parallel() -> Waiting:
 
 
 def after(pace: Pace, clock: list[float], seconds: float, *, n_tokens: int = 4000, data_s: float = 0.0) -> dict:
-    """Return the sums of an interval of 4 steps that took so many seconds."""
+    """Return the sums of an interval of 4 steps that took `seconds` seconds."""
     pace.begin(10.0)
     clock[0] += seconds
     return pace.sums(pace.end(n_tokens, 4, 10.0 + data_s))
@@ -287,7 +287,7 @@ def test_the_pace_of_all_ranks_is_their_tokens_over_the_mean_of_their_seconds(pa
     assert values["memory_bytes"] > 2**20
 
 
-def test_the_speed_of_a_rank_leaves_out_what_it_waited_for_others(parallel, clock) -> None:
+def test_the_speed_of_a_rank_excludes_its_waits_for_others(parallel, clock) -> None:
     pace = Pace(parallel)
     pace.begin(0.0)
     clock[0] += 2.0
@@ -304,13 +304,13 @@ def test_a_rank_that_waits_for_data_is_not_busy(parallel, clock) -> None:
     assert sums["data_ms"].tolist() == pytest.approx([125])
 
 
-def test_what_was_waited_before_an_interval_is_not_the_intervals(parallel, clock) -> None:
+def test_waits_before_an_interval_do_not_count(parallel, clock) -> None:
     pace = Pace(parallel)
     parallel.waited = 99.0
     assert after(pace, clock, 2.0)["rank_tokens_per_s"].tolist() == pytest.approx([2000])
 
 
-def test_a_rank_that_seems_only_to_have_waited_has_worked_a_little_all_the_same(parallel, clock) -> None:
+def test_the_busy_share_of_a_rank_has_a_minimum(parallel, clock) -> None:
     pace = Pace(parallel)
     pace.begin(0.0)
     clock[0] += 2.0
@@ -318,7 +318,7 @@ def test_a_rank_that_seems_only_to_have_waited_has_worked_a_little_all_the_same(
     assert pace.sums(pace.end(4000, 4, 0.0))["rank_tokens_per_s"].tolist() == pytest.approx([2000 / LEAST_BUSY])
 
 
-def test_what_nccl_and_kernels_hold_from_the_start_is_no_other_process(parallel, clock, monkeypatch) -> None:
+def test_memory_held_by_nccl_and_kernels_from_the_start_is_not_foreign(parallel, clock, monkeypatch) -> None:
     gb, pace = 10**9, Pace(parallel)
     held = iter([4 * gb, 4 * gb, 7 * gb, 3 * gb])
     monkeypatch.setattr(trainer.metrics.pace, "foreign_bytes", lambda device: next(held))
@@ -326,7 +326,7 @@ def test_what_nccl_and_kernels_hold_from_the_start_is_no_other_process(parallel,
     assert found == [0, 0, 3 * gb, 0]
 
 
-def test_a_short_interval_hardly_moves_the_rate_and_a_lasting_change_does() -> None:
+def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> None:
     rate = Rate()
     assert rate.add(50_000, 10) == 5000
     assert rate.add(2500, 0.01) == pytest.approx(5000, rel=0.5)
@@ -335,9 +335,9 @@ def test_a_short_interval_hardly_moves_the_rate_and_a_lasting_change_does() -> N
     assert last == pytest.approx(1000, rel=0.05)
 
 
-def test_a_lasting_wait_for_data_is_found_once_and_its_end_too() -> None:
+def test_a_lasting_wait_for_data_and_its_end_are_each_reported_once() -> None:
     wait = DataWait()
-    # Shares of the time in intervals of 4 s; 10 s of more than 10 % count as lasting, and less than 5 % as its end.
+    # Shares of the time in intervals of 4 s. More than 10 % for 10 s is a lasting wait; less than 5 % ends it.
     shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
     found = [wait.look(share, 4.0) for share in shares]
     assert {i: one for i, one in enumerate(found) if one is not None} == {5: True, 9: False, 13: True}

@@ -10,28 +10,28 @@ def random_rows(n: int, d: int, seed: int) -> torch.Tensor:
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
 
 
-def test_each_feature_counts_with_the_latent_most_like_it() -> None:
+def test_each_feature_is_scored_by_its_most_similar_latent() -> None:
     latents, features = random_rows(30, 6, 0), random_rows(20, 6, 1)
     best = [max(float(torch.cosine_similarity(f, w, dim=0)) for w in latents) for f in features]
     assert mmcs(latents, features) == pytest.approx(sum(best) / 20, abs=1e-6)
 
 
-def test_order_length_and_surplus_of_latents_change_nothing() -> None:
+def test_order_length_and_surplus_of_latents_do_not_change_the_score() -> None:
     features = random_rows(20, 6, 1)
     decoder = torch.cat([random_rows(5, 6, 2), 7 * features.flip(0), random_rows(5, 6, 3)])
     assert mmcs(decoder, features) == pytest.approx(1, abs=1e-6)
 
 
-def test_the_opposite_direction_is_not_the_feature() -> None:
+def test_the_opposite_direction_scores_0() -> None:
     features = torch.eye(3)
     assert mmcs(-features, features) == pytest.approx(0, abs=1e-6)
 
 
-def test_a_latent_of_zeros_is_like_nothing() -> None:
+def test_a_latent_of_zeros_scores_0() -> None:
     assert mmcs(torch.zeros(4, 3), torch.eye(3)) == 0
 
 
-def test_many_features_are_compared_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_features_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     latents, features = random_rows(30, 6, 0), random_rows(20, 6, 1)
     whole = mmcs(latents, features)
     monkeypatch.setattr(recovery, "_AT_A_TIME", 70)

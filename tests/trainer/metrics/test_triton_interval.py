@@ -1,4 +1,4 @@
-"""The kernel, in Triton's interpreter where there is no GPU."""
+"""Runs the kernel, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 

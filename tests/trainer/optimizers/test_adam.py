@@ -20,7 +20,7 @@ def made(state: str, **knobs: float) -> tuple[Adam, list[nn.Parameter]]:
 
 
 def gradients(step: int) -> list[Tensor]:
-    """Return gradients of latents that differ as rare and frequent ones do; a fifth of them has none at this step."""
+    """Return gradients of rare and frequent latents; a fifth of the latents have none at this step."""
     generator = torch.Generator().manual_seed(step)
     sizes = 10 ** (-6 * torch.rand(300, generator=torch.Generator().manual_seed(1)))
     active = sizes * (torch.rand(300, generator=generator) < 0.8)
@@ -51,22 +51,22 @@ def naive(n_steps: int, beta1: float, beta2: float) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
-def test_the_weights_are_those_of_the_paper(beta1: float) -> None:
+def test_the_weights_match_the_algorithm_of_the_paper(beta1: float) -> None:
     _, parameters = trained("fp32", 20, beta1=beta1)
     for parameter, expected in zip(parameters, naive(20, beta1, 0.999), strict=True):
         np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_in_tiles_is_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_tiles_equals_the_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODECS, "bf16", CODECS["fp32"])
-    monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # so that every matrix has several
+    monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # so that every matrix has several tiles
     for one, other in zip(trained("bf16", 20)[1], trained("fp32", 20)[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16"])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
-def test_a_checkpoint_resumes_with_moments_of_another_type(stored: str, to: str) -> None:
+def test_a_checkpoint_resumes_with_moments_of_another_dtype(stored: str, to: str) -> None:
     before, parameters = trained(stored, 20)
     after, own_parameters = made(to)
     for parameter, own in zip(parameters, own_parameters, strict=True):
@@ -91,14 +91,14 @@ def test_the_size_of_a_tile_changes_nothing(state: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.02), ("int8", 0.06)])
-def test_compact_moments_go_the_same_way(state: str, tolerance: float) -> None:
+def test_compact_moments_give_nearly_the_same_weights(state: str, tolerance: float) -> None:
     start = made("fp32")[1]
     for parameter, exact, begin in zip(trained(state, 100)[1], trained("fp32", 100)[1], start, strict=True):
         assert (parameter - exact).norm() < tolerance * (exact - begin).norm()
 
 
 @pytest.mark.parametrize(("state", "n_bytes"), [("fp32", 8), ("bf16", 4), ("int8", 2)])
-def test_moments_take_the_bytes_that_were_asked_for(state: str, n_bytes: int) -> None:
+def test_moments_take_the_configured_number_of_bytes(state: str, n_bytes: int) -> None:
     optimizer, parameters = trained(state, 1)
     for parameter in parameters[:2]:
         held = sum(value.nbytes for value in optimizer.state[parameter].values())
@@ -106,8 +106,8 @@ def test_moments_take_the_bytes_that_were_asked_for(state: str, n_bytes: int) ->
 
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
-def test_the_second_moment_of_a_silent_latent_falls_as_it_should(state: str) -> None:
-    # By a thousandth a step, which is less than half of what lies between two stored numbers.
+def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> None:
+    # It decays by a thousandth per step, less than half the distance between two stored numbers.
     optimizer, parameters = trained(state, 20)
     before = [second_moment(optimizer, parameter) for parameter in parameters[:2]]
     for parameter in parameters:
@@ -122,7 +122,7 @@ def test_the_second_moment_of_a_silent_latent_falls_as_it_should(state: str) -> 
 
 
 def second_moment(optimizer: Adam, parameter: nn.Parameter) -> Tensor:
-    """Return the second moment as it is read, in fp32."""
+    """Return the second moment, decoded to fp32."""
     state = {name: value for name, value in optimizer.state[parameter].items() if name != "step"}
     for name, value in state.items():
         if name.endswith("scale") and len(value) < len(parameter):
@@ -130,7 +130,7 @@ def second_moment(optimizer: Adam, parameter: nn.Parameter) -> Tensor:
     return CODECS[optimizer._codec].read(state)[1]
 
 
-def test_rounded_to_the_nearest_it_would_never_fall() -> None:
+def test_the_second_moment_never_decays_if_rounded_to_the_nearest_number() -> None:
     state = {name: torch.full((4, 8), 1.0, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
     for _ in range(100):
         m, v = CODECS["bf16"].read(state)
@@ -140,7 +140,7 @@ def test_rounded_to_the_nearest_it_would_never_fall() -> None:
 
 @pytest.mark.parametrize("state", list(CODECS))
 @pytest.mark.parametrize("dim", [0, 1])
-def test_what_is_read_is_stored_again_bit_for_bit(state: str, dim: int) -> None:
+def test_decoded_moments_are_encoded_again_bit_for_bit(state: str, dim: int) -> None:
     codec, generator = CODECS[state], torch.Generator().manual_seed(4)
     m = torch.randn(BLOCK, 500, generator=generator) * 10 ** (-20 * torch.rand(BLOCK, 500, generator=generator))
     m[:, 7], m[9] = 0, 0
@@ -168,7 +168,7 @@ def test_rounding_keeps_the_mean(state: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
-def test_a_rank_that_steps_no_latent_of_a_small_dictionary_takes_its_step_all_the_same(state: str) -> None:
+def test_a_rank_without_latents_still_counts_its_step(state: str) -> None:
     parameters = [nn.Parameter(torch.zeros(8, 0)), nn.Parameter(torch.zeros(0, 8)), nn.Parameter(torch.zeros(0))]
     optimizer = Adam(parameters, 1e-3, beta1=0.9, beta2=0.999, state=state)
     for parameter in parameters:
@@ -177,8 +177,8 @@ def test_a_rank_that_steps_no_latent_of_a_small_dictionary_takes_its_step_all_th
     assert all(int(optimizer.state[parameter]["step"]) == 1 for parameter in parameters)
 
 
-def test_what_is_compiled_is_given_nothing_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    # In a kernel it would be computed for each weight, on many cards at a sixty-fourth of the speed.
+def test_compiled_updates_get_no_float64_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A kernel would compute in float64 for each weight, on many GPUs at 1/64 of the speed.
     given: list[object] = []
     monkeypatch.setattr(tiled, "_update", lambda *arguments: given.extend(tree_leaves(arguments)))
     trained("int8", 2)

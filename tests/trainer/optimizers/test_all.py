@@ -1,4 +1,4 @@
-"""What every optimizer of the registry has to do, as part of a learner."""
+"""Requirements for every registered optimizer, tested as part of a learner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(ch
 
 
 def batch(seed: int) -> Tensor:
-    """Return 128 tokens, each of a few of 40 directions."""
+    """Return 128 tokens, each a sum of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, 16, generator=generator)
     generator.manual_seed(seed)
@@ -70,7 +70,7 @@ def test_there_is_a_case_for_every_optimizer() -> None:
 
 
 @each
-def test_it_learns_at_its_own_rate(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_each_optimizer_learns_at_its_automatic_rate(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     one = make(choice)
     before = heldout_fvu(one)
     for step in range(60):
@@ -80,9 +80,7 @@ def test_it_learns_at_its_own_rate(choice: dict[str, Any], make: Callable[..., L
 
 
 @each
-def test_a_run_that_is_resumed_is_the_same_bit_for_bit(
-    choice: dict[str, Any], make: Callable[..., Learner], tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_bit_identical(choice: dict[str, Any], make: Callable[..., Learner], tmp_path: Path) -> None:
     whole, second = make(choice), make(choice)
     for step in range(10):
         take_alone(whole, step, batch(step))
@@ -96,7 +94,7 @@ def test_a_run_that_is_resumed_is_the_same_bit_for_bit(
 
 
 @each
-def test_measuring_changes_nothing(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_evaluation_changes_no_state(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     one = make(choice)
     heldout_fvu(one)  # before any step
     for step in range(3):
@@ -110,7 +108,7 @@ def test_measuring_changes_nothing(choice: dict[str, Any], make: Callable[..., L
 
 
 @each
-def test_what_is_measured_has_unit_rows(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_decoder_rows_have_length_1_in_evaluation(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     one = make(choice)
     for step in range(20):
         take_alone(one, step, batch(step))
@@ -120,14 +118,14 @@ def test_what_is_measured_has_unit_rows(choice: dict[str, Any], make: Callable[.
 
 
 @each
-def test_a_scale_on_the_gradients_is_divided_out(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_the_scale_of_the_gradients_is_divided_out(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     plain, scaled = make(choice), make(choice)
     for step in range(5):
         for one in (plain, scaled):
             one.begin_step(step)
             one.accumulate(batch(step), batch(step))
         for parameter in scaled.sae.parameters():
-            parameter.grad *= 1024  # no digit is lost
+            parameter.grad *= 1024  # exact, since it is a power of 2
         plain.optimizer.step()
         scaled.optimizer.grad_scale = torch.tensor(1024.0)
         scaled.optimizer.step()
@@ -137,9 +135,7 @@ def test_a_scale_on_the_gradients_is_divided_out(choice: dict[str, Any], make: C
 
 
 @each
-def test_a_latent_that_is_replaced_starts_anew_and_no_other(
-    choice: dict[str, Any], make: Callable[..., Learner]
-) -> None:
+def test_only_replaced_latents_lose_their_optimizer_state(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     one, replaced = make(choice), torch.arange(64) % 5 == 0
     for step in range(5):
         take_alone(one, step, batch(step))
@@ -162,6 +158,6 @@ def test_a_latent_that_is_replaced_starts_anew_and_no_other(
 
 
 @each
-def test_the_rate_falls_with_the_width(choice: dict[str, Any]) -> None:
+def test_the_automatic_rate_falls_with_the_width(choice: dict[str, Any]) -> None:
     auto_lr = catalog.OPTIMIZERS[choice["optimizer"]].knobs().auto_lr
     assert auto_lr(512) >= auto_lr(3072) >= auto_lr(65_536) > 0

@@ -13,7 +13,7 @@ from trainer.runtime import triton_kernels
 
 
 class OnGpu(Tensor):
-    """A tensor that claims to be on a GPU, of which there is none here."""
+    """A CPU tensor that claims to be on a GPU."""
 
     @property
     def is_cuda(self) -> bool:
@@ -24,7 +24,7 @@ def large() -> Tensor:
     return torch.zeros(2**16).as_subclass(OnGpu)
 
 
-def test_where_nothing_can_be_compiled_the_function_runs_as_it_is_and_says_so_once(
+def test_a_function_that_cannot_be_compiled_runs_uncompiled_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     def broken(function: object, **options: object) -> object:
@@ -41,7 +41,7 @@ def test_where_nothing_can_be_compiled_the_function_runs_as_it_is_and_says_so_on
     assert [str(warning.message) for warning in recwarn] == ["the optimizer runs uncompiled, and slower: no C compiler"]
 
 
-def test_memory_that_runs_out_is_no_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_not_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise torch.OutOfMemoryError
 
@@ -51,13 +51,13 @@ def test_memory_that_runs_out_is_no_failure_to_compile(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2**16), torch.zeros(9).as_subclass(OnGpu)])
-def test_nothing_is_compiled_for_a_cpu_or_a_vector(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_for_a_cpu_or_a_small_tensor(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "compile")
     Compiled(lambda tensor: tensor.add_(1))(tensor)
     assert bool((tensor == 1).all())
 
 
-def test_nothing_is_compiled_where_another_rank_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_if_another_rank_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "compile")
     tensor = large()
     triton_kernels.withhold([compiled.__name__])

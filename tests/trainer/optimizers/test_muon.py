@@ -26,12 +26,12 @@ def test_singular_values_become_about_1_and_singular_vectors_stay(shape: tuple[i
     torch.testing.assert_close(product - values.diag(), torch.zeros_like(product), rtol=0, atol=1e-4)
 
 
-def test_the_orthogonal_matrix_of_nothing_is_nothing() -> None:
+def test_the_orthogonal_matrix_of_zeros_is_zero() -> None:
     assert not orthogonal(torch.zeros(4, 9)).any()
 
 
 def naive(weight: Tensor, gradients: list[Tensor], lr: float, momentum: float) -> Tensor:
-    """Run the Nesterov momentum of muon.py, with its polynomial in place of the exact polar factor, in float64."""
+    """Compute the updates of muon.py in float64: Nesterov momentum, and its polynomial of the singular values."""
     weight, buffer = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
     for gradient in gradients:
         buffer = momentum * buffer + (1 - momentum) * gradient
@@ -45,7 +45,7 @@ def naive(weight: Tensor, gradients: list[Tensor], lr: float, momentum: float) -
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
-def test_matrices_go_where_the_algorithm_says(shape: tuple[int, int]) -> None:
+def test_updates_of_matrices_match_the_algorithm(shape: tuple[int, int]) -> None:
     weight, gradients = nn.Parameter(random(*shape)), [random(*shape, seed=seed) for seed in range(1, 9)]
     expected = naive(weight.detach(), gradients, 0.1, 0.95)
     optimizer = Muon([weight], 0.1, momentum=0.95, beta1=0.9, beta2=0.999)
@@ -55,7 +55,7 @@ def test_matrices_go_where_the_algorithm_says(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_matrix_steps_as_far_as_with_adam() -> None:
+def test_updates_of_matrices_are_about_as_large_as_with_adam() -> None:
     lengths = []
     for optimizer_class, knobs in ((Muon, {"momentum": 0.95}), (Adam, {"state": "fp32"})):
         weight = nn.Parameter(torch.zeros(30, 200))
@@ -68,7 +68,7 @@ def test_a_matrix_steps_as_far_as_with_adam() -> None:
     assert 0.5 < lengths[0] / lengths[1] < 2
 
 
-def test_biases_step_by_adam() -> None:
+def test_biases_are_updated_by_adam() -> None:
     bias, same = (nn.Parameter(random(30)) for _ in range(2))
     muon = Muon([bias], 0.01, momentum=0.95, beta1=0.8, beta2=0.99)
     adam = Adam([same], 0.01, beta1=0.8, beta2=0.99, state="fp32")

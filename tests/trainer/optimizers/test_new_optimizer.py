@@ -1,4 +1,4 @@
-"""A new optimizer is one file and one line; then it is checked, estimated, and trained and resumed with."""
+"""A new optimizer takes one file and one line to be checked, estimated, trained with and resumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(activations: Path) -> JobConfig:
     return job_of({"data": {"path": str(activations)}, "sae": {"d_sae": 64, "k": 4}, "train": train})
 
 
-def test_it_is_a_choice_with_checked_settings_of_its_own() -> None:
+def test_a_new_optimizer_is_a_choice_with_its_own_checked_settings() -> None:
     knob = find_knob("train.optimizer")
     assert knob
     assert "heavy_ball" in choices_of("train.optimizer", knob)
@@ -40,12 +40,12 @@ def test_it_is_a_choice_with_checked_settings_of_its_own() -> None:
     assert [problem.path for problem in problems] == ["train.heaviness"]
 
 
-def test_its_state_is_estimated(job: JobConfig) -> None:
+def test_the_state_of_a_new_optimizer_is_estimated(job: JobConfig) -> None:
     adam = job_of({"data": {"path": "x"}, "sae": {"d_sae": 64, "k": 4}, "train": {"state": "fp32"}})
     assert memory.estimate(workload(job, 16)).optimizer * 2 == memory.estimate(workload(adam, 16)).optimizer
 
 
-def test_it_trains_and_goes_on_from_a_checkpoint(
+def test_a_new_optimizer_trains_and_resumes_from_a_checkpoint(
     job: JobConfig, make_trainer: Callable[..., Trainer], kept: Any, tmp_path: Path
 ) -> None:
     assert make_trainer(job, kept).run()
@@ -57,7 +57,7 @@ def test_it_trains_and_goes_on_from_a_checkpoint(
         assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
 
 
-def test_it_trains_from_python() -> None:
+def test_a_new_optimizer_trains_from_python() -> None:
     x = torch.randn(1024, 16)
     fitted = train([x], optimizer="heavy_ball", heaviness=0.5, d_sae=64, k=4, n_steps=10, device="cpu")
     assert fitted.values["fvu"] < 2

@@ -14,14 +14,14 @@ def target(step: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def gradient(weight: Tensor, step: int) -> Tensor:
-    """Return a gradient in which some latents have none."""
+    """Return a gradient that is 0 for some latents."""
     difference = weight - target(step, tuple(weight.shape)).to(weight)
     difference[..., step % weight.shape[-1]] = 0
     return difference
 
 
 def naive(start: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """Compute x and y of Defazio et al.'s equations in float64, where a step weighs as the square of its rate."""
+    """Compute x and y of Defazio et al.'s equations in float64, with each step weighted by the square of its rate."""
     x = z = start.double()
     total = 0.0
     for step, rate in enumerate(RATES):
@@ -62,8 +62,8 @@ def test_the_size_of_a_gradient_does_not_matter() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_the_average_has_less_noise_than_what_is_stepped() -> None:
-    # The minimum is at 0; what is stepped stays a step's length away from it.
+def test_the_average_has_less_noise_than_the_stepped_weights() -> None:
+    # The minimum is at 0; the stepped weights stay a step's length away from it.
     weight = nn.Parameter(torch.full((500,), 0.3))
     optimizer = Signum([weight], 0.05, momentum=0.95)
     for step in range(400):

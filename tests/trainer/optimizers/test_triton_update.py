@@ -1,4 +1,4 @@
-"""The kernels, in Triton's interpreter where there is no GPU."""
+"""Runs the kernels, in Triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_the_kernels_agree_with_float64_and_with_whole_passes() -> None:
     run_cases(CASES)
 
 
-def test_a_cpu_goes_without_triton() -> None:
+def test_a_cpu_does_not_use_triton() -> None:
     assert row_adam.kernels_for(torch.zeros(1)) is None

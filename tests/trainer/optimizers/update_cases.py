@@ -1,4 +1,4 @@
-"""The kernels of an update against float64 and against the passes they replace; `test_triton_update.py` runs this.
+"""Checks the kernels of an update against float64 and the passes they replace; `test_triton_update.py` runs this.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -27,7 +27,7 @@ from trainer.training.learner import Learner
 from trainer.training.update import RowUpdate, Update
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# Ways that an update may go: encoders that follow decoders or do not, rows of any length, other parameters, moments.
+# Variants of an update: tied encoders or not, rows of any length, other parameters, dtypes of moments.
 WAYS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "topk"}, "fp32"),
     ({"architecture": "topk"}, "bf16"),
@@ -50,10 +50,10 @@ def rows(n: int, d: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("width", [4, 16, 36, 64, 100, 300])
 @pytest.mark.parametrize("size", [1.0, 1e-6])
-def test_what_is_measured_is_what_float64_measures(width: int, size: float) -> None:
+def test_measured_norms_and_dot_products_match_float64(width: int, size: float) -> None:
     grad, weight = rows(5, width, 1), nn.functional.normalize(rows(5, width, 2))
     grad[2] = 0
-    # Almost all of this one lies along its row.
+    # This gradient lies almost entirely along its row.
     grad[3] = weight[3] + size * grad[3]
     squares, dots = torch.empty(5, device=DEVICE), torch.empty(5, device=DEVICE)
     triton_update.measure(grad, weight, squares, dots)
@@ -65,7 +65,7 @@ def test_what_is_measured_is_what_float64_measures(width: int, size: float) -> N
     torch.testing.assert_close(squares.double(), grad.double().square().sum(dim=1), rtol=1e-6, atol=0)
 
 
-def test_some_rows_are_measured_as_all_are() -> None:
+def test_measuring_some_rows_gives_the_same_as_measuring_all() -> None:
     grad, weight = rows(5, 36, 1), nn.functional.normalize(rows(5, 36, 2))
     whole, some = (torch.zeros(2, 5, device=DEVICE) for _ in range(2))
     triton_update.measure(grad, weight, *whole)
@@ -88,7 +88,7 @@ def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
 
 
 class Twin(Group):
-    """Two replicas, of which the other always has what this one has, and steps nothing."""
+    """Two replicas; the other one always has the same values as this one, and updates nothing."""
 
     size = 2
 
@@ -99,7 +99,7 @@ class Twin(Group):
 def learners(
     sae: dict[str, Any], d_out: int | None = None, data: Group | None = None, **train: Any
 ) -> tuple[Learner, Learner]:
-    """Return one SAE twice: stepped by the kernels, and by passes over whole matrices."""
+    """Return one SAE twice: updated by the kernels, and by passes over whole matrices."""
     settings = {"batch_size": 16, "precision": "fp32", "lr": 1e-2, "grad_clip": 0.05} | train
     job = job_of({"d_sae": 6, "k": 3} | sae, settings, {"mode": "ddp"} if data else None)
     by_rows, by_passes = (Learner(job, 72, d_out, Parallel(DEVICE, data=data, world=data)) for _ in range(2))
@@ -113,7 +113,7 @@ def learners(
 
 
 def step(one: Learner, number: int, bad: float | None = None) -> None:
-    """Take a step; with a gradient that is `bad` in one place."""
+    """Take a step, with one value of the gradient set to `bad` if given."""
     one.begin_step(number)
     x = rows(16, 72, number)
     one.accumulate(x, rows(16, one.sae.d_out, 50 + number) if one.sae.is_transcoder else x)
@@ -129,12 +129,12 @@ def state(one: Learner) -> dict[str, Tensor]:
 def assert_alike(one: Learner, other: Learner) -> None:
     found, expected = state(one), state(other)
     assert found.keys() == expected.keys()
-    # Of a step of 1e-2, what another code for its moment makes.
+    # The change of a step of 1e-2 if its moment is rounded to the neighbouring code.
     off = 3e-7 if found["optimizer.exp_avg.W_enc"].dtype == torch.float32 else 2e-4
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
         if value.dtype in (torch.int8, torch.uint8, torch.bfloat16):
-            # Where a number lies at the edge of two codes, the last digits decide.
+            # If a number lies halfway between two codes, its last digits decide.
             codes, others = (t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in (value, expected[name]))
             different = (codes.int() - others.int()).abs()
             assert int(different.max()) <= 1, name
@@ -144,27 +144,27 @@ def assert_alike(one: Learner, other: Learner) -> None:
 
 
 @pytest.mark.parametrize(("sae", "moments"), WAYS, ids=str)
-def test_steps_are_those_of_whole_passes(sae: dict[str, Any], moments: str) -> None:
+def test_steps_match_whole_passes(sae: dict[str, Any], moments: str) -> None:
     by_rows, by_passes = learners(sae, state=moments)
     by_rows.loss_scale.enabled = True
-    by_rows.loss_scale.factor.fill_(1024)  # no digit is lost
+    by_rows.loss_scale.factor.fill_(1024)  # exact, since it is a power of 2
     for number in range(2):
         step(by_rows, number)
         step(by_passes, number)
         torch.testing.assert_close(by_rows.grad_norm, by_passes.grad_norm, rtol=1e-4, atol=0)
-    # What the other has none of is not compared.
+    # Do not compare the loss scale, which the other SAE does not have.
     by_rows.loss_scale.enabled = False
     assert_alike(by_rows, by_passes)
 
 
-def test_so_are_those_of_transcoders() -> None:
+def test_steps_of_transcoders_match_whole_passes() -> None:
     one, other = learners({"architecture": "batch_topk", "skip": True}, d_out=132)
     step(one, 0)
     step(other, 0)
     assert_alike(one, other)
 
 
-def test_so_are_those_of_replicas_that_step_a_share_each() -> None:
+def test_steps_of_replicas_with_sharded_latents_match_whole_passes() -> None:
     one, other = learners({"architecture": "topk"}, data=Twin(), state="int8")
     before = one.sae.W_dec.detach().clone()
     step(one, 0)
@@ -177,7 +177,7 @@ def test_so_are_those_of_replicas_that_step_a_share_each() -> None:
 
 
 @pytest.mark.parametrize(("moments", "bad"), [("fp32", torch.nan), ("bf16", torch.nan), ("int8", torch.inf)])
-def test_a_step_that_is_skipped_changes_no_bit(moments: str, bad: float) -> None:
+def test_a_skipped_step_changes_no_bit(moments: str, bad: float) -> None:
     one, _ = learners({"architecture": "topk"}, state=moments)
     step(one, 0, bad)  # before there is any state
     step(one, 1)
@@ -191,7 +191,7 @@ def test_a_step_that_is_skipped_changes_no_bit(moments: str, bad: float) -> None
 
 
 class Measuring:
-    """The kernels, and which rows of which gradients they measured: None for all."""
+    """Wraps the kernels and records the rows of each measured gradient, or None for all rows."""
 
     def __init__(self) -> None:
         self.asked: list[list[int] | None] = []
@@ -207,7 +207,7 @@ class Measuring:
 
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
-    """Sum gradients by kernels too, and note what is measured once more."""
+    """Sum gradients with kernels too, and record the rows that are measured again."""
     kernels = Measuring()
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: kernels)
     monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: triton_sparse)
@@ -215,7 +215,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
 
 
 def assert_measured(one: Learner) -> None:
-    """Assert that a step's gradients are measured as float64 does it."""
+    """Assert that the measures of a step's gradients match float64."""
     (square, of_all), dims = one._update.measure(), one.sae.latent_dims()
     torch.testing.assert_close(of_all, one.sae.b_dec.grad.double().square().sum(), rtol=1e-6, atol=0)
     vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]
@@ -251,12 +251,12 @@ def test_gradients_are_measured_while_they_are_summed(
     x = rows(16, 72, 0)
     one.accumulate(x, x)
     assert_measured(one)
-    # What is measured once more is of windows of 20 entries.
+    # Only rows that windows of 20 entries split are measured again.
     assert len(measuring.asked) == 2
     assert all(some is not None and len(set(some)) <= 3 for some in measuring.asked)
 
 
-def test_rows_that_auxk_adds_are_measured_once_more(measuring: Measuring) -> None:
+def test_rows_that_auxk_adds_are_measured_again(measuring: Measuring) -> None:
     by_rows, by_passes = learners({"architecture": "topk", "d_sae": 12})
     for one in (by_rows, by_passes):
         one.sae.n_tokens_since_fired[[2, 7]] = one.sae._longest_silence = 10**6
@@ -268,7 +268,7 @@ def test_rows_that_auxk_adds_are_measured_once_more(measuring: Measuring) -> Non
     assert_measured(by_rows)
 
 
-def test_a_gradient_is_measured_as_a_whole_where_anything_else_was_added(measuring: Measuring) -> None:
+def test_a_whole_gradient_is_measured_if_anything_else_was_added(measuring: Measuring) -> None:
     one, _ = learners({"architecture": "topk"})
     x = rows(16, 72, 0)
     one.accumulate(x, x)
@@ -283,7 +283,7 @@ def test_a_gradient_is_measured_as_a_whole_where_anything_else_was_added(measuri
     assert measuring.asked == [None]
 
 
-def test_nothing_is_measured_before_the_last_micro_batch_or_the_exchange_with_replicas(measuring: Measuring) -> None:
+def test_gradients_are_measured_early_only_without_micro_batches_and_replicas(measuring: Measuring) -> None:
     lone, several, shared = (
         learners({"architecture": "topk"}, **kwargs)[0] for kwargs in ({}, {"accumulate": 2}, {"data": Twin()})
     )
@@ -309,7 +309,7 @@ def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments:
             assert torch.equal(renewed, weights.to(dtype))
 
 
-def test_a_step_in_16_bits_is_the_same_whether_copies_are_written_by_the_last_or_made_anew() -> None:
+def test_a_step_is_the_same_with_16_bit_copies_of_the_last_step_or_new_ones() -> None:
     one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
     for number in range(3):
         for copy in copies(other).values():
@@ -320,10 +320,10 @@ def test_a_step_in_16_bits_is_the_same_whether_copies_are_written_by_the_last_or
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
 
 
-def test_a_step_is_the_same_whether_replicas_exchange_copies_or_narrow_fp32_weights(
+def test_a_step_is_the_same_if_replicas_exchange_copies_or_fp32_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # As where kernels of sparse products work.
+    # As if the kernels of sparse products worked.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
     monkeypatch.setattr(Learner, "_may_exchange_narrow", lambda *_: True)
     one, _ = learners({"architecture": "topk"}, data=Twin(), precision="bf16")
@@ -342,7 +342,7 @@ def test_a_step_is_the_same_whether_replicas_exchange_copies_or_narrow_fp32_weig
         assert all(torch.equal(value, moments[kind]) for kind, value in one.optimizer.state[weights].items())
 
 
-def test_what_changes_weights_otherwise_makes_the_copy_anew() -> None:
+def test_any_other_change_of_weights_invalidates_their_16_bit_copies() -> None:
     one, _ = learners({"architecture": "topk"}, precision="bf16")
     step(one, 0)
     saved = state(one)
@@ -366,7 +366,7 @@ def test_what_changes_weights_otherwise_makes_the_copy_anew() -> None:
     assert torch.equal(kept_or_own(sae.W_dec, torch.bfloat16), sae.W_dec.bfloat16())
 
 
-def test_a_run_goes_on_by_passes_where_it_was_left_by_rows() -> None:
+def test_a_run_updated_by_rows_continues_with_whole_passes() -> None:
     by_rows, by_passes = learners({"architecture": "topk"}, state="int8")
     for number in range(2):
         step(by_rows, number)
@@ -377,8 +377,8 @@ def test_a_run_goes_on_by_passes_where_it_was_left_by_rows() -> None:
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_a_latent_takes_the_same_step_whichever_others_its_rank_has(moments: str) -> None:
-    # To the last bit, so that neither shares of the step nor the order of programs show.
+def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments: str) -> None:
+    # Steps are bit-identical, so they do not depend on the shards or on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
         encoder = nn.Parameter(rows(7, 72, 2)[some].T)
@@ -401,7 +401,7 @@ def test_a_latent_takes_the_same_step_whichever_others_its_rank_has(moments: str
             assert torch.equal(part, all_rows[some])
 
 
-def test_the_weights_are_those_of_float64() -> None:
+def test_the_weights_match_float64() -> None:
     weights = nn.Parameter(nn.functional.normalize(rows(4, 36, 1)))
     optimizer = Adam([weights], 1e-2, beta1=0.9, beta2=0.999, state="fp32")
     optimizer.unit_rows, optimizer.latent_axes = (weights,), {weights: LatentAxis(0, torch.arange(4, device=DEVICE))}
@@ -424,7 +424,7 @@ def test_the_weights_are_those_of_float64() -> None:
 
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
 @pytest.mark.parametrize("n", [1, 1023, 1024, 2500])
-def test_vectors_are_stepped_as_float64_does_it_and_as_torch_goes_on(n: int, beta1: float) -> None:
+def test_steps_of_vectors_match_float64_and_continue_with_torch(n: int, beta1: float) -> None:
     matrix, vector = nn.Parameter(rows(2, 4, 1)), nn.Parameter(rows(1, n, 2)[0])
     optimizer = Adam([matrix, vector], 1e-2, beta1=beta1, beta2=0.999, state="int8")
     optimizer.latent_axes = {one: LatentAxis(0, torch.arange(len(one), device=DEVICE)) for one in (matrix, vector)}
@@ -433,13 +433,13 @@ def test_vectors_are_stepped_as_float64_does_it_and_as_torch_goes_on(n: int, bet
     exact = vector.detach().double()
     m, v, count = torch.zeros_like(exact), torch.zeros_like(exact), 0
     for number in range(7):
-        # Sizes of many orders, as of latents that are rare and frequent.
+        # Sizes differ by orders of magnitude, as for rare and frequent latents.
         vector.grad = 10 ** -rows(1, n, 3)[0].abs() * rows(1, n, 10 + number)[0]
         grad, is_bad = vector.grad.double() / 3, number in (0, 4)
         optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)
         optimizer.grad_scale = torch.full((), 3.0, device=DEVICE)
         before = vector.detach().clone()
-        # The last is torch's.
+        # Torch takes the last step.
         if number < 6:
             by_rows.measure()
             by_rows.step(1 - optimizer.found_inf)
@@ -455,7 +455,7 @@ def test_vectors_are_stepped_as_float64_does_it_and_as_torch_goes_on(n: int, bet
     assert float(optimizer.state[vector]["step"]) == count == 5
 
 
-def test_matrices_that_do_not_lie_by_latents_are_left_to_the_optimizer() -> None:
+def test_matrices_not_stored_by_latent_are_left_to_the_optimizer() -> None:
     weights = nn.Parameter(rows(6, 8, 1))
     for axis, is_stepped in ((LatentAxis(0, torch.arange(6)), True), (LatentAxis(1, torch.arange(8)), False)):
         optimizer = Adam([weights], 1e-2, beta1=0.9, beta2=0.999, state="fp32")
@@ -463,7 +463,7 @@ def test_matrices_that_do_not_lie_by_latents_are_left_to_the_optimizer() -> None
         assert (optimizer.by_rows() is not None) == is_stepped
 
 
-def test_rows_of_any_width_fit_or_are_left_to_the_optimizer() -> None:
+def test_rows_of_unsupported_widths_are_left_to_the_optimizer() -> None:
     assert [width for width in (1, 16, 2300, 2302, 2304, 8192, 8196) if triton_update.fits(width)] == [
         16, 2300, 2304, 8192,
     ]  # fmt: skip
@@ -473,7 +473,7 @@ def test_the_kernels_pass_their_own_trial() -> None:
     triton_update.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_with_wrong_results_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("measure", "measure_vector", "step", "step_vector"):
         with monkeypatch.context() as patched:
             patched.setattr(triton_update, name, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Ranks take a mode that fits into what they were given of their devices."""
+"""Ranks choose a mode that fits into the memory that they may use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.parallel.threads import Threads, on_all
 
 
 @pytest.mark.timeout(200)
-def test_ranks_take_no_more_than_they_were_given(make_job, start_ranks, tmp_path) -> None:
+def test_ranks_use_no_more_memory_than_they_may(make_job, start_ranks, tmp_path) -> None:
     job = make_job(sae={"d_sae": 4096}, train={"batch_size": 800, "n_steps": 1, "deterministic": True})
     free = Place(assumed_speeds(CPU, "fp32"))
     assert settle(Workload(job, 2, job.data_shape(), CPU), free).job.parallel.mode == "ddp"
@@ -34,13 +34,13 @@ def test_ranks_take_no_more_than_they_were_given(make_job, start_ranks, tmp_path
     assert plan
     assert plan.mode != "ddp"
     assert plan.needs_bytes <= (ddp + tensor) // 2
-    # Which is not what is free.
+    # The reason names the allowed memory, not the free memory.
     least = gibibytes((ddp + tensor) // 2)
     assert plan.reason == f"{plan.mode} on 2: no other mode fits into the {least} that each rank may take"
 
 
 @pytest.mark.parametrize(("cards", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])
-def test_ranks_on_unlike_cards_agree_on_a_precision_that_all_are_fast_at(
+def test_ranks_on_different_gpus_agree_on_a_precision_that_is_fast_on_all(
     cards: tuple[str, str], agreed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrange, "resolve_precision", lambda asked, device: cards[device.index])
@@ -52,7 +52,7 @@ def test_ranks_on_unlike_cards_agree_on_a_precision_that_all_are_fast_at(
     assert on_all(2, of_rank) == [agreed, agreed]
 
 
-def test_ranks_read_parts_of_the_rows_only_if_all_of_them_say_so() -> None:
+def test_ranks_read_parts_of_the_rows_only_if_all_agree() -> None:
     def agreed(*own: bool) -> list[bool]:
         cpu = torch.device("cpu")
         return on_all(len(own), lambda group: arrange._all_true(own[group.index], World(cpu, group)), timeout_s=60)
@@ -62,7 +62,7 @@ def test_ranks_read_parts_of_the_rows_only_if_all_of_them_say_so() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_memory_that_nccl_has_taken_already_is_not_required_again(
+def test_memory_that_nccl_already_holds_is_not_required_again(
     mode: str, make_job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = workload(make_job(parallel={"mode": mode}), 384, 2).on_device("NVIDIA H100 80GB HBM3")
@@ -79,7 +79,7 @@ def test_memory_that_nccl_has_taken_already_is_not_required_again(
     assert on_all(2, fits) == [False, False]
 
 
-def test_a_hybrid_keeps_memory_for_groups_that_are_not_connected_yet(make_job, monkeypatch) -> None:
+def test_a_hybrid_reserves_memory_for_groups_that_are_not_connected_yet(make_job, monkeypatch) -> None:
     job = make_job(parallel={"mode": "hybrid", "latent_ranks": 2})
     work = workload(job, 384, 4).on_device("NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(arrange, "_free_bytes", lambda _device: 10**9)
@@ -90,7 +90,7 @@ def test_a_hybrid_keeps_memory_for_groups_that_are_not_connected_yet(make_job, m
     assert free == 10**9 + memory.outside_pytorch(work) - 2 * pairs
 
 
-def test_ranks_on_unlike_cards_estimate_by_the_same_one() -> None:
+def test_ranks_on_different_gpus_estimate_for_the_same_gpu() -> None:
     cards = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3")
 
     def of_rank(group: Threads) -> str:

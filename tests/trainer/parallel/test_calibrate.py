@@ -1,4 +1,4 @@
-"""The measured speed of ranks that have hardly any memory meanwhile: real processes with a real limit."""
+"""Measures the speed of ranks with very little memory: real processes with a real limit."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from trainer.parallel.threads import on_all
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that trains on so many ranks, the last of which has so many MiB to spare.
+    """Return a function that trains on `world_size` ranks; the last one has `mib` MiB of spare memory.
 
-    It returns the measured figures that are stored, and the plan.
+    The function returns the stored measurements and the plan.
     """
 
     def run(world_size: int, mib: int) -> tuple[Any, Plan]:
@@ -43,23 +43,23 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# Of the copy there is room for all, for a quarter, and for nothing.
+# Memory for the whole copy, for a quarter of it, and for nothing.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rank_with_hardly_any_memory_is_measured_by_less_or_not_at_all_and_trains(
+def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(
     world_size: int, mib: int, is_kept: bool, run: Callable[..., Any]
 ) -> None:
     box, plan = run(world_size, mib)
-    # Measured with little, or assumed, it is not what this box is remembered by.
+    # Speeds that are measured with less data, or assumed, are not stored for this machine.
     assert (CPU in box.cards) == is_kept
     assert plan.ranks == world_size
     if not is_kept:
-        # What was assumed of one rank is no reason to give it more than another.
+        # An assumed speed is no reason to give one rank a larger share than another.
         assert len(set(plan.token_shares)) == len(set(plan.latent_shares)) == 1
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_products_are_measured_on_data_that_varies_without_a_trace_in_the_runs_random_numbers(
+def test_products_are_measured_on_random_data_without_changing_the_random_state(
     precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[Tensor] = []
@@ -79,7 +79,7 @@ def test_products_are_measured_on_data_that_varies_without_a_trace_in_the_runs_r
     assert torch.equal(drawn, torch.rand(1))
 
 
-def test_less_is_tried_until_there_is_memory_for_it() -> None:
+def test_smaller_measurements_are_tried_until_memory_suffices() -> None:
     tried: list[int] = []
 
     def work(parts: int) -> str:
@@ -92,12 +92,12 @@ def test_less_is_tried_until_there_is_memory_for_it() -> None:
     assert tried == [1, 2, 4]
 
 
-def test_where_there_is_memory_for_nothing_there_is_no_figure() -> None:
+def test_there_is_no_result_if_no_measurement_fits_into_memory() -> None:
     result = within_memory(lambda parts: torch.empty(2**60), torch.device("cpu"))
     assert result == Within(None, is_whole=False)
 
 
-def test_what_fails_for_another_reason_is_not_taken_for_missing_memory() -> None:
+def test_other_failures_are_not_mistaken_for_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         within_memory(lambda parts: torch.ones(2, 3) @ torch.ones(2, 3), torch.device("cpu"))
 

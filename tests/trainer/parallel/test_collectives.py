@@ -1,6 +1,6 @@
-"""All ranks ask the same of `torch.distributed` in the same order: real processes, each step as it goes over the wire.
+"""All ranks make the same `torch.distributed` calls in the same order: real processes, with all calls of a step.
 
-What is packed, dealt out and begun together below the groups is in it; a GPU's path goes over gloo here, too.
+The calls are those below the groups: packed, sharded and started together. A GPU's path runs over gloo here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainer.parallel import group
 
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor", "hybrid")
-# Of 2 ranks there is no hybrid of its own. The path of a CPU asks below the groups for the same on fewer ranks.
+# Two ranks cannot be a hybrid. Below the groups, the CPU path makes the same calls on any number of ranks.
 USUAL = [
     Case(size, path, {"architecture": kind}, {"mode": mode})
     for size, path in ((8, "gpu"), (8, "cpu"), (4, "gpu"), (2, "gpu"))
@@ -30,7 +30,7 @@ UNUSUAL = [
     Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
     Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
     Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
-    # Latents that replicas, and tokens that ranks with the same ones, cannot share evenly.
+    # Latents that do not divide evenly over replicas, and tokens that do not over ranks that share latents.
     Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
     Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
 ]
@@ -41,7 +41,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[Call]]]:
     return calls_of_ranks([*USUAL, *UNUSUAL], tmp_path_factory.mktemp("ranks"))
 
 
-def test_all_ranks_of_a_group_call_the_same_in_the_same_order(calls: list[list[list[Call]]]) -> None:
+def test_all_ranks_of_a_group_make_the_same_calls_in_the_same_order(calls: list[list[list[Call]]]) -> None:
     for number, case in enumerate([*USUAL, *UNUSUAL]):
         of_ranks = [of_rank[number] for of_rank in calls[: case.size]]
         assert all(of_ranks)
@@ -56,7 +56,7 @@ def test_all_ranks_of_a_group_call_the_same_in_the_same_order(calls: list[list[l
             assert sent == [call.receives[call.members.index(one)] for call in theirs if call.receives]
 
 
-def test_every_kind_of_exchange_took_part(calls: list[list[list[Call]]]) -> None:
+def test_the_cases_cover_every_kind_of_exchange(calls: list[list[list[Call]]]) -> None:
     of_first = list(itertools.chain(*calls[0]))
     parts, whole = group._reduce_scatter.__name__, group._all_gather.__name__
     names = {"all_reduce", "broadcast", "all_to_all_single", "coalescing", "coalesced", parts, whole}

@@ -1,4 +1,4 @@
-"""A pass of one rank whose peer never comes."""
+"""Dry runs of a pass on one rank, whose peer never arrives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.training.learner import Learner
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
-    """Make a learner that starts from random data, and such data; the exchange of ranks at its start is left out."""
+    """Return a learner that starts from random data, without an exchange between ranks, and the data."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
     with dry_run(learner.sae):
@@ -38,7 +38,7 @@ def groups_of(mode: str) -> dict[str, Group]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_a_rehearsed_pass_waits_for_nobody_and_leaves_nothing_behind(
+def test_a_dry_run_waits_for_no_rank_and_leaves_the_state_unchanged(
     mode: str, architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
@@ -54,7 +54,7 @@ def test_a_rehearsed_pass_waits_for_nobody_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize(("mode", "architecture"), [("tensor", "topk"), ("ddp", "batch_topk")])
-def test_once_it_is_over_the_pass_is_that_of_all_ranks_again(
+def test_after_a_dry_run_a_pass_exchanges_with_all_ranks_again(
     mode: str, architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
@@ -65,9 +65,7 @@ def test_once_it_is_over_the_pass_is_that_of_all_ranks_again(
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", "tensor"])
-def test_what_is_done_for_dead_latents_is_rehearsed_before_any_has_died(
-    mode: str, make_job: Callable[..., JobConfig]
-) -> None:
+def test_a_dry_run_includes_auxk_before_any_latent_is_dead(mode: str, make_job: Callable[..., JobConfig]) -> None:
     learner, x = learner_of(make_job(sae={"architecture": "topk"}), **({} if mode == "single" else groups_of(mode)))
     target = own_part(x, learner.latents.group)
     with dry_run(learner.sae):
@@ -77,7 +75,7 @@ def test_what_is_done_for_dead_latents_is_rehearsed_before_any_has_died(
 
 
 @pytest.mark.parametrize("costs", [Costs(0.2, 10), None])
-def test_it_takes_the_most_that_a_rank_can_come_to_hold(
+def test_a_dry_run_has_the_most_active_entries_that_a_rank_can_hold(
     costs: Costs | None, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_look, "costs", lambda: costs)

@@ -1,6 +1,6 @@
-"""All ranks ask for the same exchanges in the same order, on the path of a CPU and on that of a GPU.
+"""All ranks make the same exchanges in the same order, on the code paths of a CPU and of a GPU.
 
-That of a GPU runs here on tensors of a CPU which say that they are on a GPU.
+The GPU path runs on CPU tensors that claim to be on a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.saes.kernels import dead_latents, sparse
 
-# The first with no latent dead, the second with some.
+# No latent is dead in the first step, some are in the second.
 N_STEPS = 2
 N_TOKENS = 26
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
-# A GPU's path asks for the same whatever the numbers are; a CPU's is tried on fewer ranks.
+# The exchanges of the GPU path do not depend on values. The CPU path is tested on fewer ranks.
 SIZES = {"cpu": (2, 4), "gpu": (2, 4, 8)}
 
 
@@ -46,22 +46,24 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_ranks_exchange_the_same_and_learn_what_one_does(architecture: str, path: str, data: Tensor) -> None:
+def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
+    architecture: str, path: str, data: Tensor
+) -> None:
     (alone,) = trained(job(architecture, 1, 1), data, 1, 1, N_STEPS)
     for n_ranks, sharing in grids(SIZES[path]):
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # Of the others a pre-activation lies at the bound for certain, on either side of it by rounding.
+        # With the others, some pre-activation always lies at the bound, and rounding decides on which side.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 
 
 @pytest.mark.parametrize("path", ["gpu"], indirect=True)
-def test_candidates_that_a_kernel_finds_in_the_order_of_numbers_are_those_of_all_ranks(
+def test_candidates_that_kernels_find_on_each_rank_match_those_of_one_rank(
     path: str, data: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank has a kernel that finds its own."""
+    """Each rank finds the candidates among its own latents and orders them by id, as the kernel does."""
     (alone,) = trained(job("topk", 1, 1), data, 1, 1, N_STEPS)
     n_found = []
 

@@ -16,12 +16,12 @@ from trainer.parallel.waiting import waiting
         dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77\nLast error:\nCuda failure 2 'out of memory'"),
     ],
 )
-def test_memory_that_runs_out_in_an_exchange_is_not_told_as_a_lost_connection(error: RuntimeError) -> None:
+def test_running_out_of_memory_in_an_exchange_is_not_a_lost_connection(error: RuntimeError) -> None:
     with pytest.raises(type(error), match="out of memory"), peers_expected("the connection to another rank was lost"):
         raise error
 
 
-def test_any_other_failure_is_told_by_what_was_tried() -> None:
+def test_other_failures_are_reported_with_the_operation_that_failed() -> None:
     sentence = "the ranks could not find each other"
     with pytest.raises(PeerLost, match=rf"^{sentence} \(timed out\)$"), peers_expected(sentence):
         raise RuntimeError("timed out\nat somewhere.cpp:12")
@@ -51,14 +51,12 @@ NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, "
         ("[gloo/pair.cc:534] Connection closed by peer [::1]:4", rf"^{LOST} \(.*Connection closed by peer .*\)$"),
     ],
 )
-def test_a_failed_exchange_names_the_cause_and_blames_another_rank_only_where_one_was_lost(
-    error: str, said: str
-) -> None:
+def test_a_failed_exchange_names_its_cause_and_blames_another_rank_only_if_lost(error: str, said: str) -> None:
     with pytest.raises(PeerLost, match=said), exchanging(waiting(torch.device("cpu"))):
         raise dist.DistBackendError(error)
 
 
-def test_rows_are_gathered_however_many_each_rank_has_and_from_those_that_have_some_to_give() -> None:
+def test_different_numbers_of_rows_are_gathered_from_the_ranks_that_have_rows() -> None:
     own = [torch.randn(5, 3), torch.empty(0, 3), torch.randn(2, 3), torch.empty(0, 3)]
 
     def gather(group: Threads) -> list[torch.Tensor]:
@@ -71,7 +69,7 @@ def test_rows_are_gathered_however_many_each_rank_has_and_from_those_that_have_s
     assert nobody == [[], []]
 
 
-def test_ranks_of_which_some_multiply_all_latents_send_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_dense_and_sparse_products_send_the_same_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.dtype] = []
     part_of_sum = Threads.part_of_sum
 

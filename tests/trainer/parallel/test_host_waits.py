@@ -1,6 +1,6 @@
-"""The host of one of several GPUs waits for it in no step that does not log: it asks for none of the device's numbers.
+"""With several GPUs, the host waits for its GPU only in steps that log: other steps read no values of the device.
 
-So what ranks exchange cannot depend on numbers either, in which they might differ.
+So exchanges cannot depend on values either, which might differ between ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.topk import TopK
 
 Settings = tuple[dict[str, Any], dict[str, Any]]
-# How many ranks have tokens of their own, and how many share the latents.
+# The number of ranks with different tokens, and of ranks that share the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
-# Settings of the ranks and of the training by name; hybrids have both kinds of groups.
+# Parallel and training settings by name; hybrids have both kinds of groups.
 SETTINGS: dict[str, Settings] = {
     "usual": ({}, {"precision": "bf16"}),
     "unusual": ({"zero": False, "gradients": "bf16"}, {"precision": "fp16", "accumulate": 2}),
@@ -30,7 +30,7 @@ CASES = [*((grid, "usual") for grid in GRIDS), ("ddp", "unusual"), ("hybrid", "u
 
 def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
     ranks, mode = one_of_ranks(*GRIDS[grid])
-    # Of a rank's latents k are few enough for sparse products of every architecture.
+    # k is small enough relative to a rank's latents that every architecture uses sparse products.
     sae, (parallel, train) = {"architecture": architecture, "d_sae": 4096, "k": 16}, SETTINGS[settings]
     return recorded_step(job_of(sae, {"batch_size": 32} | train, mode | parallel), 16, dead=True, parallel=ranks)
 
@@ -45,7 +45,7 @@ def test_no_step_waits_for_the_device(grid: str, settings: str, architecture: st
 
 
 @pytest.mark.parametrize("question", ["nonzero", "__bool__", "cpu", "tolist", "item"])
-def test_a_question_would_be_seen(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_of_a_device_value_is_detected(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: getattr(sums[0], question)())
     assert step_of("tensor", "topk").waits
 
@@ -59,11 +59,11 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_copy_of_what_the_host_has_would_be_seen(copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_from_the_host_to_the_device_is_detected(copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: COPIES[copy](sums))
     assert step_of("tensor", "topk").waits
 
 
-def test_what_stays_with_the_host_is_no_such_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_stays_on_the_host_is_not_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: torch.tensor([1.0]))
     assert not step_of("tensor", "topk").waits

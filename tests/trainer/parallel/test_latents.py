@@ -16,7 +16,7 @@ shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 
 
 @given(st.integers(0, 500), shares)
-def test_whole_numbers_in_proportion_add_up_and_are_off_by_less_than_one(total: int, wanted: list[float]) -> None:
+def test_apportioned_counts_add_up_and_are_off_by_less_than_one(total: int, wanted: list[float]) -> None:
     counts = apportion(total, wanted)
     assert sum(counts) == total
     for count, share in zip(counts, wanted, strict=True):
@@ -24,7 +24,7 @@ def test_whole_numbers_in_proportion_add_up_and_are_off_by_less_than_one(total: 
 
 
 @given(st.integers(1, 400), shares)
-def test_every_prefix_is_dealt_out_in_proportion_too(total: int, wanted: list[float]) -> None:
+def test_every_prefix_of_the_latents_is_sharded_in_proportion(total: int, wanted: list[float]) -> None:
     parts = shard_latents(total, wanted)
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(total))
     for ids, count in zip(parts, apportion(total, wanted), strict=True):
@@ -37,7 +37,7 @@ def test_every_prefix_is_dealt_out_in_proportion_too(total: int, wanted: list[fl
 
 @pytest.mark.parametrize("wanted", [None, [1.0, 3.0, 2.0]])
 @pytest.mark.parametrize(("shape", "dim"), [((11,), 0), ((4, 11), 1), ((11, 4), 0)])
-def test_parts_make_the_whole_again(wanted: list[float] | None, shape: tuple[int, ...], dim: int) -> None:
+def test_the_parts_of_all_ranks_make_up_the_whole(wanted: list[float] | None, shape: tuple[int, ...], dim: int) -> None:
     whole = torch.randn(shape)
 
     def split_and_join(group: Threads) -> torch.Tensor | None:
@@ -56,13 +56,13 @@ def test_parts_make_the_whole_again(wanted: list[float] | None, shape: tuple[int
         assert Latents(11, Threads(None, 3, 0), wanted).sizes == [2, 5, 4]  # type: ignore[arg-type]
 
 
-def test_a_part_lies_in_memory_as_the_whole_does() -> None:
+def test_a_part_has_the_memory_layout_of_the_whole() -> None:
     by_latent = torch.randn(12, 5).T
     (part, _) = on_all(2, lambda group: Latents(12, group).part(by_latent, 1))
     assert part.T.is_contiguous()
 
 
-def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_job) -> None:
+def test_after_loading_all_ranks_know_that_one_has_a_dead_latent(make_job) -> None:
     job = make_job(sae={"dead_after_tokens": 500})
     tensors = dict(Learner(job, 16, None, Parallel(torch.device("cpu"))).state.tensors())
     tensors["sae.n_tokens_since_fired"] = torch.arange(64) * 0 + 10
@@ -73,17 +73,17 @@ def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_
         learner.state.load(tensors)
         return learner.sae.may_have_dead()
 
-    # A rank that has dead latents exchanges candidates for AuxK, and would wait for one that thinks there are none.
+    # A rank with dead latents exchanges candidates for AuxK, and would wait for a rank that expects none.
     assert on_all(2, may_have_dead) == [True, True]
 
 
-def test_a_log_interval_tells_all_ranks_alike_that_none_is_dead_or_that_one_of_them_has_some(make_job) -> None:
+def test_after_a_log_interval_all_ranks_agree_whether_any_latent_is_dead(make_job) -> None:
     job, x = make_job(sae={"dead_after_tokens": 500}), torch.randn(128, 16)
 
     def may_have_dead(group: Threads) -> list[bool]:
         learner, answers = Learner(job, 16, None, Parallel(torch.device("cpu"), latents=group)), []
         for silence_of_first in (0, 600):
-            # As after many steps in which every latent has fired.
+            # The host's bound has grown over many steps, although every latent has fired.
             learner.sae.note_silence(torch.tensor([10**6]))
             learner.sae.n_tokens_since_fired[0] = silence_of_first * (group.index == 0)
             learner.accumulate(x, x)
@@ -94,7 +94,7 @@ def test_a_log_interval_tells_all_ranks_alike_that_none_is_dead_or_that_one_of_t
     assert on_all(2, may_have_dead) == [[False, True]] * 2
 
 
-def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(make_job) -> None:
+def test_a_checkpoint_of_another_width_is_refused_even_if_a_part_would_fit(make_job) -> None:
     narrow, wide = make_job(sae={"d_sae": 32}), make_job(sae={"d_sae": 64})
     tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).state.tensors())
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(ma
     on_all(2, load)
 
 
-def test_parts_in_16_bits_are_added_in_32() -> None:
+def test_parts_in_16_bits_are_summed_in_fp32() -> None:
     parts = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
     results = on_all(2, lambda group: part_summed(parts[group.index].expand(2, 1), group))
     assert [float(one) for one in results] == [257.0, 257.0]
@@ -113,7 +113,7 @@ def test_parts_in_16_bits_are_added_in_32() -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 @pytest.mark.parametrize("n_tokens", [2, 7])
-def test_of_a_sum_each_rank_gets_its_rows_and_their_gradient_goes_to_all_parts(n_ranks: int, n_tokens: int) -> None:
+def test_each_rank_gets_its_rows_of_a_sum_and_all_parts_get_their_gradient(n_ranks: int, n_tokens: int) -> None:
     parts = torch.randn(n_ranks, n_tokens, 3, dtype=torch.float64)
     target = torch.randn(n_tokens, 3, dtype=torch.float64)
     total = parts.sum(dim=0).requires_grad_()
@@ -131,7 +131,7 @@ def test_of_a_sum_each_rank_gets_its_rows_and_their_gradient_goes_to_all_parts(n
         torch.testing.assert_close(grad, total.grad)
 
 
-def test_rows_of_all_ranks_are_put_together_where_there_are_fewer_rows_than_ranks() -> None:
+def test_rows_of_all_ranks_are_gathered_if_there_are_fewer_rows_than_ranks() -> None:
     rows = torch.randn(2, 3)
     for rows_gathered in on_all(3, lambda group: everybodys(own_part(rows, group), 2, group)):
         assert torch.equal(rows_gathered, rows)

@@ -1,4 +1,4 @@
-"""Every mode learns what one process learns from the same global batches."""
+"""Every mode learns the same as one process from the same global batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = (
     "heldout_fvu",
     "heldout_l0",
 )
-# Ranks, the mode's settings, and how many of the ranks have tokens of their own.
+# The number of ranks, the mode's settings, and the number of ranks with different tokens.
 MODES = {
     "dp-2": (2, {"mode": "dp"}, 2),
     "ddp-2-not-dealt": (2, {"mode": "ddp", "zero": False}, 2),
@@ -57,13 +57,13 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of an SAE as a run leaves it; those of a TopK transcoder are for sparsify."""
+    """Read the weights that a run exported; a TopK transcoder is in the format of sparsify."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
 
 
 def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
-    """Require the same curves of all metrics, and the same weights in the end."""
+    """Require the same curves of all metrics, and the same final weights."""
     at = f"@{label}" if label else ""
     for name in NAMES:
         assert curve(run_dir, name + at) == pytest.approx(kept.curve(name + at), rel=1e-3, abs=1e-5), name + at
@@ -74,7 +74,7 @@ def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_ranks_together_learn_what_one_learns_with_every_architecture(
+def test_all_modes_learn_the_same_as_one_process_with_every_architecture(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     n_ranks, parallel, n_data = MODES[mode]
@@ -85,12 +85,12 @@ def test_all_ranks_together_learn_what_one_learns_with_every_architecture(
     assert set(ranks.wait()) == {EXIT_FINISHED}
     for label in alone.learners:
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
-    # Candidates of dead latents were exchanged too.
+    # The ranks exchanged candidates of dead latents too.
     assert max(kept.curve("auxk@architecture=topk")) > 0
 
 
 @pytest.mark.parametrize("mode", ["ddp-2-not-dealt", "ddp-2-uneven", "tensor-3-uneven", "hybrid-4", "dp-2", "sweep-3"])
-def test_all_ranks_together_learn_the_skip_connection_that_one_learns(
+def test_all_modes_learn_the_same_skip_connection_as_one_process(
     mode: str,
     make_job: MakeJob,
     make_trainer: Callable,
@@ -112,14 +112,14 @@ def test_all_ranks_together_learn_the_skip_connection_that_one_learns(
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
 
 
-def test_a_skip_connection_goes_with_a_checkpoint_from_one_mode_to_another(
+def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, activations: Path, tmp_path: Path
 ) -> None:
     sae = SAE | {"architecture": "batch_topk", "skip": True}
     train, data = {"batch_size": BATCH, "checkpoint_every": 10}, {"target_path": str(activations)}
     make_trainer(make_job(data=data, sae=sae, train=train)).run()
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
-    # From one process into a grid of four, and from there into three that share the latents.
+    # Resume a run of one process on a grid of four ranks, and that on three ranks that share the latents.
     start = tmp_path / "checkpoints" / "step-00000010"
     for mode, n_ranks, batch_size in (("hybrid", 4, BATCH // 2), ("tensor", 3, BATCH), ("ddp", 2, BATCH // 2)):
         own = train | {"batch_size": batch_size}
@@ -141,7 +141,7 @@ def test_a_skip_connection_goes_with_a_checkpoint_from_one_mode_to_another(
     ],
     ids=["resampled-signum", "resampled-gated-accumulated", "int8-clipped"],
 )
-def test_latents_dealt_out_are_resampled_clipped_and_kept_in_8_bits_as_they_are_together(
+def test_sharded_latents_are_resampled_clipped_and_quantised_like_unsharded_ones(
     sae: dict,
     train: dict,
     make_job: MakeJob,
@@ -158,7 +158,7 @@ def test_latents_dealt_out_are_resampled_clipped_and_kept_in_8_bits_as_they_are_
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
 
 
-def test_gradients_sent_in_16_bits_teach_nearly_the_same(
+def test_gradients_sent_in_16_bits_give_nearly_the_same_losses(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
     make_trainer(make_job(sae=SAE, train={"batch_size": BATCH}), kept).run()
@@ -175,7 +175,7 @@ def test_gradients_sent_in_16_bits_teach_nearly_the_same(
     [("tensor", 2, {}), ("hybrid", 4, {}), ("ddp", 2, {}), ("ddp", 2, {"zero": False}), ("hybrid", 4, {"zero": True})],
     ids=str,
 )
-def test_a_checkpoint_of_one_mode_is_continued_in_another_as_if_nothing_had_changed(
+def test_a_checkpoint_resumes_in_another_mode_with_the_same_result(
     how: tuple[str, int, dict],
     make_job: MakeJob,
     make_trainer: Callable,
@@ -190,18 +190,18 @@ def test_a_checkpoint_of_one_mode_is_continued_in_another_as_if_nothing_had_chan
     own_tokens = {"batch_size": BATCH // 2} if mode != "tensor" else {}
     job = make_job(sae=SAE, train=train | own_tokens, parallel={"mode": mode} | parallel)
 
-    # Out of one process into several ...
+    # Resume a checkpoint of one process on several ranks ...
     from_one = tmp_path / "checkpoints" / "step-00000010"
     ranks = start_ranks(job, n_ranks, resume_from=from_one)
     assert ranks.wait() == [EXIT_FINISHED] * n_ranks
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
     alike(load_file(ranks.spec.run_dir / "sae" / "sae_weights.safetensors"), expected)
-    # ... whose own checkpoint is that of one process, tensor by tensor ...
+    # ... whose own checkpoint equals that of one process, tensor by tensor ...
     last = "step-00000020"
     one, several = (folder / "checkpoints" / last for folder in (tmp_path, ranks.spec.run_dir))
     alike(load_file(several / "tensors.safetensors"), load_file(one / "tensors.safetensors"), atol=2.0)
 
-    # ... and from several into one.
+    # ... and a checkpoint of several ranks in one process.
     whole = start_ranks(job, n_ranks, run_dir=tmp_path / "again")
     assert whole.wait() == [EXIT_FINISHED] * n_ranks
     start = whole.spec.run_dir / "checkpoints" / "step-00000010"
@@ -210,14 +210,14 @@ def test_a_checkpoint_of_one_mode_is_continued_in_another_as_if_nothing_had_chan
 
 
 def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-3) -> None:
-    """Require equal states; `atol` is for moments in 8 bits, of which one may have been rounded the other way."""
+    """Require equal states; `atol` allows an 8-bit moment to be rounded to the neighbouring code."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         slack = atol if "optimizer" in name else 1e-3
         torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=1e-3, atol=slack, msg=name)
 
 
-def test_the_saes_of_a_sweep_dealt_out_learn_what_they_learn_together(
+def test_saes_of_a_sweep_spread_over_ranks_learn_the_same_as_in_one_process(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     sae = SAE | {"architecture": [*ARCHITECTURES], "resample_every_tokens": 960}
@@ -232,7 +232,7 @@ def test_the_saes_of_a_sweep_dealt_out_learn_what_they_learn_together(
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         messages = sorted(event.message for event in reader.events() if event.kind == "resampled")
     assert messages == sorted(message for kind, _, message in kept.events if kind == "resampled")
-    # One checkpoint has them all, and is continued by one process.
+    # One checkpoint contains all SAEs, and one process can resume it.
     start = ranks.spec.run_dir / "checkpoints" / "step-00000010"
     one = load_file(tmp_path / "checkpoints" / "step-00000010" / "tensors.safetensors")
     alike(load_file(start / "tensors.safetensors"), one)
@@ -243,7 +243,7 @@ def test_the_saes_of_a_sweep_dealt_out_learn_what_they_learn_together(
         alike(weights, wanted)
 
 
-def test_one_diverged_sae_of_those_dealt_out_does_not_end_the_others(
+def test_a_diverging_sae_of_a_sweep_over_ranks_does_not_stop_the_others(
     make_job: MakeJob, start_ranks: Callable, tmp_path: Path
 ) -> None:
     train = {"optimizer": "signum", "grad_clip": 0.0, "lr": [1e-3, 1e15], "n_steps": 40}
@@ -256,7 +256,7 @@ def test_one_diverged_sae_of_those_dealt_out_does_not_end_the_others(
     assert kinds.count("given_up") == kinds.count("pace") == 1
 
 
-def test_where_all_saes_dealt_out_diverge_all_ranks_end_with_the_reason(
+def test_all_ranks_fail_with_the_reason_if_every_sae_of_a_sweep_diverges(
     make_job: MakeJob, start_ranks: Callable
 ) -> None:
     train = {"optimizer": "signum", "grad_clip": 0.0, "lr": [1e15, 2e15], "n_steps": 60}
@@ -265,7 +265,7 @@ def test_where_all_saes_dealt_out_diverge_all_ranks_end_with_the_reason(
     assert "choose a lower rate" in (ranks.processes[0].stderr.read() if ranks.processes[0].stderr else "")
 
 
-def test_replicas_that_share_the_optimizer_forget_what_was_resampled(
+def test_replicas_that_share_the_optimizer_reset_the_state_of_resampled_latents(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     sae, train = SAE | {"resample_every_tokens": 960}, {"state": "int8", "grad_clip": 0.01}
@@ -277,7 +277,7 @@ def test_replicas_that_share_the_optimizer_forget_what_was_resampled(
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
 
 
-def test_a_deterministic_job_on_several_ranks_gives_the_same_bits_again(
+def test_a_deterministic_job_on_several_ranks_is_reproducible_bit_by_bit(
     make_job: MakeJob, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = make_job(sae=SAE, train={"batch_size": BATCH // 2, "deterministic": True})

@@ -1,4 +1,4 @@
-"""Where ranks meet, and what they listen at."""
+"""How ranks connect: their rendezvous, network interface, backend and timeouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
     ("device", "joined"),
     [(torch.device("cuda", 1), ("nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))],
 )
-def test_ranks_on_gpus_are_connected_by_the_card_that_is_theirs(
+def test_ranks_on_gpus_connect_through_their_own_gpu(
     device: torch.device, joined: tuple[str, torch.device | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by: list[tuple[str, torch.device | None]] = []
@@ -65,7 +65,7 @@ def test_every_group_of_ranks_waits_as_long_as_a_save_may_take(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("ending", ["hangs", "fails"])
-def test_a_rank_whose_peers_do_not_disconnect_ends_all_the_same(
+def test_a_rank_ends_even_if_its_peers_do_not_disconnect(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def destroy() -> None:
@@ -84,7 +84,7 @@ def test_a_rank_whose_peers_do_not_disconnect_ends_all_the_same(
     assert not closing.is_alive()
 
 
-def test_a_file_system_without_locks_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -93,7 +93,7 @@ def test_a_file_system_without_locks_is_told_with_the_way_out(tmp_path: Path, mo
         process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous")
 
 
-def test_ranks_that_slurm_starts_again_meet_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_slurm_restarts_use_another_rendezvous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = RankSpec(tmp_path, tmp_path / "sae", attempt=1, world_size=2, device="cpu", by_files=True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)

@@ -31,7 +31,7 @@ def told(verdicts: list[Verdict]) -> list[str]:
     return [event.message for verdict in verdicts for event in verdict.events]
 
 
-def test_a_rank_that_is_late_for_long_is_told_once_and_again_when_it_keeps_up() -> None:
+def test_a_persistently_slow_rank_is_reported_once_and_again_when_it_keeps_up() -> None:
     balancer = Balancer(even(3, 1), rebalance=False)
     assert told(looks(balancer, [10, 10, 10])) == []
     assert told(looks(balancer, [10, 10, 15], PATIENCE - 1)) == []
@@ -49,35 +49,35 @@ def test_a_rank_that_is_late_for_long_is_told_once_and_again_when_it_keeps_up() 
         ({}, "its device is slower or throttled"),
     ],
 )
-def test_the_likely_cause_is_told(own: dict[str, Any], said: str) -> None:
+def test_the_likely_cause_of_a_slow_rank_is_reported(own: dict[str, Any], said: str) -> None:
     (message,) = told(looks(Balancer(even(2, 1), rebalance=False), [10, 13], **own))
     assert said in message
 
 
-def test_a_rank_that_was_given_more_is_not_blamed() -> None:
+def test_a_rank_with_more_work_is_not_called_slow() -> None:
     balancer = Balancer(Shares((3.0, 1.0), (1.0,)), rebalance=False)
     (message,) = told(looks(balancer, [30, 10]))
     assert message.endswith("it has 75% of the work")
 
 
-def test_tokens_follow_the_speed_that_was_seen() -> None:
+def test_token_shares_follow_the_measured_speed() -> None:
     *_, last = looks(Balancer(even(2, 1), rebalance=True), [10, 30])
     assert last.shares
     assert last.shares.tokens[0] / last.shares.tokens[1] == pytest.approx(3)
 
 
-def test_latents_follow_it_within_the_room_there_is() -> None:
+def test_latent_shares_follow_the_measured_speed_within_the_memory_limits() -> None:
     *_, last = looks(Balancer(even(1, 2), rebalance=True, room=[0.6, 1.0]), [10, 30])
     assert last.shares
     assert last.shares.latents == pytest.approx((0.6, 0.4))
 
 
 @pytest.mark.parametrize("busy", [[10, 11], [10, 10]])
-def test_a_small_gain_is_not_worth_it(busy: list[float]) -> None:
+def test_shares_do_not_change_for_a_small_gain(busy: list[float]) -> None:
     assert all(verdict.shares is None for verdict in looks(Balancer(even(2, 1), rebalance=True), busy, 10))
 
 
-def test_shares_that_fit_no_longer_are_given_back() -> None:
+def test_shares_that_no_longer_match_the_speeds_become_even_again() -> None:
     balancer = Balancer(Shares((3.0, 1.0), (1.0,)), rebalance=True)
     *_, last = looks(balancer, [30, 10])
     assert last.shares
@@ -86,18 +86,18 @@ def test_shares_that_fit_no_longer_are_given_back() -> None:
     assert all(verdict.shares is None for verdict in looks(balancer, [20, 20], 10))
 
 
-def test_fixed_shares_stay() -> None:
+def test_fixed_shares_do_not_change() -> None:
     assert all(verdict.shares is None for verdict in looks(Balancer(even(2, 1), rebalance=False), [10, 90], 10))
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_work_that_was_shared_badly_is_shared_anew_and_learning_goes_on_as_if_alone(
+def test_rebalancing_badly_shared_work_does_not_change_what_is_learnt(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
     # The configured shares make rank 0 the slower one.
     train = {"batch_size": 1024, "global_batch_size": 1024, "n_steps": 32, "log_every": 4, "checkpoint_every": 10}
-    # With seed 0 two latents tie to the last bit in the first step: who wins the token makes a whole step of Adam's,
-    # and one of the few held-out rows shows it.
+    # With seed 0 two latents tie to the last bit in the first step. The winner of the token takes a whole step of Adam,
+    # and one of the few held-out rows shows the difference.
     train["seed"] = 1
     sae = {"d_sae": 2048, "dead_after_tokens": 10**9}
     make_trainer(make_job(sae=sae, train=train), kept).run()

@@ -1,4 +1,4 @@
-"""What ranks do with kernels that do not work on each of them."""
+"""Ranks agree not to use kernels that fail on any of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPARSE, SCALE = "trainer.saes.kernels.triton_sparse", "trainer.training.triton_s
 FAILURES = [{SCALE: "no fp8"}, {SCALE: "no fp8", SPARSE: "cache gone"}, {SCALE: "no fp8"}]
 
 
-def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
+def test_one_rank_per_host_compiles_first_and_no_rank_uses_a_failed_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[int] = []
@@ -65,7 +65,7 @@ def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
     ],
     ids=str,
 )
-def test_ranks_agree_on_compiled_updates_where_a_job_takes_any(
+def test_compiled_updates_are_tried_only_if_the_job_uses_them(
     sae: dict[str, object], train: dict[str, object], compiles_updates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []

@@ -1,4 +1,4 @@
-"""Exchange by real processes: through shared memory, and as ranks on several machines do."""
+"""Exchanges between real processes: through shared memory, and as between machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run so many ranks, and return what each has saved; nothing of one that was killed."""
+    """Run `size` ranks and return the tensors that each saved; a killed rank has none."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -42,7 +42,7 @@ def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> lis
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_ranks_exchange_is_the_same_on_all_and_what_each_has(size: int, apart: bool, tmp_path: Path) -> None:
+def test_exchanges_give_the_same_correct_values_on_all_ranks(size: int, apart: bool, tmp_path: Path) -> None:
     ranks = run_ranks(size, "exchange", tmp_path, apart=apart)
     check_sums(ranks)
     check_parts(ranks)
@@ -50,7 +50,7 @@ def test_what_ranks_exchange_is_the_same_on_all_and_what_each_has(size: int, apa
 
 
 def check_sums(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that sums are the same bits on all ranks, and that what was gathered is what each has."""
+    """Require bit-identical sums on all ranks, and gathered values that equal the values of each rank."""
     size = len(ranks)
     names = ["matrix", "tiny", "none", "half", "double", "odd", "even", "uneven", "pair's matrix", "pair's vector"]
     for name in names:
@@ -68,14 +68,14 @@ def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
         for index, rank in enumerate(ranks):
             assert float(rank[name]) == (sum(members) if index in members else index)
-    # Of more bytes than a connection holds, and of the first rank alone.
+    # More bytes than a connection's buffer holds; only the first rank collects them.
     assert len(ranks[0]["collected"]) == size * (size + 1) // 2
     assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
     assert "collected" not in ranks[1]
 
 
 def check_parts(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that each rank gets its rows of a sum, in fp32 where there are 16 bits, and that nothing else changes."""
+    """Require that each rank gets its rows of a sum, in fp32 for 16-bit inputs, and that nothing else changes."""
     for name in ("even", "uneven", "half"):
         parts = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0).tensor_split(len(ranks))
         for rank, part in zip(ranks, parts, strict=True):
@@ -84,7 +84,7 @@ def check_parts(ranks: list[dict[str, Tensor]]) -> None:
 
 
 def check_owned(ranks: list[dict[str, Tensor]]) -> None:
-    """Require that owners get the rows of all ranks, and that each rank gets back what was made of its own."""
+    """Require that owners get the rows of all ranks, and that each rank gets back the results for its own rows."""
     for name in ("alike", "unlike"):
         of_all = torch.stack([rank[f"own {name}"] for rank in ranks])
         parts = of_all.tensor_split(len(ranks), dim=1)
@@ -95,18 +95,18 @@ def check_owned(ranks: list[dict[str, Tensor]]) -> None:
     assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
 
 
-def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
+def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -> None:
     *others, killed = run_ranks(3, "lose", tmp_path)
     assert not killed
     assert all(float(rank["seconds"]) < 30 for rank in others)
 
 
-def test_a_descriptor_of_any_number_is_waited_for() -> None:
-    # As many files are open where data has many shards.
+def test_ranks_can_wait_for_large_file_descriptors() -> None:
+    # A process with data of many shards has as many open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()
-    # Longer than the first one asks without sleeping.
+    # Longer than the first rank polls before it sleeps.
     late = threading.Timer(0.1, far.send, [b"."])
     try:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
@@ -119,7 +119,7 @@ def test_a_descriptor_of_any_number_is_waited_for() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# More than wait in front of a door.
+# More connections than the listen queue holds.
 KNOCKS = """
 import os, socket, sys
 os.setuid(65534)
@@ -132,7 +132,7 @@ sys.exit(sum(len(connection.recv(1)) for connection in connections))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_of_the_machine_who_knocks_is_not_let_in_and_keeps_nobody_out() -> None:
+def test_another_user_who_connects_is_rejected_and_does_not_block_ranks() -> None:
     name = f"knocked-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as ours:
         door.bind("\0" + name)
@@ -165,7 +165,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_rank_that_finds_strangers_in_the_queue_waits_for_its_turn() -> None:
+def test_a_rank_waits_if_other_users_fill_the_connection_queue() -> None:
     name = f"crowded-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as ours, ThreadPoolExecutor(1) as rank:
         door.bind("\0" + name)
@@ -184,7 +184,7 @@ def test_a_rank_that_finds_strangers_in_the_queue_waits_for_its_turn() -> None:
             assert ours.recv(1) == b"."
 
 
-def test_a_rank_may_meet_the_others_while_what_it_sent_is_on_its_way() -> None:
+def test_a_rank_may_meet_the_others_while_its_data_is_in_transit() -> None:
     first, other = socket.socketpair()
     with first, other, ThreadPoolExecutor(1) as rank:
         lines = rendezvous.Line([first], 30, is_first=True), rendezvous.Line([other], 30, is_first=False)

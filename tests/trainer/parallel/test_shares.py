@@ -25,7 +25,7 @@ def test_ranks_of_a_row_share_the_latents_by_speed() -> None:
     assert shares.tokens == (1.0,)
 
 
-def test_ranks_that_differ_by_little_are_alike() -> None:
+def test_ranks_of_similar_speed_get_even_shares() -> None:
     assert by_speed([1.0, 1.1, 1.05, 1.0], 1) == even(4, 1)
     assert len(set(by_speed([1.0, 1.1], 2).latents)) == 1
 
@@ -36,17 +36,17 @@ def test_in_a_grid_a_row_is_as_fast_as_its_slowest_rank() -> None:
     assert normal(shares.latents) == pytest.approx([0.5, 0.5])
 
 
-def test_a_fast_card_with_little_memory_gets_what_fits() -> None:
+def test_a_fast_gpu_with_little_memory_gets_a_share_that_fits() -> None:
     shares = by_speed([3.0, 1.0, 1.0], 3, room=[0.4, 0.9, 0.9])
     assert normal(shares.latents) == pytest.approx([0.4, 0.3, 0.3])
 
 
-def test_memory_counts_where_speed_does_not() -> None:
+def test_memory_limits_the_shares_of_ranks_with_equal_speed() -> None:
     assert normal(by_speed([1.0, 1.0], 2, room=[0.25, 2.0]).latents) == pytest.approx([0.25, 0.75])
 
 
 @given(st.lists(speeds, min_size=1, max_size=8), st.lists(st.floats(0.01, 2), min_size=8, max_size=8))
-def test_everybody_gets_something_and_room_is_kept_where_there_is_enough(found: list[float], room: list[float]) -> None:
+def test_every_rank_gets_a_share_and_memory_limits_hold_if_possible(found: list[float], room: list[float]) -> None:
     room = room[: len(found)]
     shares = normal(by_speed(found, len(found), room).latents)
     assert sum(shares) == pytest.approx(1)
@@ -55,12 +55,12 @@ def test_everybody_gets_something_and_room_is_kept_where_there_is_enough(found: 
         assert all(share <= most + 0.05 for share, most in zip(shares, room, strict=True))
 
 
-def test_shares_can_be_asked_for() -> None:
+def test_shares_can_be_set() -> None:
     assert normal(parse_shares("3:2", 1).tokens) == pytest.approx([0.6, 0.4])
     assert normal(parse_shares("3:2", 2).latents) == pytest.approx([0.6, 0.4])
 
 
-def test_even_is_one_share_for_each_row_and_column() -> None:
+def test_even_shares_are_one_for_each_row_and_column() -> None:
     assert even(2, 3) == Shares((1.0, 1.0), (1.0, 1.0, 1.0))
 
 
@@ -73,5 +73,5 @@ def test_even_is_one_share_for_each_row_and_column() -> None:
         (Shares((1.0, 1.0), (1.0,)), "tokens and latents are shared evenly now"),
     ],
 )
-def test_shares_are_told_as_what_each_rank_has(shares: Shares, said: str) -> None:
+def test_shares_are_reported_as_percentages(shares: Shares, said: str) -> None:
     assert shares.sentence() == said

@@ -1,4 +1,4 @@
-"""How ranks on GPUs agree to stop or to save, on queues of work that each GPU comes to when it is let."""
+"""How ranks on GPUs agree to stop or to save; the tests decide when a GPU works off its queue."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ zeros = torch.zeros
 
 
 class Gpu(threading.local):
-    """The GPU of each thread: work that is queued, and how often the host had to wait for some of it."""
+    """The GPU of each thread: its queued work, and how often the host had to wait for it."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], object]] = deque()
         self.waits = 0
 
     def catch_up(self) -> None:
-        """Do all that is queued."""
+        """Run all queued work."""
         while self.queue:
             self.queue.popleft()()
 
 
 class Event:
-    """A place in the queue; one that was never recorded counts as passed."""
+    """A position in the queue; an event that was never recorded counts as passed."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._n_ahead = gpu, 0
@@ -52,7 +52,7 @@ class Event:
 
 
 class Pinned:
-    """Memory of the host to which a GPU copies once it comes to that."""
+    """Host memory to which a GPU copies when it reaches the copy in its queue."""
 
     def __init__(self, gpu: Gpu, n: int) -> None:
         self._gpu, self._values = gpu, zeros(n)
@@ -81,14 +81,14 @@ NOTHING, STOP, SAVE = (False, False), (True, False), (False, True)
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_wish_of_any_rank_reaches_all_a_step_later_and_none_waits_for_its_gpu(rank: int, gpu: Gpu) -> None:
+def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(rank: int, gpu: Gpu) -> None:
     wishes = [NOTHING, SAVE, NOTHING, NOTHING, STOP, NOTHING, NOTHING]
 
     def run(thread: Threads) -> tuple[list[tuple[bool, ...]], int]:
         parallel, agreed = Parallel(CPU, world=thread, data=thread), []
         parallel.__dict__["_wishes"] = CudaWishes()
         for own in wishes:
-            # While this step was queued the GPU did what there was to do before.
+            # While the host queued this step, the GPU finished all earlier work.
             gpu.catch_up()
             agreed.append(parallel.sum_step_([StepSums([], [], [])], own if thread.index == rank else NOTHING))
         return agreed, gpu.waits
@@ -96,7 +96,7 @@ def test_a_wish_of_any_rank_reaches_all_a_step_later_and_none_waits_for_its_gpu(
     assert on_all(3, run, 20.0) == [([NOTHING, *wishes[:-1]], 0)] * 3
 
 
-def test_a_gpu_that_lags_behind_answers_in_the_same_step(gpu: Gpu) -> None:
+def test_a_gpu_that_lags_behind_gives_the_same_answers_in_the_same_steps(gpu: Gpu) -> None:
     totals = [(0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0, 0.0)]
     prompt, late = CudaWishes(), CudaWishes()
     answers = []
@@ -105,6 +105,6 @@ def test_a_gpu_that_lags_behind_answers_in_the_same_step(gpu: Gpu) -> None:
         answers.append(prompt.read(torch.tensor(total)))
     assert not gpu.waits
     assert [late.read(torch.tensor(total)) for total in totals] == answers == [NOTHING, NOTHING, SAVE, STOP]
-    # It was waited for, but never for the step that was just queued.
+    # The host waited for the GPU, but never for the step that was just queued.
     assert gpu.waits == 3
     assert len(gpu.queue) == 2

@@ -13,7 +13,7 @@ from trainer.parallel.threads import Threads, on_all
 from trainer.runtime.device_queue import Past
 
 
-def test_sums_of_many_shapes_are_everybodys_and_in_place() -> None:
+def test_tensors_of_many_shapes_are_summed_over_all_ranks_in_place() -> None:
     def work(group: Threads) -> list[torch.Tensor]:
         tensors = [torch.full(shape, float(group.index + 1)) for shape in ((5, 3), (7,), (), (4, 1))]
         # Not contiguous, like a weight that is stored latent by latent.
@@ -25,7 +25,7 @@ def test_sums_of_many_shapes_are_everybodys_and_in_place() -> None:
         assert all(torch.equal(tensor, torch.full(tensor.shape, 6.0)) for tensor in tensors)
 
 
-def test_the_first_ones_tensor_replaces_the_others() -> None:
+def test_the_first_ranks_tensor_replaces_the_others() -> None:
     def work(group: Threads) -> float:
         own = torch.tensor([float(group.index)])
         group.copy_from_first_([own])
@@ -34,14 +34,14 @@ def test_the_first_ones_tensor_replaces_the_others() -> None:
     assert on_all(3, work) == [0.0, 0.0, 0.0]
 
 
-def test_what_is_collected_is_on_the_first_alone() -> None:
+def test_only_the_first_rank_receives_collected_rows() -> None:
     def work(group: Threads) -> int:
         return len(group.collect(torch.zeros(group.index + 1, 2), [1, 2, 3], 0))
 
     assert on_all(3, work) == [3, 0, 0]
 
 
-def test_a_thread_that_fails_lets_the_others_go_and_its_reason_is_told() -> None:
+def test_a_failing_thread_releases_the_others_and_its_error_is_raised() -> None:
     lost: list[int] = []
 
     def work(group: Threads) -> None:
@@ -67,7 +67,7 @@ def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> N
         group.sum_parts_([tensor])
         part = tensor.tensor_split(3)[group.index]
         torch.testing.assert_close(part, owns.sum(dim=0).tensor_split(3)[group.index])
-        # As the optimizer changes its part of the weights.
+        # Change the part, as the optimizer changes its part of the weights.
         part += 1
         group.spread_parts_([tensor])
         return tensor
@@ -88,8 +88,8 @@ EXCHANGES: dict[str, Callable[[Threads, torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("kind", EXCHANGES)
-def test_queues_of_gpus_wait_for_each_other_while_no_host_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hosts meet twice an exchange: when all have queued what they give, and when all have queued their reading."""
+def test_gpu_queues_wait_for_each_other_without_blocking_hosts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each exchange the hosts meet twice: after all have queued their writes, and after all have queued their reads."""
 
     def give_and_change(group: Threads) -> None:
         tensor = torch.ones(6, 4) * group.index if kind != "from owners" else torch.ones(3, 2, 4)

@@ -9,7 +9,7 @@ from trainer.parallel.waiting import CudaWaiting
 
 
 class Event:
-    """An event of a GPU which is `done` up to some moment; it is recorded a second after the one before."""
+    """A GPU event, which has passed if its number is at most `done`; events are recorded one second apart."""
 
     done, recorded = 0, 0
 
@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "recorded", 0)
 
 
-def test_a_gpus_waits_are_those_up_to_when_they_were_taken_though_read_later() -> None:
+def test_a_gpus_waits_end_when_they_are_taken_even_if_they_are_read_later() -> None:
     waiting = CudaWaiting()
     for _ in range(3):
         with waiting.measure():
@@ -53,7 +53,7 @@ def test_a_gpus_waits_are_those_up_to_when_they_were_taken_though_read_later() -
     assert waiting.take().seconds() == 1.0
 
 
-def test_events_that_have_passed_do_not_pile_up() -> None:
+def test_passed_events_do_not_accumulate() -> None:
     waiting = CudaWaiting()
     for _ in range(10):
         with waiting.measure():

@@ -1,4 +1,4 @@
-"""GPUs as the trainer finds them by PyTorch, under the numbers that nvidia-smi shows."""
+"""GPUs that the trainer finds through PyTorch, numbered as in nvidia-smi."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def listed(*uuids: str) -> list[Device]:
         ([], [], "", []),
     ],
 )
-def test_a_card_keeps_its_number_whatever_others_are_hidden(uuids, on_the_bus, visible, indices):
+def test_a_gpu_keeps_its_index_when_others_are_hidden(uuids, on_the_bus, visible, indices):
     assert [device.index for device in numbered(listed(*uuids), on_the_bus, VENDORS["nvml"], visible)] == indices
 
 
-def test_a_shell_with_hidden_gpus_gives_the_others_by_their_own_numbers(tmp_path: Path, monkeypatch):
+def test_visible_gpus_keep_their_indices_in_a_shell_that_hides_others(tmp_path: Path, monkeypatch):
     (tmp_path / "torch.py").write_text("""
 import os
 from types import SimpleNamespace as Group
@@ -52,8 +52,8 @@ cuda = Group(device_count=lambda: len(shown), get_device_properties=properties)
     assert [(gpu.index, gpu.uuid) for gpu in visible_gpus()] == [(5, "GPU-card-5"), (3, "GPU-card-3")]
 
 
-def test_the_serial_number_in_a_uuid_of_rocms_is_read(tmp_path: Path):
-    """ROCm writes `9f3a5c00d1e2f0a0` into the 16 bytes, of which PyTorch shows each as two digits."""
+def test_the_serial_number_in_a_rocm_uuid_is_decoded(tmp_path: Path):
+    """ROCm stores `9f3a5c00d1e2f0a0` as 16 ASCII bytes, and PyTorch prints each byte as two digits."""
     shown = "39663361-3563-3030-6431-653266306130"
     assert uuid_of(shown, "GPU-") == "GPU-9f3a5c00d1e2f0a0"
     nvidia = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
@@ -61,7 +61,7 @@ def test_the_serial_number_in_a_uuid_of_rocms_is_read(tmp_path: Path):
     assert uuid_of("58580000-0000-0000-0000-000000000000", "GPU-") == "GPU-58580000-0000-0000-0000-000000000000"
 
 
-def test_cards_are_counted_by_the_bus_whoever_made_them(tmp_path: Path):
+def test_gpus_of_all_vendors_are_listed_in_bus_order(tmp_path: Path):
     files = {
         "proc/driver/nvidia/gpus/0000:41:00.0/information": "Model: H100\nGPU UUID: \t GPU-b\n",
         "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: H100\nGPU UUID: \t GPU-a\n",
@@ -75,7 +75,7 @@ def test_cards_are_counted_by_the_bus_whoever_made_them(tmp_path: Path):
     assert uuids_on_the_bus(VENDORS["amdsmi"], tmp_path) == ["GPU-9f3a5c00d1e2f0a0", "GPU-9f3a5c00d1e2f0a1"]
 
 
-def test_of_two_vendors_it_is_the_one_that_pytorch_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_vendor_is_the_one_that_pytorch_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("nvml", "amdsmi"):
         monkeypatch.setitem(VENDORS, name, msgspec.structs.replace(VENDORS[name], driver_files=("/",)))
     (tmp_path / "torch").mkdir()
@@ -100,18 +100,18 @@ WHOLE, OTHER, SLICE = Device(0, "GPU-a", "H200", 1), Device(1, "GPU-b", "H200", 
         ("2", [WHOLE, OTHER, SLICE], ("MIG-c",)),
     ],
 )
-def test_of_several_gpus_none_is_a_slice(asked, there, uuids, monkeypatch: pytest.MonkeyPatch):
+def test_several_chosen_gpus_never_include_a_mig_slice(asked, there, uuids, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_choice, "visible_gpus", lambda: there)
     assert parse_target(asked) == (len(uuids), uuids)
 
 
-def test_a_slice_beside_another_gpu_is_refused_by_what_measures(monkeypatch: pytest.MonkeyPatch):
+def test_measuring_a_mig_slice_with_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_choice, "visible_gpus", lambda: [WHOLE, OTHER, SLICE])
     with pytest.raises(UsageError, match="--gpus: GPU 2 is a slice of a card, and NCCL cannot connect slices"):
         parse_target("0,2")
 
 
-def test_a_job_in_the_foreground_takes_whole_gpus_where_it_takes_several(make_job, tmp_path: Path):
+def test_a_foreground_job_on_several_gpus_uses_no_mig_slice(make_job, tmp_path: Path):
     there = [WHOLE, SLICE, OTHER]
     assert chosen(make_job(launch={"gpus": "auto:2"}), there) == [WHOLE, OTHER]
     assert chosen(make_job(launch={"gpus": "auto:1"}), [SLICE, WHOLE]) == [SLICE]

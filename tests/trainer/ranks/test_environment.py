@@ -45,7 +45,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_a_run_was_made_with_is_written_for_its_owner_only(tmp_path: Path) -> None:
+def test_the_environment_of_a_run_is_written_for_its_owner_only(tmp_path: Path) -> None:
     write_environment(tmp_path / "environment.json")
     assert stat.S_IMODE((tmp_path / "environment.json").stat().st_mode) == 0o600
     environment = json.loads((tmp_path / "environment.json").read_text())
@@ -63,19 +63,19 @@ def test_what_a_run_was_made_with_is_written_for_its_owner_only(tmp_path: Path) 
     assert environment["started"][:2] == "20"
 
 
-def test_the_commit_of_a_checkout_and_whether_it_was_changed(checkout: Path) -> None:
+def test_the_commit_of_a_checkout_and_uncommitted_changes_are_recorded(checkout: Path) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
     assert git_state(checkout) == {"commit": commit, "dirty": False}
     (checkout / "a.py").write_text("2\n")
     assert git_state(checkout) == {"commit": commit, "dirty": True}
 
 
-def test_a_repository_around_an_installed_package_is_not_taken_for_its_own(checkout: Path) -> None:
+def test_a_repository_around_an_installed_package_is_ignored(checkout: Path) -> None:
     (checkout / "site-packages").mkdir()
     assert git_state(checkout / "site-packages") is None
 
 
-def test_a_variable_of_a_git_hook_does_not_lead_to_another_repository(
+def test_variables_of_a_git_hook_do_not_select_another_repository(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
@@ -91,7 +91,7 @@ def write_program(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["exit 1", "exec sleep 60", None])
-def test_a_git_that_fails_hangs_or_is_missing_costs_only_its_own_line(
+def test_the_git_state_is_none_if_git_fails_hangs_or_is_missing(
     text: str | None, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if text:
@@ -101,7 +101,7 @@ def test_a_git_that_fails_hangs_or_is_missing_costs_only_its_own_line(
     assert git_state(checkout) is None
 
 
-def test_what_cannot_be_known_is_null_and_nothing_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_values_are_null_and_nothing_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the driver is gone")
 
@@ -114,7 +114,9 @@ def test_what_cannot_be_known_is_null_and_nothing_raises(tmp_path: Path, monkeyp
     write_environment(tmp_path / "no such folder" / "environment.json")
 
 
-def test_every_attempt_of_a_run_leaves_its_own(make_job: Callable, start_ranks: Callable, tmp_path: Path) -> None:
+def test_every_attempt_of_a_run_records_its_environment(
+    make_job: Callable, start_ranks: Callable, tmp_path: Path
+) -> None:
     ranks = start_ranks(make_job(train={"n_steps": 2}), 1, attempt=3, command=rank_command)
     assert ranks.wait() == [0]
     environment = json.loads((tmp_path / "run" / "attempt3" / "environment.json").read_text())

@@ -1,4 +1,4 @@
-"""How long ranks wait for one that writes."""
+"""How long ranks wait for a rank that saves."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ def test_ranks_wait_as_long_as_a_slow_disk_takes_for_a_checkpoint(make_job: Make
     assert 96 * 2**30 / 50e6 < patience_s(large, 2) < 1.05 * 96 * 2**30 / 50e6
 
 
-def test_ranks_of_a_job_whose_data_is_gone_have_the_usual_patience(make_job: MakeJob, tmp_path: Path) -> None:
+def test_ranks_wait_for_the_usual_time_if_the_data_is_missing(make_job: MakeJob, tmp_path: Path) -> None:
     assert patience_s(make_job(data={"path": str(tmp_path / "gone")}), 2) == LEAST_S
 
 
-def test_ranks_are_connected_for_as_long(make_job: MakeJob, start_ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_connections_between_ranks_have_the_same_timeout(
+    make_job: MakeJob, start_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
     assert start_ranks(make_job(), 2, prepare=end_with_patience).wait() == [EXIT_FAILED] * 2
     told = [json.loads(file.read_text())["error"] for file in sorted(tmp_path.rglob("*exit.json"))]
     assert told == ["the others wait 10000 s"] * 2

@@ -63,7 +63,7 @@ def steps_done(run_dir: Path) -> int:
     [({}, "auxk"), ({"architecture": "gated"}, "gate_l1"), ({"resample_every_tokens": 2048}, "auxk")],
     ids=str,
 )
-def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(
+def test_two_ranks_learn_the_same_as_one_from_the_same_global_batches(
     sae: dict,
     term: str,
     make_job: Callable[..., JobConfig],
@@ -127,7 +127,7 @@ def test_when_one_rank_is_killed_the_other_ends_within_ten_seconds_and_says_why(
     assert "connection to another rank was lost" in ranks.processes[0].stderr.read().splitlines()[-1]
 
 
-def test_sigterm_is_a_stop_with_a_checkpoint_and_ctrl_c_is_left_to_who_started_it(
+def test_sigterm_stops_a_rank_with_a_checkpoint_and_ctrl_c_is_ignored(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable
 ) -> None:
     ranks = start_ranks(make_job(train=ENDLESS), 1, command=rank_command)
@@ -168,19 +168,19 @@ def test_the_rates_of_two_ranks_add_up_to_about_that_of_the_job(
     )
     assert len(job) == len(first) == len(second) == 4
     for of_job, *of_ranks in zip(job, first, second, strict=True):
-        # A rank's own rate leaves out what it waited.
+        # A rank's own rate excludes the time that it waited.
         assert 0.9 * of_job < sum(of_ranks) < 3 * of_job
     assert max(first + second) < 5 * min(first + second)
 
 
-def test_once_all_is_loaded_garbage_is_collected_again() -> None:
+def test_garbage_collection_is_enabled_again_after_loading() -> None:
     load_trainer()
     assert gc.isenabled()
     assert gc.get_freeze_count()
     gc.unfreeze()
 
 
-def test_memory_that_nccl_lacks_is_told_as_what_to_change(tmp_path: Path) -> None:
+def test_a_lack_of_memory_in_nccl_is_reported_with_the_setting_to_change(tmp_path: Path) -> None:
     error = torch.distributed.DistBackendError("NCCL error in: x.cpp:77\nLast error:\nCuda failure 2 'out of memory'")
     _report(tmp_path / "left.json", error)
     assert json.loads((tmp_path / "left.json").read_text())["error"].startswith("train.batch_size: ")
@@ -207,7 +207,7 @@ def test_each_stop_signal_is_a_separate_request() -> None:
     assert (done.stdout, done.stderr) == ("each time\n", "")
 
 
-def test_a_rank_is_stuck_once_nothing_moves_but_not_while_it_saves() -> None:
+def test_a_rank_without_progress_counts_as_stuck_unless_it_saves_or_waits() -> None:
     progress = Progress()
     progress.beat("saving", 1, 0)
     waiting = threading.Thread(target=wait_until_stuck, args=(progress, 0.2), daemon=True)
@@ -249,7 +249,7 @@ signal.pause()
 """
 
 
-def test_a_rank_that_waits_for_others_ends_with_its_supervisor_also_when_a_thread_of_it_died_first(
+def test_a_waiting_rank_ends_with_its_supervisor_not_with_the_supervisors_thread(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable, tmp_path: Path
 ) -> None:
     meeting_place, pid_file = tmp_path / "run" / "attempt1" / "rendezvous", tmp_path / "pid"
@@ -261,7 +261,7 @@ def test_a_rank_that_waits_for_others_ends_with_its_supervisor_also_when_a_threa
     eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
     rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
     try:
-        # Its thread has taken the signal of the other thread's death.
+        # The rank has received the signal of the death of its supervisor's thread.
         eventually(lambda: not _has_pending_sigterm(rank.pid))
         assert rank.is_alive()
         supervisors.processes[1].kill()
@@ -279,7 +279,7 @@ signal.pause()
 """
 
 
-def test_a_rank_whose_exchange_hangs_leaves_with_its_supervisor_and_rank_0(
+def test_a_rank_in_a_hanging_exchange_ends_with_its_supervisor_and_rank_0(
     make_job: Callable, start_ranks: Callable, eventually: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung, tests = tmp_path / "hung", Path(__file__).parents[2]
@@ -294,7 +294,7 @@ def test_a_rank_whose_exchange_hangs_leaves_with_its_supervisor_and_rank_0(
     first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
     try:
         supervisors.processes[1].kill()
-        # It has taken the signal of its supervisor's death, and waits for rank 0.
+        # The rank has received the signal of its supervisor's death, and waits for rank 0.
         eventually(lambda: not _has_pending_sigterm(other.pid))
         assert other.is_alive()
         supervisors.processes[0].kill()
@@ -310,7 +310,7 @@ def _has_pending_sigterm(pid: int) -> bool:
     return bool(int(status["ShdPnd"], 16) & 1 << signal.SIGTERM - 1)
 
 
-def test_a_rank_that_fails_leaves_its_reason_in_a_file_and_one_line_on_stderr(
+def test_a_failed_rank_writes_its_reason_to_a_file_and_one_line_to_stderr(
     make_job: Callable[..., JobConfig], start_ranks: Callable, tmp_path: Path
 ) -> None:
     ranks = start_ranks(make_job(data={"path": str(tmp_path / "gone")}), 1, command=rank_command)
@@ -321,12 +321,12 @@ def test_a_rank_that_fails_leaves_its_reason_in_a_file_and_one_line_on_stderr(
     assert ranks.processes[0].stderr.read().splitlines() == [left["error"]]
 
 
-def test_a_line_of_the_log_which_may_be_a_terminal_steers_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_contain_no_terminal_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     rank_log.say("checkpoint saved: /data/\x1b]2;owned\x07\x9b31m\u202e\udcff")
     assert capsys.readouterr().out.removesuffix("\n").isprintable()
 
 
-def test_a_rank_knows_the_devices_of_its_language_model_and_misses_those_that_are_not_there(
+def test_a_rank_finds_the_gpus_of_its_language_model_or_reports_missing_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=2, model_gpus=4, device="cuda")
@@ -344,13 +344,13 @@ def test_a_rank_knows_the_devices_of_its_language_model_and_misses_those_that_ar
     ("n_ranks", "rank", "name", "refusal"),
     [
         (2, 0, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 0 is a slice of a card, and NCCL cannot connect slices"),
-        # However many slices there are, CUDA shows a process one.
+        # CUDA shows only one slice to a process, even if there are several.
         (2, 1, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 1 is a slice of a card, and NCCL cannot connect slices"),
         (1, 0, "NVIDIA H200 MIG 3g.71gb", "begun"),
         (2, 0, "NVIDIA H200", "begun"),
     ],
 )
-def test_a_rank_that_torchrun_or_slurm_gave_a_slice_says_so_before_it_looks_for_others(
+def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
     make_job: Callable[..., JobConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -385,7 +385,7 @@ def test_a_rank_that_torchrun_or_slurm_gave_a_slice_says_so_before_it_looks_for_
         (2, 3, {}, None),
     ],
 )
-def test_a_rank_takes_its_gpu_also_where_a_launcher_shows_it_no_other(
+def test_a_rank_takes_its_gpu_even_if_a_launcher_shows_it_no_other(
     n_visible: int, rank: int, spec: dict[str, Any], index: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
@@ -398,7 +398,7 @@ def test_a_rank_takes_its_gpu_also_where_a_launcher_shows_it_no_other(
         assert rank_device(of_rank, rank) == torch.device("cuda", index)
 
 
-def test_deterministic_ranks_add_in_rings_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_ranks_sum_in_rings_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     set_order_of_sums(False)
     assert "NCCL_ALGO" not in os.environ

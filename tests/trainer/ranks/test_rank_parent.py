@@ -1,4 +1,4 @@
-"""Real rank processes, each with its parent: how the parent records their end, and what it does at signals."""
+"""Real rank processes, each with its parent: how the parent records their end, and how it handles signals."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def mark(folder: Path) -> RankMark:
 @pytest.mark.parametrize(
     ("code", "for_srun"), [(EXIT_FINISHED, 0), (EXIT_STOPPED, 0), (EXIT_FAILED, EXIT_FAILED), (7, EXIT_FAILED)]
 )
-def test_the_exit_code_is_kept_and_one_that_stopped_is_no_failure(witness, tmp_path, code, for_srun) -> None:
+def test_the_exit_code_is_recorded_and_a_stopped_rank_is_not_a_failure(witness, tmp_path, code, for_srun) -> None:
     assert witness("end", code).wait(20) == for_srun
     assert (mark(tmp_path).exit_code, mark(tmp_path).exit_signal) == (code, None)
 
 
-def test_a_killed_rank_is_known_by_its_signal(witness, tmp_path, eventually) -> None:
+def test_the_signal_that_killed_a_rank_is_recorded(witness, tmp_path, eventually) -> None:
     process = witness("wait", 0)
     eventually((tmp_path / "rank0.json").exists)
     assert not mark(tmp_path).has_ended
@@ -71,7 +71,7 @@ def test_a_killed_rank_is_known_by_its_signal(witness, tmp_path, eventually) -> 
     assert (mark(tmp_path).exit_code, mark(tmp_path).exit_signal) == (None, signal.SIGKILL)
 
 
-def test_sigterm_reaches_the_rank_and_being_held_up_is_no_end(witness, tmp_path, eventually) -> None:
+def test_sigterm_reaches_the_rank_and_a_suspended_rank_has_not_ended(witness, tmp_path, eventually) -> None:
     process = witness("wait", EXIT_STOPPED)
     eventually((tmp_path / "rank0.json").exists)
     os.kill(mark(tmp_path).process.pid, signal.SIGSTOP)

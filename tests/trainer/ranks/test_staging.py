@@ -1,4 +1,4 @@
-"""Ranks whose direct transfers fail start again through the host's memory: real processes, over gloo."""
+"""Ranks restart with transfers through host memory if direct ones fail: real processes, over gloo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ N_RANKS = 2
 
 
 def ranks_of(folder: Path, fault: str, **variables: str) -> tuple[list[int], list[dict[str, Any]]]:
-    """Run the ranks to their ends; return their pids and what each reported."""
+    """Run the ranks to their end; return their pids and their reports."""
     environment = {name: value for name, value in os.environ.items() if name != "NCCL_P2P_DISABLE"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, "-m", "support.staged_rank", str(folder), str(N_RANKS), fault]
@@ -40,21 +40,21 @@ def ranks_of(folder: Path, fault: str, **variables: str) -> tuple[list[int], lis
     ]
 
 
-def test_ranks_whose_transfers_hang_start_again_as_the_same_processes_by_the_hosts_memory(tmp_path: Path) -> None:
+def test_ranks_with_hanging_transfers_restart_in_place_through_host_memory(tmp_path: Path) -> None:
     write_box(tmp_path / "box.json", Box())
     pids, reported = ranks_of(tmp_path, "hangs")
     assert reported == [{"pid": pid, "staged": True, "variable": "1"} for pid in pids]
     assert read_box(tmp_path / "box.json").peers_fail
 
 
-def test_ranks_that_hang_through_the_hosts_memory_too_end_with_a_sentence(tmp_path: Path) -> None:
+def test_ranks_that_also_hang_through_host_memory_fail_in_one_sentence(tmp_path: Path) -> None:
     _, reported = ranks_of(tmp_path, "always", NCCL_P2P_DISABLE="1")
     assert {one["error"] for one in reported} == {HOPELESS}
     assert not read_box(tmp_path / "box.json").peers_fail
 
 
 class Lying(Threads):
-    """A group one of whose exchanges brings wrong values on one rank."""
+    """A group in which one exchange returns wrong values on one rank."""
 
     lies = ""
 

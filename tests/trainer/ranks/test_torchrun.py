@@ -1,4 +1,4 @@
-"""The same ranks under torchrun: two agents on the loopback interface stand for two hosts."""
+"""Ranks under torchrun: two agents on the loopback interface act as two hosts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MakeJob = Callable[..., JobConfig]
 def on_two_hosts(
     job_file: Path, out: Path, *overrides: str, module: str = "trainer", shares_store: bool = True, **variables: str
 ) -> list[str]:
-    """Run both agents to their end, and return what each of them printed.
+    """Run both agents to their end, and return their outputs.
 
-    Without `shares_store` rank 0 has the store in which the ranks meet, else the first agent.
+    With `shares_store` the first agent hosts the store in which the ranks meet, otherwise rank 0.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -85,7 +85,7 @@ def test_ranks_of_torchrun_restart_together_if_the_first_exchange_hangs(
 
 
 @pytest.mark.timeout(300)
-def test_two_hosts_train_as_one_and_the_same_command_goes_on(
+def test_two_hosts_train_like_one_and_the_same_command_resumes_the_run(
     make_job: MakeJob, make_trainer: Callable, kept, tmp_path: Path
 ) -> None:
     train = {"global_batch_size": 240, "n_steps": 20}
@@ -100,14 +100,14 @@ def test_two_hosts_train_as_one_and_the_same_command_goes_on(
     assert "finished at step 20/20" in (out / "logs" / "rank1.log").read_text()
     with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:
         assert [point.value for point in reader.points("loss")] == pytest.approx(kept.curve("loss"), rel=1e-3)
-    # A request to the run before this one does not stop it.
+    # A stop request for the previous attempt does not stop this one.
     RunPaths(out).stop_file(1).touch()
     again, _ = on_two_hosts(job_file, out, "train.n_steps=30")
     assert "resumed from" in again
     assert position_of(newest_whole(out / "checkpoints")).step == 30
 
 
-def test_without_torchrun_it_says_how_to_start(
+def test_join_without_torchrun_says_how_to_start(
     make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -117,7 +117,7 @@ def test_without_torchrun_it_says_how_to_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_another_sae_does_not_go_on_in_the_folder_of_a_run(
+def test_join_refuses_the_folder_of_a_run_of_another_sae(
     make_job: MakeJob, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     run_dir = tmp_path / "run"
@@ -132,7 +132,7 @@ def test_another_sae_does_not_go_on_in_the_folder_of_a_run(
     assert "sae: [sae] is not that of the run in" in capsys.readouterr().err
 
 
-def test_torchrun_leaves_no_gpu_to_a_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_model_only_gpus_are_refused_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     data = stream_of_model(tmp_path)
@@ -149,7 +149,7 @@ def test_variables_that_pytorch_reads_once_are_set_before_it_is_loaded(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Loaded(Exception):
-        """Torch would be loaded now."""
+        """Raised when torch would be loaded."""
 
     def load() -> None:
         raise Loaded

@@ -1,4 +1,4 @@
-"""What is reported of kernels as Triton compiles them, for a GPU that is not there."""
+"""Reports while Triton compiles kernels for a GPU that is not present."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _double(x, out, n: tl.constexpr):
 
 
 class Phases(Progress):
-    """Progress that remembers all phases."""
+    """Progress that records all phases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.set_active(NoGpu())
 
 
-def test_each_kernel_has_a_phase_of_its_own_until_training_begins(
+def test_each_compiled_kernel_has_its_own_phase_until_training_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rank, "SLOW_S", 0.0)
@@ -50,7 +50,7 @@ def test_each_kernel_has_a_phase_of_its_own_until_training_begins(
     report_compiling(Compiling(progress, 7, 70).begin)
     x = torch.ones(64)
     kernels = [_double.warmup(x, x, n, grid=(1,)) for n in (16, 32, 16)]
-    # It is compiled all the same, and once for each n.
+    # The kernel is still compiled, once for each n.
     assert all(kernel.asm["ptx"] for kernel in kernels)
     assert progress.phases == [f"compiling kernels, {number} of {N_KERNELS}" for number in (1, 2)]
     assert progress.place == (progress.phases[-1], 7)

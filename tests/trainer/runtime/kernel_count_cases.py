@@ -1,4 +1,4 @@
-"""How many kernels the trials of all modules would compile on a GPU: counted as the interpreter runs them."""
+"""Counts the kernels that the trials of all modules would compile on a GPU, as the interpreter runs them."""
 
 from __future__ import annotations
 

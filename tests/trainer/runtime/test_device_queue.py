@@ -12,7 +12,7 @@ from trainer.runtime.device_queue import HostCopy, moment, stopwatch
 CPU = torch.device("cpu")
 
 
-def test_a_stopwatch_measures_until_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopwatch_measures_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     watch = stopwatch(CPU)
@@ -22,7 +22,7 @@ def test_a_stopwatch_measures_until_it_was_stopped(monkeypatch: pytest.MonkeyPat
     assert watch.seconds() == 2
 
 
-def test_what_the_host_reads_later_is_what_was_there_when_it_asked() -> None:
+def test_host_copies_keep_the_values_from_when_they_were_made() -> None:
     sums, count = torch.tensor([1.0, 2.0]), torch.tensor([3])
     totals = Totals({"sums": sums, "count": count}, Group())
     sums.zero_()
@@ -38,13 +38,13 @@ def test_what_the_host_reads_later_is_what_was_there_when_it_asked() -> None:
 
 
 class OnSecondGpu(torch.Tensor):
-    """A tensor of this machine's memory that says it is a GPU's."""
+    """A CPU tensor that claims to be on the second GPU."""
 
     device = torch.device("cuda:1")
 
 
 class Event:
-    """Notes in which queues events are put, by the GPU whose they are; a thread's current one is the first."""
+    """Records the queue of each event; the default is the current queue, which belongs to the first GPU."""
 
     recorded: ClassVar[list[str]] = []
 
@@ -62,7 +62,7 @@ def queue_of(device: torch.device | None = None) -> str:
     return f"queue of {device or 'cuda:0'}"
 
 
-def test_a_copy_and_a_stretch_of_work_end_in_the_queue_of_their_own_gpu_whichever_is_current(
+def test_copies_and_stopwatches_use_the_queue_of_their_own_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     empty = torch.empty
@@ -91,13 +91,13 @@ def test_work_on_two_gpus_is_ordered_in_their_queues(monkeypatch: pytest.MonkeyP
     made.hold(torch.device("cuda:2"))
     assert Event.recorded == ["queue of cuda:1"]
     assert [queue for queue, _ in held] == ["queue of cuda:2"]
-    # What a CPU has returned from is done.
+    # Work on a CPU is done when the call returns.
     moment(CPU).hold(torch.device("cuda:2"))
     assert len(held) == 1
 
 
 @pytest.mark.parametrize(("size", "where"), [(1, CPU), (2, torch.device("meta"))])
-def test_figures_of_the_host_are_added_over_ranks_where_these_exchange(size: int, where: torch.device) -> None:
+def test_host_values_are_summed_on_the_device_on_which_ranks_exchange(size: int, where: torch.device) -> None:
     summed: list[torch.device] = []
 
     class Noting(Group):

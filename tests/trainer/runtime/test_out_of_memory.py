@@ -1,4 +1,4 @@
-"""Memory that has run out is recognised, whichever library says so."""
+"""Recognition of errors that mean a lack of memory, from all libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.forked import in_loaded_process
 from trainer.runtime.out_of_memory import is_shortage
 
 
-def test_a_product_says_nothing_else_in_too_little_memory() -> None:
+def test_all_errors_of_products_with_too_little_memory_are_recognised() -> None:
     unknown = [words for words, is_known in in_loaded_process(little_memory.errors) if not is_known]
     assert unknown == []
 
@@ -27,5 +27,5 @@ def test_a_product_says_nothing_else_in_too_little_memory() -> None:
         (ValueError("out of memory"), False),
     ],
 )
-def test_other_errors_are_not_taken_for_it(error: Exception, expected: bool) -> None:
+def test_only_errors_about_memory_count_as_a_lack_of_memory(error: Exception, expected: bool) -> None:
     assert is_shortage(error) == expected

@@ -11,13 +11,13 @@ from trainer.runtime.phases import BACKWARD, ENCODER, EXCHANGE, FORWARD, METRICS
 from trainer.training.learner import Learner
 
 
-def test_without_a_profile_a_mark_does_nothing_and_makes_nothing() -> None:
+def test_phase_marks_do_nothing_without_a_profiler() -> None:
     assert phase(FORWARD) is phase(UPDATE)
     with phase(FORWARD), phase(ENCODER):
         pass
 
 
-def test_a_profile_of_a_step_shows_each_phase_once_in_its_order(make_job: Callable[..., JobConfig]) -> None:
+def test_a_profile_of_a_step_shows_each_phase_once_and_in_order(make_job: Callable[..., JobConfig]) -> None:
     learner, x = Learner(make_job(), 16, None, ALONE), torch.randn(128, 16)
     learner.initialise(x, x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

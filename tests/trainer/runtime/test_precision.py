@@ -29,7 +29,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put back, after the test, what is set for the whole process."""
+    """Restore the process-wide settings after the test."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     deterministic, benchmark = cudnn.deterministic, cudnn.benchmark
@@ -58,7 +58,7 @@ def weights_after(job: JobConfig, n_steps: int = 12) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("chosen", ["fp32", "tf32", "bf16", "fp16"])
-def test_a_precision_by_name_is_taken_as_it_is(chosen: str) -> None:
+def test_a_named_precision_is_used_unchanged(chosen: str) -> None:
     assert resolve_precision(chosen, CPU) == chosen == resolve_precision(chosen, CUDA)
 
 
@@ -66,10 +66,10 @@ CARDS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"),
 
 
 @pytest.mark.parametrize(("capability", "expected"), CARDS)
-def test_auto_is_the_narrow_type_that_a_card_is_fast_at(
+def test_auto_is_the_low_precision_that_is_fast_on_a_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No machine has cards of all these generations.
+    # No machine has GPUs of all these generations.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_precision("auto", CUDA) == expected
     assert resolve_precision("auto", CPU) == "fp32"
@@ -88,7 +88,7 @@ def test_auto_is_the_narrow_type_that_a_card_is_fast_at(
         ("gfx1030", "AMD Radeon RX 6900 XT", "fp16"),
     ],
 )
-def test_auto_goes_by_the_architecture_of_amds_cards_and_plans_by_their_names(
+def test_auto_depends_on_an_amd_gpus_architecture_and_a_plan_on_its_name(
     monkeypatch: pytest.MonkeyPatch, architecture: str, name: str, expected: str
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
@@ -101,7 +101,7 @@ def test_auto_goes_by_the_architecture_of_amds_cards_and_plans_by_their_names(
     ("chosen", "expected"),
     [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_products_have_the_chosen_type_and_nothing_else_has(chosen: str, expected: torch.dtype) -> None:
+def test_only_products_have_the_chosen_dtype(chosen: str, expected: torch.dtype) -> None:
     a = torch.randn(4, 4)
     with autocast(chosen, CPU):
         assert (a @ a).dtype == expected
@@ -110,23 +110,23 @@ def test_products_have_the_chosen_type_and_nothing_else_has(chosen: str, expecte
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [("fp32", "highest"), ("tf32", "high"), ("bf16", "high")])
-def test_tf32_is_used_where_fp32_is_not_asked_for(chosen: str, expected: str) -> None:
+def test_tf32_is_used_unless_fp32_is_chosen(chosen: str, expected: str) -> None:
     set_matmul_precision(chosen)
     products = torch.backends.cuda.matmul
-    # A pair in newer versions, for which True is (True, True).
+    # Newer versions of torch return a pair, (True, True) for True.
     for allowed in (products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction):
         assert allowed in (False, (False, False))
     assert torch.get_float32_matmul_precision() == expected
 
 
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])
-def test_weights_and_what_is_remembered_stay_fp32(chosen: str, make_job: MakeJob) -> None:
+def test_weights_and_optimizer_state_stay_fp32(chosen: str, make_job: MakeJob) -> None:
     weights = weights_after(make_job(train={"precision": chosen}), n_steps=2)
     assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])
-def test_narrow_products_train_like_fp32(chosen: str, make_job: MakeJob) -> None:
+def test_products_in_16_bits_train_like_fp32(chosen: str, make_job: MakeJob) -> None:
     errors = []
     for name in (chosen, "fp32"):
         made = learner(make_job(train={"precision": name, "n_steps": 40}))
@@ -137,9 +137,7 @@ def test_narrow_products_train_like_fp32(chosen: str, make_job: MakeJob) -> None
 
 
 @pytest.mark.parametrize("architecture", list(catalog.ARCHITECTURES))
-def test_deterministic_training_runs_on_a_cpu_and_gives_the_same_every_time(
-    architecture: str, make_job: MakeJob
-) -> None:
+def test_deterministic_training_on_a_cpu_is_reproducible(architecture: str, make_job: MakeJob) -> None:
     job = make_job()
     knobs = catalog.ARCHITECTURES[architecture].knobs()
     job = job.replace("sae", architecture=architecture, knobs=knobs)
@@ -152,7 +150,7 @@ def test_deterministic_training_runs_on_a_cpu_and_gives_the_same_every_time(
     assert all(torch.equal(first[name], third[name]) for name in first)
 
 
-def test_determinism_is_taken_back_by_the_next_job() -> None:
+def test_determinism_is_switched_off_by_the_next_job() -> None:
     set_deterministic(True)
     assert torch.backends.cudnn.deterministic
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -173,7 +171,7 @@ print([*asked, getattr(config, "deterministic", None)])
 """
 
 
-def test_a_compiler_that_is_loaded_later_is_deterministic_too_and_none_is_loaded_for_it() -> None:
+def test_a_compiler_loaded_later_is_deterministic_and_is_not_loaded_for_this() -> None:
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
     is_loaded, options = done.stdout.splitlines()
     assert is_loaded == "False"
@@ -188,14 +186,14 @@ class Older:
     __slots__ = ()
 
 
-def test_a_compiler_without_the_option_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_without_the_option_is_left_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._inductor.config", Older())
     for deterministic in (True, False):
         set_deterministic(deterministic)
         assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
-def test_a_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cublas_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_deterministic(True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -1,4 +1,4 @@
-"""Machines on which Triton cannot run a kernel: users of kernels are told so, and go without."""
+"""Machines on which Triton cannot run a kernel: users of kernels warn, and work without Triton."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ CPU = torch.device("cpu")
         (row_adam._working_kernels, "steps"),
     ],
 )
-def test_a_machine_where_triton_fails_is_told_so_and_goes_without(
+def test_if_triton_fails_a_warning_is_given_and_it_is_not_used(
     kernels_of: Callable[[torch.device], ModuleType | None], purpose: str
 ) -> None:
-    # There is nothing to run a kernel on but this CPU. It is told once.
+    # No kernel can run on this CPU. The warning appears once.
     triton_kernels.forget()
     with pytest.warns(UserWarning, match=f"{purpose} on cpu go without Triton"):
         assert kernels_of(torch.device("cpu")) is None
@@ -52,7 +52,7 @@ Trials = Callable[..., str]
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trials]:
-    """Return a function that adds a module of kernels whose trials raise these errors, one after the other."""
+    """Return a function that adds a kernel module whose trials raise the given errors, one after the other."""
     monkeypatch.setattr(triton_kernels, "MODULES", {})
     monkeypatch.setattr(triton_kernels, "RETRY_S", 0.0)
     triton_kernels.forget()
@@ -73,14 +73,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trials]:
     triton_kernels.forget()
 
 
-def test_a_trial_that_runs_out_of_memory_is_made_again(kernels: Trials) -> None:
+def test_a_trial_that_runs_out_of_memory_is_repeated(kernels: Trials) -> None:
     name = kernels("some_kernels", torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         working_kernels(name, CPU)
     assert working_kernels(name, CPU) is sys.modules[name]
 
 
-def test_a_cache_that_another_process_changes_is_tried_once_more(kernels: Trials) -> None:
+def test_a_trial_is_repeated_once_if_another_process_changes_the_cache(kernels: Trials) -> None:
     busy, gone = OSError(16, "Device or resource busy"), FileNotFoundError(2, "gone")
     once, twice = kernels("once", busy), kernels("twice", busy, gone)
     assert working_kernels(once, CPU) is sys.modules[once]
@@ -101,7 +101,7 @@ def test_each_kernel_is_reported_before_triton_compiles_it() -> None:
     run_cases(Path(__file__).with_name("compiling_cases.py"), compiles=True)
 
 
-def test_the_number_of_kernels_is_the_one_that_their_trials_launch() -> None:
+def test_the_reported_number_of_kernels_equals_the_number_in_the_trials() -> None:
     run_cases(Path(__file__).with_name("kernel_count_cases.py"), on_cpu=True)
 
 
@@ -111,8 +111,8 @@ def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:
             yield one
 
 
-def test_no_kernel_asks_for_a_tensor_and_something_else_at_once() -> None:
-    # Triton 3.2, which comes with PyTorch 2.6, compiles what depends on both, and fails where there is no tensor.
+def test_no_kernel_combines_a_check_for_none_with_another_condition() -> None:
+    # Triton 3.2 (PyTorch 2.6) compiles a branch with such a condition even if the tensor is None, and fails.
     modules = sorted(Path(sparse.__file__).parents[2].rglob("triton_*.py"))
     kernels = [(module, kernel) for module in modules for kernel in kernels_of(module)]
     assert len(kernels) > 20
