@@ -61,7 +61,10 @@ class Attempts:
         self._number = 0
 
     def go(self, world_size: int | None = None, killed_at: int = 0) -> list[int]:
-        """Run the next attempt from the newest checkpoint; rank 0 kills itself after a step, if given. Return exit codes."""
+        """Run the next attempt from the newest checkpoint and return exit codes.
+
+        Rank 0 kills itself after step `killed_at`, if that is not 0.
+        """
         self._number += 1
         self.run_dir.mkdir(exist_ok=True)
         (self.run_dir / "job.toml").write_text(dump_job(self.job))
