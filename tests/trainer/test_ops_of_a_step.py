@@ -1,4 +1,4 @@
-"""The GPU operations of a step: how many they are, that all run on the device, and that the host never waits."""
+"""Checks the number of GPU operations of a step, that all run on the device, and that the host never waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the kernel that sums metrics against torch; `test_triton_interval.py` runs this in a separate process.
+"""Compares the kernel that sums metrics with torch; `test_triton_interval.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

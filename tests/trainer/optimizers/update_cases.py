@@ -1,4 +1,4 @@
-"""Checks the kernels of an update against float64 and the passes they replace; `test_triton_update.py` runs this.
+"""Compares the kernels of an update with float64 and the passes they replace; `test_triton_update.py` runs this.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

@@ -19,7 +19,7 @@ from trainer.training.learner import Learner
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
-    """Return a learner that starts from random data, without an exchange between ranks, and the data."""
+    """Return a learner initialised from random data without exchanges between ranks, and the data."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
     with dry_run(learner.sae):

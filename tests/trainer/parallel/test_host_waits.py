@@ -1,6 +1,6 @@
 """With several GPUs, the host waits for its GPU only in steps that log: other steps read no values of the device.
 
-So exchanges cannot depend on values either, which might differ between ranks.
+Exchanges therefore cannot depend on values either, which might differ between ranks.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     train, data = {"batch_size": BATCH, "checkpoint_every": 10}, {"target_path": str(activations)}
     make_trainer(make_job(data=data, sae=sae, train=train)).run()
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
-    # Resume a run of one process on a grid of four ranks, and that on three ranks that share the latents.
+    # Resume each run in the next mode: one process, a grid of four ranks, three that share the latents, two replicas.
     start = tmp_path / "checkpoints" / "step-00000010"
     for mode, n_ranks, batch_size in (("hybrid", 4, BATCH // 2), ("tensor", 3, BATCH), ("ddp", 2, BATCH // 2)):
         own = train | {"batch_size": batch_size}

@@ -1,4 +1,4 @@
-"""How ranks on GPUs agree to stop or to save; the tests decide when a GPU works off its queue."""
+"""How ranks on GPUs agree to stop or to save; the tests decide when each GPU processes its queue."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Event:
 
 
 class Pinned:
-    """Host memory to which a GPU copies when it reaches the copy in its queue."""
+    """Host memory that a GPU writes when it reaches the copy in its queue."""
 
     def __init__(self, gpu: Gpu, n: int) -> None:
         self._gpu, self._values = gpu, zeros(n)

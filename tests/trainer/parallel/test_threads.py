@@ -89,7 +89,7 @@ EXCHANGES: dict[str, Callable[[Threads, torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_gpu_queues_wait_for_each_other_without_blocking_hosts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each exchange the hosts meet twice: when all have queued their writes, and when all have queued their reads."""
+    """In each exchange the hosts meet twice: when all have queued their writes, and when all have queued the reads."""
 
     def give_and_change(group: Threads) -> None:
         tensor = torch.ones(6, 4) * group.index if kind != "from owners" else torch.ones(3, 2, 4)

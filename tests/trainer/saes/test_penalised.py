@@ -118,8 +118,8 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
-    # The gate's reconstruction in SAELens also moves the decoder, which the paper forbids: for it, only the encoder's
-    # gradients are compared. SAELens multiplies the gate's penalty by the rows' norms, which ours keeps at 1.
+    # In SAELens the gate's reconstruction also moves the decoder, which the paper forbids, so only the encoder's
+    # gradients are compared for it. SAELens multiplies the gate's penalty by the rows' norms; ours keeps them at 1.
     pytest.importorskip("sae_lens")
     sae, x = made(kind, is_sparse=is_sparse), batch()
     if kind == "gated":
@@ -242,7 +242,7 @@ def test_activations_in_evaluation_equal_those_in_training(kind: str) -> None:
 
 @pytest.fixture
 def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
-    """Return a function that makes an SAE size its buffers in advance, as on a GPU; products are always sparse."""
+    """Return a function that makes an SAE size its buffers in advance, as on a GPU, with sparse products at any density."""
     monkeypatch.setattr(latent_room, "DENSE", 1)
 
     def go(sae: Penalised) -> None:

@@ -51,7 +51,7 @@ def test_row_gradients_of_several_passes_are_added_to_a_gradient_or_to_none(
 
 
 def by_autograd(sae: Sae, centred: Tensor, candidates: Candidates) -> Tensor:
-    """Compute the explained error from weights whose gradients autograd scatters over all latents."""
+    """Return the candidates' output for the error, from weights whose gradients autograd scatters over all latents."""
     of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
     reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)
     # The bias was subtracted already: this term is 0, but carries the gradient.

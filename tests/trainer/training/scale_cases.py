@@ -1,4 +1,4 @@
-"""Checks the kernel that prepares a step against torch; `test_triton_scale.py` runs this in a separate process.
+"""Compares the kernel that prepares a step with torch; `test_triton_scale.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

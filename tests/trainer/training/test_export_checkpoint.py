@@ -1,4 +1,4 @@
-"""`sae-train export`: the SAEs of a checkpoint for other tools."""
+"""Tests of `sae-train export`: SAEs of a checkpoint for other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that overfits its rows says so, and keeps its best checkpoint."""
+"""A run that overfits its rows warns, and keeps its best checkpoint."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_steps_of_a_single_gpu_are_captured_unless_they_are_very_long() -> None:
     assert not pays({}, deterministic=True)
     assert not pays({}, optimizer="signum")
     assert pays({"architecture": "jumprelu"})
-    # With so many active latents, sparse products are never faster than dense ones.
+    # With 512 active latents, sparse products are never faster than dense ones.
     assert not pays({"architecture": "jumprelu", "k": 512})
     assert not pays({"k": [16, 32]})
 

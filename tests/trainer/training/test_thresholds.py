@@ -1,4 +1,4 @@
-"""Thresholds set on held-out rows are compared with sorting, and loaded from old checkpoints."""
+"""Compares thresholds set on held-out rows with sorting, and loads old checkpoints without them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Late(NamedTuple):
 
 
 class LateThreads(Threads):
-    """Threads whose asynchronous exchanges bring their results only when they are waited for."""
+    """Threads whose asynchronous exchanges deliver their results only when they are waited for."""
 
     def finish(self, transfers: list[Any]) -> None:
         for transfer in transfers:

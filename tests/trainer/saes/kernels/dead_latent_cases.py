@@ -1,4 +1,4 @@
-"""Checks the kernels for AuxK's candidates against single operations; `test_triton_dead_latents.py` runs this.
+"""Compares the kernels for AuxK's candidates with single operations; `test_triton_dead_latents.py` runs this.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
@@ -37,7 +37,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
-    """Return the tokens since each latent fired; those of dead latents have at most `n_different` values."""
+    """Return the tokens since each latent fired; dead latents take at most `n_different` values."""
     generator = torch.Generator().manual_seed(n_latents + n_dead)
     silent = torch.randint(DEAD_AFTER, (n_latents,), generator=generator)
     dead = torch.randperm(n_latents, generator=generator)[:n_dead]

@@ -1,4 +1,4 @@
-"""Checks the kernel that centres rows against torch; `test_triton_encode.py` runs this in a separate process.
+"""Compares the kernel that centres rows with torch; `test_triton_encode.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

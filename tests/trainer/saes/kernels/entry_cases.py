@@ -1,4 +1,4 @@
-"""Checks the kernel that puts chosen entries first against sorting; `test_triton_entries.py` runs this.
+"""Compares the kernel that puts chosen entries first with sorting; `test_triton_entries.py` runs this.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

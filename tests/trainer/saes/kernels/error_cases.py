@@ -1,4 +1,4 @@
-"""Checks the kernels that sum errors against float64; `test_triton_errors.py` runs this in a separate process.
+"""Compares the kernels that sum errors with float64; `test_triton_errors.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

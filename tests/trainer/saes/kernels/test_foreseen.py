@@ -172,7 +172,7 @@ def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(f
     assert rooms(foresight, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
     assert foresight.overflowed
     assert rooms(foresight, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
-    # Without decisions in advance, all numbers are known again.
+    # Without decisions in advance, the numbers of all batches are known again.
     assert rooms(foresight, 40, 30, 30, 30, 30) == [56] * 5
 
 
@@ -183,7 +183,7 @@ def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(foresigh
     assert rooms(foresight, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
     assert rooms(foresight, *[32] * 20, ahead=True) == [48] * 20
     assert rooms(foresight, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
-    # After an overflow, all numbers are learnt again.
+    # An overflow makes it forget the earlier numbers.
     assert rooms(foresight, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [20, 20, 20, None, None, None, None, 20]
 
 

@@ -1,4 +1,4 @@
-"""Compares the top k from a rounded first pass with those of the exact product."""
+"""Compares the top k from a rounded first pass with the top k of the exact product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the top-k kernels against a full sort; `test_triton_top_k.py` runs this in a separate process.
+"""Compares the top-k kernels with a full sort; `test_triton_top_k.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

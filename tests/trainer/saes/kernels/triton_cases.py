@@ -1,4 +1,4 @@
-"""Checks the Triton kernels against dense products in float64; `test_triton_sparse.py` runs this.
+"""Compares the Triton kernels with dense products in float64; `test_triton_sparse.py` runs this.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
