@@ -115,7 +115,7 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
     assert result["best_sae"] == "k=4"
 
 
-# Batch systems send these to the whole process group; the cases below add Ctrl-C and a closed terminal.
+# Batch systems send these signals to the whole process group; the cases below add Ctrl-C and a closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 

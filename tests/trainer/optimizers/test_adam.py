@@ -107,7 +107,7 @@ def test_moments_take_the_configured_number_of_bytes(state: str, n_bytes: int) -
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> None:
-    # It decays by a thousandth per step, less than half the distance between two stored numbers.
+    # The moment decays by a thousandth per step, less than half the distance between two stored numbers.
     optimizer, parameters = trained(state, 20)
     before = [second_moment(optimizer, parameter) for parameter in parameters[:2]]
     for parameter in parameters:

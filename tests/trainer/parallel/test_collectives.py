@@ -69,7 +69,7 @@ def test_rows_are_exchanged_between_the_exchanges_of_steps(
 ) -> None:
     number = USUAL.index(Case(8, "gpu", {"architecture": "topk"}, {"mode": "tensor"}))
     of_rows = [at for at, call in enumerate(calls[0][number]) if "uint8" in " ".join(call.arguments)]
-    # Two before the first step, and one before the second.
+    # Ranks exchange rows twice before the first step, and once before the second.
     first, second, third = of_rows
     assert second == first + 1
     assert third > second + 1

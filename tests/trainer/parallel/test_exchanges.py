@@ -54,7 +54,7 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one(
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"
-        # With the others, some pre-activation always lies at the bound, and rounding decides on which side.
+        # In the other architectures some pre-activation always lies at the bound, and rounding decides on which side.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
 

@@ -88,7 +88,7 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae._bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value is the jump's. The gradient is the slope's, for the threshold and, with a tanh penalty, for z.
+    # The value has the jump; the gradient is that of `slope`, for the threshold and, with a tanh penalty, for z.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope
@@ -187,7 +187,7 @@ def test_the_gradient_of_l0_raises_thresholds_close_to_pre_activations() -> None
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
-    # Adam on its logarithm would move it in proportion to its size: from 1e-3 it would barely move.
+    # Adam on the threshold's logarithm would move a threshold in proportion to its size: barely from 1e-3.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
     optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)
@@ -242,7 +242,7 @@ def test_activations_in_evaluation_equal_those_in_training(kind: str) -> None:
 
 @pytest.fixture
 def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
-    """Return a function that makes an SAE size its buffers in advance, as on a GPU, with sparse products at any density."""
+    """Return a function that makes an SAE presize its buffers as on a GPU, with sparse products at any density."""
     monkeypatch.setattr(latent_room, "DENSE", 1)
 
     def go(sae: Penalised) -> None:

@@ -389,7 +389,7 @@ def test_an_import_is_checked_by_its_reconstructions_of_rows(
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (
-        # Its encoder takes x, but its settings say x − b_dec.
+        # The encoder of this SAE takes x, but its settings say x − b_dec.
         (
             "bias",
             weights | {"b_enc": -weights["b_dec"] @ weights["W_enc"]},

@@ -311,7 +311,7 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"]
-    # All have the same direction, like the first tokens of texts: easy to learn, and most of the variance.
+    # All these rows have the same direction, like first tokens of texts: easy to learn, and most of the variance.
     x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
     x[7::150, 5] = torch.nan
     save_file({"activations": x}, activations / "a.safetensors")

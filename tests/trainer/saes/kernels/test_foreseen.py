@@ -183,7 +183,7 @@ def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(foresigh
     assert rooms(foresight, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
     assert rooms(foresight, *[32] * 20, ahead=True) == [48] * 20
     assert rooms(foresight, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
-    # An overflow makes it forget the earlier numbers.
+    # After an overflow the earlier numbers are forgotten.
     assert rooms(foresight, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [20, 20, 20, None, None, None, None, 20]
 
 
@@ -197,7 +197,7 @@ def test_each_replay_of_a_pass_counts_as_a_batch(foresight: Foresight) -> None:
         # A replay writes at most the capacity.
         n_above.fill_(50 * min(n, 10))
         foresight.queued()
-    # The 9 was read and counted as growth.
+    # The first number, 9, was read and counted as growth.
     assert found == [500, 500, 800, None]
 
 
