@@ -27,7 +27,7 @@ from trainer.training.learner import Learner
 from trainer.training.update import RowUpdate, Update
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# Variants of an update: tied encoders or not, rows of any length, other parameters, dtypes of moments.
+# Variants of an update: tied updates or not, rows of any length, other parameters, dtypes of moments.
 WAYS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "topk"}, "fp32"),
     ({"architecture": "topk"}, "bf16"),
