@@ -35,7 +35,7 @@ from sae_tui.terminal.driver import TerminalDriver, has_shell
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.terminal.plain import Colourless, Plain
-from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.reading import TextScreen
 from trainer.contract.errors import Problem
 from trainer.contract.exits import Exit
 from trainer.contract.paths import DataDir
@@ -191,7 +191,7 @@ class SaeApp(KeysInOrder, Notices):
     def export_screenshot(self, **options: Any) -> str:
         """Draw the screen as SVG. First hide the values of environment variables, since screenshots are shared."""
         for screen in self.screen_stack:  # a dialog shows the screen below it
-            if isinstance(screen, Reading):
+            if isinstance(screen, TextScreen):
                 screen.hide_values()
         return super().export_screenshot(**options)
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from sae_tui.cli_commands import completion
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.parser import Command, make_parser
 from sae_tui.gpu.once import is_stuck
@@ -62,7 +62,7 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
 def _run(flags: argparse.Namespace) -> int:
     command: Command = flags.command
     try:
-        return command(Context(flags), flags)
+        return command(CommandContext(flags), flags)
     except OutputLost:
         raise
     except UserError as error:
@@ -90,7 +90,7 @@ def _exit_of(error: UserError) -> Exit:
     return Exit.USAGE if isinstance(error, BadUsage) else Exit.FAILED
 
 
-def _open_app(context: Context, flags: argparse.Namespace) -> int:
+def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
     in_browser = os.environ.get("TEXTUAL_DRIVER") == BROWSER_DRIVER
     if in_browser:
         # End with the server process. If it has died already, the app notices the end of its standard input.

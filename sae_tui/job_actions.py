@@ -14,7 +14,7 @@ from sae_tui.jobs import edits, environment, store_access
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.evaluation import request
-from sae_tui.jobs.evaluation.offer import Asked, Offer, offer_of
+from sae_tui.jobs.evaluation.offer import EvaluationChoice, EvaluationOffer, offer_of
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
@@ -40,7 +40,7 @@ Edit = Callable[[DataDir, Control, int], str]
 ONLY_SHOWN = "Jobs and processes are only shown here (--readonly, or `serve` without --write)."
 
 
-class Known(Protocol):
+class CurrentState(Protocol):
     """Gives access to the current GPUs and jobs."""
 
     data: DataDir
@@ -104,7 +104,7 @@ def _stop_question(job: JobView) -> tuple[str, str]:
 class JobActions:
     """Changes jobs, selected by id."""
 
-    def __init__(self, known: Known, front: Front) -> None:
+    def __init__(self, known: CurrentState, front: Front) -> None:
         self._known = known
         self._front = front
         # The ids of deleted jobs that can be restored, one list per deletion.
@@ -219,7 +219,7 @@ class JobActions:
 
     # evaluating
 
-    def offer_evaluation(self, job_id: int) -> Offer | None:
+    def offer_evaluation(self, job_id: int) -> EvaluationOffer | None:
         """Return the available parts of an evaluation and how long each takes; None if there is no such job.
 
         Raise `UserError` if the job cannot be evaluated now.
@@ -229,17 +229,17 @@ class JobActions:
             return None
         return offer_of(self._known.data, job, self._idle_card(job), cuda=self._known.monitor.cuda)
 
-    def evaluate(self, job_id: int, asked: Asked) -> None:
+    def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
         """Start the evaluation of a job's SAEs. Its end is reported as an event of the job."""
         job = self.job(job_id)
         if job is not None and not self.refused():
             self.do(functools.partial(self._evaluate, job, asked))
 
-    def _evaluate(self, job: Job, asked: Asked) -> str:
+    def _evaluate(self, job: Job, asked: EvaluationChoice) -> str:
         card = self._idle_card(job) if asked.on_gpu else None
         return request.evaluate(self._known.data, asked.request(job, card))
 
-    def _idle_card(self, job: Job) -> request.Card | None:
+    def _idle_card(self, job: Job) -> request.ReservedGpu | None:
         known = self._known
         return request.idle_card(known.data, job, known.choices(), known.monitor.source_name)
 

@@ -15,7 +15,7 @@ from textual.notifications import Notification, Notify, SeverityLevel
 
 from sae_tui.format import clock_time
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.reading import TextScreen
 
 SHOWN_S = 3.0
 # A key pressed this soon after an error arrived was pressed before anyone could have read the error.
@@ -90,7 +90,7 @@ class Notices(App[None]):
 
     def action_notices(self) -> None:
         """Show the latest 100 notifications in full."""
-        self.push_screen(Reading("Messages", lambda width: notice_lines(self.notices, width)))
+        self.push_screen(TextScreen("Messages", lambda width: notice_lines(self.notices, width)))
 
 
 def notice_lines(notices: Sequence[Notification], width: int) -> list[Line]:

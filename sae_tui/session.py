@@ -20,7 +20,7 @@ from sae_tui.jobs.launch import placement
 from sae_tui.jobs.upkeep.storage import store_warning
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import JobDetail, Watcher
-from sae_tui.panels.status import Status, summary
+from sae_tui.panels.status import StatusContent, summary
 from sae_tui.settings import Settings
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import AnyJob
@@ -109,7 +109,7 @@ class Session:
         """Return a short description of the user of each GPU, with the name of its style."""
         return [availability.describe_use(choice) for choice in availability.choices(samples, self._holders(samples))]
 
-    def status(self) -> Status:
+    def status(self) -> StatusContent:
         """Return the content of the status line: the host, a summary, and any problem."""
         views = self.hosts.views if self.hosts else ()
         words = summary(
@@ -119,7 +119,7 @@ class Session:
         # If this machine has no GPUs, their panel explains why in full.
         has_none = not self.monitor.latest() and not self.monitor.opening
         problem = self.watcher.problem or (not has_none and self.monitor.problem) or self._warning
-        return Status(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))
+        return StatusContent(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
         return availability.with_strangers(self.watcher.holders, self._locks, samples)

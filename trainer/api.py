@@ -98,7 +98,7 @@ def train(
     if not first:
         raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
     job = _job(settings, n_steps, len(first[0][0]))
-    rows = None if held_out is None else _HeldOutRows(held_out, first[0])
+    rows = None if held_out is None else _UnseenRows(held_out, first[0])
     set_matmul_precision(resolve_precision(job.train.precision, device))
     if job.train.deterministic:
         set_deterministic(True)
@@ -175,7 +175,7 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
     raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
 
 
-class _HeldOutRows:
+class _UnseenRows:
     """Rows that training does not see."""
 
     def __init__(self, rows: Rows, first: tuple[Tensor, Tensor]) -> None:
@@ -184,7 +184,7 @@ class _HeldOutRows:
         if not all(is_like) or len(x) != len(y) or not len(x) or (x is y) != (first[0] is first[1]):
             raise UserError(f"held_out: has to be like the batches of data, {_shapes(*first)}, not {_shapes(x, y)}")
 
-    def of_hook(self, hook: int) -> _HeldOutRows:
+    def of_hook(self, hook: int) -> _UnseenRows:
         return self
 
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.contract.output import Parser
+from trainer.contract.output import SafeParser
 from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
 from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.help import (
@@ -28,9 +28,9 @@ from trainer.help import (
 PROGRAM = "sae-train"
 
 
-def make_parser() -> Parser:
+def make_parser() -> SafeParser:
     """Return the command-line parser; the parsed arguments contain the command's name as `command`."""
-    parser = Parser(
+    parser = SafeParser(
         prog=PROGRAM,
         description="Trains sparse autoencoders on what language models have at their hooks, stored or as they read.",
         epilog=OVERVIEW,

@@ -18,7 +18,7 @@ USUAL_SLOWDOWN_C = 90
 GIB = 1 << 30
 
 
-class Look(NamedTuple):
+class AlertReadings(NamedTuple):
     """The current readings: the newest sample of each GPU, the holders of the GPUs, and the free space on the disk."""
 
     samples: Sequence[GpuSample] = ()
@@ -26,7 +26,7 @@ class Look(NamedTuple):
     free_bytes: int | None = None
 
 
-class Measured(NamedTuple):
+class MeasuredValue(NamedTuple):
     """A measured value, its location as an id (`gpu-0`, `disk`) and in words, and the text of the alert.
 
     `value` is None if it is unknown, which raises no alert. `about` holds more fields for the user's command.
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
     about: Mapping[str, str | int | None] = {}
 
 
-class Kind(NamedTuple):
+class AlertKind(NamedTuple):
     """A kind of alert. Its setting is the bound for the value or, for a flag, how long the flag must stay set.
 
     The alert ends after the value has been better than the bound by `slack` for `clear_s` seconds.
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     name: str
     title: str
     setting: str
-    measure: Callable[[Look], Iterable[Measured]]
+    measure: Callable[[AlertReadings], Iterable[MeasuredValue]]
     bad: Literal["above", "below", "flag"]
     clear_s: float
     raise_s: float = 0.0
@@ -73,7 +73,7 @@ class Kind(NamedTuple):
         return -value if value is not None and self.bad == "below" else value
 
 
-def _on_card(sample: GpuSample, value: float | None, words: str, held: Holders) -> Measured:
+def _on_card(sample: GpuSample, value: float | None, words: str, held: Holders) -> MeasuredValue:
     place = f"GPU {sample.index}"
     job = held.jobs.get(sample.uuid)
     about: dict[str, str | int | None] = {
@@ -82,10 +82,10 @@ def _on_card(sample: GpuSample, value: float | None, words: str, held: Holders) 
         "job_id": job.id if job else None,
     }
     # Use the index, since the UUID is unknown if the GPU is lost from the start.
-    return Measured(f"gpu-{sample.index}", place, value, f"{place} {words}", about)
+    return MeasuredValue(f"gpu-{sample.index}", place, value, f"{place} {words}", about)
 
 
-def _heat(look: Look) -> Iterator[Measured]:
+def _heat(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         slows_c = (sample.condition and sample.condition.slowdown_c) or USUAL_SLOWDOWN_C
         now_c = sample.temperature_c
@@ -93,28 +93,28 @@ def _heat(look: Look) -> Iterator[Measured]:
         yield _on_card(sample, left_c, f"is at {now_c} °C; it slows down at {slows_c} °C", look.held)
 
 
-def _throttling(look: Look) -> Iterator[Measured]:
+def _throttling(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         reasons = sample.condition.throttled_by if sample.condition else None
         words = f"is slowed down: {', '.join(reasons or ())}"
         yield _on_card(sample, None if reasons is None else float(bool(reasons)), words, look.held)
 
 
-def _lost(look: Look) -> Iterator[Measured]:
+def _lost(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         # A GPU that only other users may use is not lost.
         is_lost = not sample.healthy and not sample.withheld and sample.reason != faults.NO_ANSWER_YET
         yield _on_card(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
 
 
-def _ecc(look: Look) -> Iterator[Measured]:
+def _ecc(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         count = sample.condition.ecc_uncorrected if sample.condition else None
         words = f"has uncorrected memory errors (ECC): {count} since its last reset"
         yield _on_card(sample, None if count is None else float(count > 0), words, look.held)
 
 
-def _rows(look: Look) -> Iterator[Measured]:
+def _rows(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         condition = sample.condition or Condition()
         states = [one for one in (condition.rows_failed, condition.rows_pending) if one is not None]
@@ -126,7 +126,7 @@ def _rows(look: Look) -> Iterator[Measured]:
         yield _on_card(sample, float(any(states)) if states else None, words, look.held)
 
 
-def _xid(look: Look) -> Iterator[Measured]:
+def _xid(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         condition = sample.condition or Condition()
         xid = condition.xid if condition.xid and condition.xid.is_fatal else None
@@ -135,7 +135,7 @@ def _xid(look: Look) -> Iterator[Measured]:
         yield _on_card(sample, value, words, look.held)
 
 
-def _memory(look: Look) -> Iterator[Measured]:
+def _memory(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         used, total = sample.memory_used_bytes, sample.memory_total_bytes
         percent = None if used is None or not total else 100 * used / total
@@ -143,27 +143,29 @@ def _memory(look: Look) -> Iterator[Measured]:
         yield _on_card(sample, percent, f"has {free} of {gibibytes(total or 0)} memory left", look.held)
 
 
-def _idle(look: Look) -> Iterator[Measured]:
+def _idle(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         job, words = look.held.jobs.get(sample.uuid), look.held.idle.get(sample.uuid, "")
         name = f"job {job.id} ({job.name})" if job else "a job"
         yield _on_card(sample, float(bool(words)), f"is not used by {name}: {words}", look.held)
 
 
-def _disk(look: Look) -> Iterator[Measured]:
+def _disk(look: AlertReadings) -> Iterator[MeasuredValue]:
     free = look.free_bytes
     words = f"the disk of the data folder has {gibibytes(free or 0)} left"
-    yield Measured("disk", "the disk of the data folder", None if free is None else free / GIB, words)
+    yield MeasuredValue("disk", "the disk of the data folder", None if free is None else free / GIB, words)
 
 
 KINDS = (
-    Kind("heat", "heat", "alert_heat_c", _heat, "below", raise_s=10, clear_s=60, slack=5),
-    Kind("throttling", "slowed down", "alert_throttling_s", _throttling, "flag", clear_s=60),
-    Kind("lost", "unreadable", "alert_lost_s", _lost, "flag", clear_s=10),
-    Kind("ecc", "memory errors", "alert_errors_s", _ecc, "flag", clear_s=60),
-    Kind("rows", "failing memory rows", "alert_errors_s", _rows, "flag", clear_s=60),
-    Kind("xid", "fatal error", "alert_errors_s", _xid, "flag", clear_s=60),
-    Kind("memory", "memory full", "alert_memory_percent", _memory, "above", raise_s=30, clear_s=30, slack=3),
-    Kind("idle", "held and idle", "alert_idle_minutes", _idle, "flag", clear_s=60, unit_s=60, passed_s=IDLE_AFTER_S),
-    Kind("disk", "disk full", "alert_disk_gib", _disk, "below", raise_s=30, clear_s=30, slack=1),
+    AlertKind("heat", "heat", "alert_heat_c", _heat, "below", raise_s=10, clear_s=60, slack=5),
+    AlertKind("throttling", "slowed down", "alert_throttling_s", _throttling, "flag", clear_s=60),
+    AlertKind("lost", "unreadable", "alert_lost_s", _lost, "flag", clear_s=10),
+    AlertKind("ecc", "memory errors", "alert_errors_s", _ecc, "flag", clear_s=60),
+    AlertKind("rows", "failing memory rows", "alert_errors_s", _rows, "flag", clear_s=60),
+    AlertKind("xid", "fatal error", "alert_errors_s", _xid, "flag", clear_s=60),
+    AlertKind("memory", "memory full", "alert_memory_percent", _memory, "above", raise_s=30, clear_s=30, slack=3),
+    AlertKind(
+        "idle", "held and idle", "alert_idle_minutes", _idle, "flag", clear_s=60, unit_s=60, passed_s=IDLE_AFTER_S
+    ),
+    AlertKind("disk", "disk full", "alert_disk_gib", _disk, "below", raise_s=30, clear_s=30, slack=1),
 )

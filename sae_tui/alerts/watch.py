@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from sae_tui.alerts.catalog import KINDS, Kind, Look, Measured
+from sae_tui.alerts.catalog import KINDS, AlertKind, AlertReadings, MeasuredValue
 from sae_tui.alerts.hysteresis import FLAPS_AT, GONE, Hysteresis, Rule
 from sae_tui.alerts.record import Alert, of_last_day, read_alerts, to_keep, write_alerts
 from sae_tui.gpu import faults
@@ -68,7 +68,7 @@ class Alerts:
         """The alerts of this host to store, oldest first."""
         return to_keep(self._mine, self._wall(), self._host)
 
-    def turn(self, look: Look) -> list[Alert]:
+    def turn(self, look: AlertReadings) -> list[Alert]:
         """Process the current readings; return the alerts to report as begun or ended.
 
         Alerts of one kind that begin or end within `GROUP_S` are merged into one. Return none until every GPU has
@@ -96,7 +96,7 @@ class Alerts:
                 changed.append(self._end(key))
         return self._news(changed)
 
-    def _take(self, kind: Kind, rule: Rule, measured: Measured) -> list[Alert]:
+    def _take(self, kind: AlertKind, rule: Rule, measured: MeasuredValue) -> list[Alert]:
         """Process a value; return the alert that begins or ends with it, if any."""
         key = kind.name, measured.place
         state = self._states.setdefault(key, Hysteresis(rule))
@@ -131,7 +131,7 @@ class Alerts:
         at = time.strftime("%H:%M", time.localtime(since))
         return msgspec.structs.replace(alert, words=f"{alert.words}; not known since {at}")
 
-    def _begin(self, kind: Kind, measured: Measured, *, flaps: bool) -> Alert:
+    def _begin(self, kind: AlertKind, measured: MeasuredValue, *, flaps: bool) -> Alert:
         often = f"{measured.place_words} flaps, {kind.title} {FLAPS_AT} times within an hour: " if flaps else ""
         alert = Alert(
             kind=kind.name,
@@ -261,7 +261,7 @@ class AlertWatcher:
     def _look(self, alerts: Alerts) -> None:
         # While a driver hangs, its GPUs are unknown, but the disk can be checked.
         samples = self._samples() or ()
-        changed = alerts.turn(Look(samples, self._held(), self._free_bytes()))
+        changed = alerts.turn(AlertReadings(samples, self._held(), self._free_bytes()))
         self.active, self._recent = alerts.active, alerts.recent
         if alerts.failure:
             self._note(alerts.failure)

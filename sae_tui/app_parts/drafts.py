@@ -13,7 +13,7 @@ from sae_tui.jobs.launch import kept_draft
 from sae_tui.jobs.launch.clone import clone_settings, free_name
 from sae_tui.jobs.launch.job_form import extraction_preset
 from sae_tui.screens.launch import LaunchScreen
-from sae_tui.screens.launch_form import LaunchForm, Origin
+from sae_tui.screens.launch_form import ClonedJob, LaunchForm
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
@@ -90,7 +90,7 @@ class Drafts:
             return
         name = free_name(config.name, (one.name for one in self._session.jobs))
         config = msgspec.structs.replace(config, name=name)
-        self._replace_by("the clone", LaunchScreen(self._session, Origin(job_id, was, config)))
+        self._replace_by("the clone", LaunchScreen(self._session, ClonedJob(job_id, was, config)))
 
     def launch(self, jobs: Sequence[AnyJob], parent: int | None) -> None:
         """Launch checked jobs in the background, and go back to the dashboard."""

@@ -90,13 +90,15 @@ class Navigator:
 
     def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
         """Run the checks on a separate GPU source, since the monitor's is in use."""
-        from sae_tui.doctor.base import Box
+        from sae_tui.doctor.base import CheckedMachine
         from sae_tui.doctor.examine import CHECKS, PROBES, examine
         from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 
         monitor, data = self._session.monitor, self._session.data
         source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)
-        return examine(Box(data, source, python=self._session.settings.python), (*CHECKS, *PROBES) if probe else CHECKS)
+        return examine(
+            CheckedMachine(data, source, python=self._session.settings.python), (*CHECKS, *PROBES) if probe else CHECKS
+        )
 
     def show_help(self) -> None:
         """Show the keys of the current screen in a help screen above it."""
@@ -118,16 +120,16 @@ class Navigator:
     def show_alerts(self) -> None:
         """Show the active alerts and the alerts of the last day, above the current screen."""
         from sae_tui.panels.alerts import alert_lines
-        from sae_tui.widgets.reading import Reading
+        from sae_tui.widgets.reading import TextScreen
 
         recent = self._session.alerts.recent()
-        self._app.push_screen(Reading("Alerts", functools.partial(alert_lines, recent)))
+        self._app.push_screen(TextScreen("Alerts", functools.partial(alert_lines, recent)))
 
     def show_own_cost(self) -> None:
         """Show what the app itself costs, above the current screen."""
         from sae_tui.own_cost import cost_lines, own_cost
-        from sae_tui.widgets.reading import Reading
+        from sae_tui.widgets.reading import TextScreen
 
         written = getattr(self._app._driver, "n_written", 0)
         cost = own_cost(written, self._session.monitor.readings_s())
-        self._app.push_screen(Reading("What this app costs", functools.partial(cost_lines, cost)))
+        self._app.push_screen(TextScreen("What this app costs", functools.partial(cost_lines, cost)))

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import clock_time, say, show_json, show_table
 from sae_tui.jobs.evaluation.report_card import version_of, versions_of
 from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
 
 
-def show_cards(context: Context, job_id: int) -> None:
+def show_cards(context: CommandContext, job_id: int) -> None:
     """List the report cards with their time, step, parts and FVU."""
     cards = versions_of(context.data.sae(job_id))
     if context.as_json:
@@ -26,7 +26,7 @@ def show_cards(context: Context, job_id: int) -> None:
         say(f"`sae-tui job {job_id} --card N` shows one")
 
 
-def show_card(context: Context, job_id: int, number: int) -> None:
+def show_card(context: CommandContext, job_id: int, number: int) -> None:
     """Print one report card in full."""
     shown: Mapping[str, Version] = version_of(context.data.sae(job_id), number)
     if context.as_json:
@@ -73,7 +73,7 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
     return (*cells, label) if len(titles) > len(cells) else cells
 
 
-def features_of(context: Context, job_id: int, number: int) -> dict[str, Path]:
+def features_of(context: CommandContext, job_id: int, number: int) -> dict[str, Path]:
     """Return the feature files of the report card with this number, by SAE; empty if they are no longer stored."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.compare.export import refuse_existing, write_picture, write_table
-from sae_tui.compare.lines import View
-from sae_tui.compare.run import Sae
+from sae_tui.compare.lines import CurveView
+from sae_tui.compare.run import ComparedSae
 from sae_tui.compare.runs import Comparison, Runs
-from sae_tui.compare.tables import Line, all_results, differences, results, value_of
+from sae_tui.compare.tables import ComparisonRow, all_results, differences, results, value_of
 from sae_tui.jobs.energy import energy_of
 from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
@@ -23,7 +23,7 @@ from trainer.contract.settings.series import CRITERION, held_out
 from trainer.contract.store.job_store import Control
 
 
-def compare(context: Context, flags: argparse.Namespace) -> int:
+def compare(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print how the runs differ; with `--svg` or `--csv`, write their curves instead."""
     with _open_runs(context, flags.ids) as runs:
         comparison = runs.read(flags.metric or held_out(CRITERION))
@@ -40,7 +40,7 @@ def compare(context: Context, flags: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _open_runs(context: Context, job_ids: Sequence[int]) -> Iterator[Runs]:
+def _open_runs(context: CommandContext, job_ids: Sequence[int]) -> Iterator[Runs]:
     """Open each run once; raise `UserError` if a job does not exist."""
     job_ids = list(dict.fromkeys(job_ids))
     with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
@@ -50,11 +50,11 @@ def _open_runs(context: Context, job_ids: Sequence[int]) -> Iterator[Runs]:
         yield runs
 
 
-def _write(context: Context, runs: Runs, comparison: Comparison, flags: argparse.Namespace) -> None:
+def _write(context: CommandContext, runs: Runs, comparison: Comparison, flags: argparse.Namespace) -> None:
     if not flags.force:
         refuse_existing(filter(None, (flags.svg, flags.csv)))
     if flags.svg:
-        view = View(comparison.metric, flags.x, flags.smooth, flags.log)
+        view = CurveView(comparison.metric, flags.x, flags.smooth, flags.log)
         write_picture(flags.svg, comparison, view, force=flags.force)
     if flags.csv:
         write_table(flags.csv, runs, flags.metric or "", force=flags.force)
@@ -83,11 +83,11 @@ def _show(comparison: Comparison, settings: Settings) -> None:
         say(reason)
 
 
-def _words(line: Line) -> list[str]:
+def _words(line: ComparisonRow) -> list[str]:
     return [line.title, *line.words(UNKNOWN)]
 
 
-def _as_json(saes: Sequence[Sae], settings: Settings) -> dict[str, Any]:
+def _as_json(saes: Sequence[ComparedSae], settings: Settings) -> dict[str, Any]:
     members = [
         {"id": sae.job.id, "name": sae.job.name, "state": sae.job.state, "sae": sae.member}
         | {result.name: value_of(sae, result.name) for result in all_results()}

@@ -8,7 +8,7 @@ import pwd
 import shlex
 from pathlib import Path
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, text
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.user import home_folder
@@ -39,12 +39,12 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """Return the id of every job with its name and state."""
-    reader = JobsReader(Context(parsed_args).data)
+    reader = JobsReader(CommandContext(parsed_args).data)
     reader.poll()
     return {str(job.id): f"{text(job.name)} ({describe_state(job).word})" for job in reader.jobs}
 
 
-def complete_in_shell(context: Context, flags: argparse.Namespace) -> int:
+def complete_in_shell(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the code for the shell's start-up file; with `--install`, write the file that the shell loads."""
     shell = flags.shell or (_own_shell() if flags.install else None)
     if shell not in SHELLS:
@@ -83,7 +83,7 @@ def _login_shell() -> str:
         return ""
 
 
-def _install(context: Context, shell: str) -> int:
+def _install(context: CommandContext, shell: str) -> int:
     """Write the script to the file that the shell loads; refuse to overwrite a file that we did not write."""
     file, content = file_for(shell), _marked(_script(shell), shell)
     try:

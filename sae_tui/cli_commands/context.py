@@ -42,7 +42,7 @@ from trainer.contract.trust import distrust_of_folder
 _LIMIT_S = 60.0
 
 
-class Context:
+class CommandContext:
     """Holds the data folder, settings and GPUs of one command, from the flags that all commands share."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
@@ -156,7 +156,7 @@ def _refuse_unusable(root: Path) -> None:
         raise UserError(f"{why}, or choose another with --data-dir")
 
 
-def consent_of(context: Context, flags: argparse.Namespace) -> Consent:
+def consent_of(context: CommandContext, flags: argparse.Namespace) -> Consent:
     """Return which code from job files the flags and settings allow to run."""
     settings = context.settings
     names = (settings.python, *settings.trusted_code)

@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from sae_tui.cli_commands.context import Context, consent_of, read_training
+from sae_tui.cli_commands.context import CommandContext, consent_of, read_training
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report
-from sae_tui.doctor.base import FOLDER_LIMIT_S, Box, Finding
+from sae_tui.doctor.base import FOLDER_LIMIT_S, CheckedMachine, Finding
 from sae_tui.doctor.environments import both
 from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
@@ -29,7 +29,7 @@ INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)
 LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, against one"
 
 
-def doctor(context: Context, flags: argparse.Namespace) -> int:
+def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print each finding as soon as it is known; return 1 if one of them is an error."""
     job, python = None, ""
     is_silent = bool(context.hung) or not _has_settings(context)
@@ -37,7 +37,7 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
         job = read_training(flags.job, flags.overrides, flags.gpus, consent_of(context, flags)) if flags.job else None
         python = context.settings.python if job is None or job.launch.python is None else job.launch.python
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
-    box = Box(context.data, source, python=python)
+    box = CheckedMachine(context.data, source, python=python)
     box.is_silent = is_silent
     findings = []
     asked = (*CHECKS, *(PROBES if flags.probe else ()), *(SELF_TEST if flags.self_test else ()))
@@ -69,7 +69,7 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     return Exit.FAILED if failed else Exit.DONE
 
 
-def _has_settings(context: Context) -> bool:
+def _has_settings(context: CommandContext) -> bool:
     """Read the settings; return False if their disk does not answer."""
     try:
         on_thread(lambda: context.settings).result(FOLDER_LIMIT_S)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sae_tui.cli_commands.context import Context, overrides_of
+from sae_tui.cli_commands.context import CommandContext, overrides_of
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.launching import launch_all, resolve_placement
 from sae_tui.cli_commands.output import say, show_json, warn
@@ -28,7 +28,7 @@ from trainer.contract.wording import gibibytes, join_words
 Edit = Callable[[DataDir, Control, int], str]
 
 
-def resume(context: Context, flags: argparse.Namespace) -> int:
+def resume(context: CommandContext, flags: argparse.Namespace) -> int:
     """Resume an ended or paused job from its last good checkpoint; with `--wait`, wait for its end as `launch` does."""
     place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
@@ -49,7 +49,7 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _release_if_held(context: Context, job_id: int, *, finish: bool) -> str:
+def _release_if_held(context: CommandContext, job_id: int, *, finish: bool) -> str:
     """Release a held or paused job and return the message; return "" for any other job."""
     with store_access.existing(context.data, job_id) as control:
         job = control.job(job_id)
@@ -60,7 +60,7 @@ def _release_if_held(context: Context, job_id: int, *, finish: bool) -> str:
         return f"{edits.release_to_finish(context.data, control, job_id)} and then cools down"
 
 
-def clone(context: Context, flags: argparse.Namespace) -> int:
+def clone(context: CommandContext, flags: argparse.Namespace) -> int:
     """Launch a job with another job's settings and some changes; with `--print`, print the job file instead."""
     job = clone_settings(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
@@ -71,43 +71,43 @@ def clone(context: Context, flags: argparse.Namespace) -> int:
     return launch_all(context, flags, [job], parent=flags.id)
 
 
-def pause(context: Context, flags: argparse.Namespace) -> int:
+def pause(context: CommandContext, flags: argparse.Namespace) -> int:
     return _tell(context, flags.id, edits.pause(context.data, flags.id))
 
 
-def hold(context: Context, flags: argparse.Namespace) -> int:
+def hold(context: CommandContext, flags: argparse.Namespace) -> int:
     return _edit(context, flags.id, edits.hold)
 
 
-def release(context: Context, flags: argparse.Namespace) -> int:
+def release(context: CommandContext, flags: argparse.Namespace) -> int:
     return _edit(context, flags.id, edits.release)
 
 
-def prioritise(context: Context, flags: argparse.Namespace) -> int:
+def prioritise(context: CommandContext, flags: argparse.Namespace) -> int:
     return _edit(
         context, flags.id, lambda data, control, job_id: edits.prioritise(data, control, job_id, flags.priority)
     )
 
 
-def come_after(context: Context, flags: argparse.Namespace) -> int:
+def come_after(context: CommandContext, flags: argparse.Namespace) -> int:
     return _edit(context, flags.id, lambda data, control, job_id: edits.come_after(data, control, job_id, flags.others))
 
 
-def rename(context: Context, flags: argparse.Namespace) -> int:
+def rename(context: CommandContext, flags: argparse.Namespace) -> int:
     return _edit(context, flags.id, lambda data, control, job_id: edits.rename(data, control, job_id, flags.name))
 
 
-def write_note(context: Context, flags: argparse.Namespace) -> int:
+def write_note(context: CommandContext, flags: argparse.Namespace) -> int:
     return _edit(context, flags.id, lambda data, control, job_id: edits.write_note(data, control, job_id, flags.text))
 
 
-def tag(context: Context, flags: argparse.Namespace) -> int:
+def tag(context: CommandContext, flags: argparse.Namespace) -> int:
     return _edit(
         context, flags.id, lambda data, control, job_id: edits.retag(data, control, job_id, flags.words, flags.remove)
     )
 
 
-def remove(context: Context, flags: argparse.Namespace) -> int:
+def remove(context: CommandContext, flags: argparse.Namespace) -> int:
     """Delete jobs and all their files permanently, after a confirmation; delete all of the jobs or none."""
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
@@ -127,7 +127,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def repair(context: Context, flags: argparse.Namespace) -> int:
+def repair(context: CommandContext, flags: argparse.Namespace) -> int:
     """Rebuild the job list from the job folders if it was lost, and repair what a crash left behind."""
     done = []
     for step in repaired(context.data, flags.host_gone or ""):
@@ -141,7 +141,7 @@ def repair(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _ask_whether(context: Context, job_ids: list[int], waiting: str) -> None:
+def _ask_whether(context: CommandContext, job_ids: list[int], waiting: str) -> None:
     if not sys.stdin.isatty():
         raise UserError("rm asks before it deletes; in a script add --yes")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
@@ -160,12 +160,12 @@ def _jobs(job_ids: list[int]) -> str:
     return f"job{'s' * (len(job_ids) > 1)} {join_words([str(job_id) for job_id in job_ids])}"
 
 
-def _edit(context: Context, job_id: int, edit: Edit) -> int:
+def _edit(context: CommandContext, job_id: int, edit: Edit) -> int:
     with store_access.existing(context.data, job_id) as control:
         return _tell(context, job_id, edit(context.data, control, job_id))
 
 
-def _tell(context: Context, job_id: int, message: str) -> int:
+def _tell(context: CommandContext, job_id: int, message: str) -> int:
     shown: dict[str, Any] = {"id": job_id, "message": message}
     if context.as_json:
         show_json(shown)

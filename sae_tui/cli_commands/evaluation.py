@@ -7,7 +7,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from sae_tui.cli_commands.context import Context, consent_of
+from sae_tui.cli_commands.context import CommandContext, consent_of
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.store_access import existing
@@ -21,7 +21,7 @@ from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
 
-def evaluate(context: Context, flags: argparse.Namespace) -> int:
+def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     """Start the evaluation of a job; with `--wait`, return when it ends: 0 if it succeeded, else 1."""
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
@@ -56,7 +56,7 @@ def _model(given: str | None) -> str | None:
     return given if given in (None, request.AUTO) else str(working_folder() / str(given))
 
 
-def _runs_code(context: Context, flags: argparse.Namespace, model: str | None) -> bool:
+def _runs_code(context: CommandContext, flags: argparse.Namespace, model: str | None) -> bool:
     """Return whether the model's job file runs code; raise `JobFileError` if it would run code without consent."""
     if model in (None, request.AUTO):
         return False
@@ -66,7 +66,7 @@ def _runs_code(context: Context, flags: argparse.Namespace, model: str | None) -
     return any(code_in(table))
 
 
-def _card(context: Context, job: Job) -> request.Card | None:
+def _card(context: CommandContext, job: Job) -> request.ReservedGpu | None:
     """Return an idle GPU for the evaluation, or None; a job that trained on the CPU gets none."""
     if job.device != "cuda":
         return None

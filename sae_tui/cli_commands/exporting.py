@@ -14,12 +14,12 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CLOSE_LIMIT_S
-from sae_tui.gpu.sampler import Sampler, Status
+from sae_tui.gpu.sampler import Sampler, SamplerStatus
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from trainer.contract.errors import UserError
@@ -37,21 +37,21 @@ MOST_AT_ONCE = 16
 REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 
-def export_metrics(context: Context, flags: argparse.Namespace) -> int:
+def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the metrics once, or serve them until interrupted."""
     try:
-        from sae_tui.cli_commands.prometheus import Figures
+        from sae_tui.cli_commands.prometheus import PrometheusText
     except ModuleNotFoundError:
         needs = "export-metrics needs the package prometheus-client"
         raise UserError(f"{needs}; run `{install('prometheus')}`") from None
     if flags.once:
-        show_text(Figures(context.data, lambda: context.gpus.samples).text())
+        show_text(PrometheusText(context.data, lambda: context.gpus.samples).text())
         return Exit.DONE
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     # One thread per GPU, so that a GPU that hangs delays no other.
     sampler = Sampler(source, context.settings.sampling_interval_s)
     gpus = AskedGpus(sampler, source.name)
-    figures = Figures(context.data, gpus.samples, lambda: sampler.problem)
+    figures = PrometheusText(context.data, gpus.samples, lambda: sampler.problem)
     try:
         server = Server((LOOPBACK, flags.port), partial(Handler, figures.text), gpus.rest)
     except OSError as error:
@@ -91,7 +91,7 @@ class AskedGpus:
 
     @property
     def _is_waking(self) -> bool:
-        is_opening = self._sampler.status is Status.OPENING
+        is_opening = self._sampler.status is SamplerStatus.OPENING
         return is_opening or any(one.reason == faults.NO_ANSWER_YET for one in self._sampler.latest())
 
     def rest(self) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from sae_tui.cli_commands import cards
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, show_table
 from sae_tui.cli_commands.values import job_id_in
 from sae_tui.jobs.evaluation.outcome import NO_TOKENS
@@ -29,7 +29,7 @@ from trainer.contract.runs.features import Feature, Features
 from trainer.contract.wording import bars
 
 
-def features(context: Context, flags: argparse.Namespace) -> int:
+def features(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print one latent with its contexts, or a list of latents in the requested order."""
     read = Features(_file(context, flags))
     if flags.latent is not None:
@@ -55,7 +55,7 @@ def features(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _file(context: Context, flags: argparse.Namespace) -> Path:
+def _file(context: CommandContext, flags: argparse.Namespace) -> Path:
     """Return the feature file of the requested SAE; raise `UserError` if it is missing or the choice is ambiguous."""
     job_id = job_id_in(flags.run)
     if job_id is not None:
@@ -74,7 +74,7 @@ def _file(context: Context, flags: argparse.Namespace) -> Path:
     return files[flags.sae]
 
 
-def _of_card(context: Context, job_id: int, number: int) -> dict[str, Path]:
+def _of_card(context: CommandContext, job_id: int, number: int) -> dict[str, Path]:
     if files := cards.features_of(context, job_id, number):
         return files
     raise UserError(f"--card: what the latents of card {number} fired on is not stored any more")

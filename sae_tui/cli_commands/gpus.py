@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.cli_commands.context import Context, read_training
+from sae_tui.cli_commands.context import CommandContext, read_training
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table, warn
 from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past_of
 from sae_tui.cli_commands.snapshot import Snapshot
@@ -32,7 +32,7 @@ from trainer.contract.wording import gibibytes
 WATCH_S = 1.0
 
 
-def show_gpus(context: Context, flags: argparse.Namespace) -> int:
+def show_gpus(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print all GPUs as a list, or the requested GPU as an object; return 1 if the driver is broken."""
     if flags.watch:
         return _watch(context, flags)
@@ -41,7 +41,7 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
     return _show(context.gpus, context, flags)
 
 
-def _watch(context: Context, flags: argparse.Namespace) -> int:
+def _watch(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the GPUs every second until interrupted or until no process reads the output."""
     problem = ""
     for snapshot in context.watch_gpus(WATCH_S):
@@ -59,7 +59,7 @@ def _watch(context: Context, flags: argparse.Namespace) -> int:
     return Exit.UNREAD
 
 
-def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> int:
+def _show(snapshot: Snapshot, context: CommandContext, flags: argparse.Namespace) -> int:
     rows = _gpus(snapshot)
     if flags.index is None:
         if context.as_json:
@@ -78,7 +78,7 @@ def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> in
     return Exit.DONE
 
 
-def show_metrics(context: Context, flags: argparse.Namespace) -> int:
+def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print totals or every GPU, with stored history on request; return 1 if the driver is broken."""
     if context.has_broken_driver():
         return Exit.FAILED
@@ -110,7 +110,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
+def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> None:
     """Print the stored history as CSV: of all GPUs together, or of one GPU after the other."""
     past = past_of(context, flags)
     assert past is not None
@@ -122,7 +122,7 @@ def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
     say_all(csv_lines(rows))
 
 
-def recommend(context: Context, flags: argparse.Namespace) -> int:
+def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the GPUs that suit a job best; return 1 if there are none or the driver is broken."""
     # No consent is needed: this command runs no code from the job file.
     job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch.importing import import_sae
@@ -13,7 +13,7 @@ from trainer.contract.output import has_done
 from trainer.contract.progress import Progress
 
 
-def take_in(context: Context, flags: argparse.Namespace) -> int:
+def take_in(context: CommandContext, flags: argparse.Namespace) -> int:
     """Create a job from the SAE in a folder, and print what can be done with it."""
     settings = [word for override in flags.overrides for word in ("--set", override)]
     arguments = [*settings, *(["--format", flags.format] if flags.format else [])]

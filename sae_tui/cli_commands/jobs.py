@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sae_tui.cli_commands import cards
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import (
     UNKNOWN,
     clock_time,
@@ -23,7 +23,7 @@ from sae_tui.cli_commands.output import (
 from sae_tui.jobs import edits
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
-from sae_tui.jobs.files import Follower
+from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.output import extracts, name_of_output
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
@@ -67,7 +67,7 @@ EXITS = {
 }
 
 
-def show_jobs(context: Context, flags: argparse.Namespace) -> int:
+def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the jobs that match the filter, in the requested order."""
     reader = JobsReader(context.data)
     matches = _matches(reader, flags)
@@ -86,7 +86,7 @@ def show_jobs(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _watch(context: Context, flags: argparse.Namespace, reader: JobsReader) -> Exit:
+def _watch(context: CommandContext, flags: argparse.Namespace, reader: JobsReader) -> Exit:
     """Print the matching jobs, and again after each change, until no process reads the output."""
     told, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
     while True:
@@ -113,11 +113,11 @@ def _matches(reader: JobsReader, flags: argparse.Namespace) -> list[JobView]:
     return find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
 
 
-def _rows(context: Context, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
+def _rows(context: CommandContext, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
     return [_fields(job) | energy_of(job, context.settings)._asdict() for job in jobs]
 
 
-def show_job(context: Context, flags: argparse.Namespace) -> int:
+def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print one job and its events; with `--wait`, wait for its end and return the exit code of its final state."""
     code = Exit.DONE
     if flags.wait:
@@ -217,7 +217,7 @@ def _show_cause(postmortem: Postmortem, job_id: int) -> None:
         say(other)
 
 
-def stop(context: Context, flags: argparse.Namespace) -> int:
+def stop(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.kill and flags.finish:
         raise UsageError("--finish: does not go with --kill, which ends the job at once")
     if flags.evaluation and (flags.kill or flags.finish):
@@ -235,7 +235,7 @@ def stop(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def show_logs(context: Context, flags: argparse.Namespace) -> int:
+def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the last log lines of a rank; with `-f`, follow the log until the job ends."""
     reader = _reader(context, flags.id)
     assert reader.view is not None
@@ -243,7 +243,7 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
         raise UserError(f"job {flags.id} has no rank {flags.rank}; --rank takes 0 to {reader.view.world_size - 1}")
     run = context.data.run(flags.id)
     path = run.evaluation_log if flags.evaluation else run.log(flags.rank)
-    follower = Follower(path, offset=path.stat().st_size if path.exists() else 0)
+    follower = LogFollower(path, offset=path.stat().st_size if path.exists() else 0)
     lines = tail(path, flags.lines)
     if context.as_json and not flags.follow:
         show_json({"id": flags.id, "rank": flags.rank, "lines": lines})
@@ -266,7 +266,7 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
+def wait_for(context: CommandContext, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
     """Wait until all jobs have ended and return the worst exit code; Ctrl-C leaves the jobs as they are."""
     if not context.as_json:
         for job_id in job_ids:
@@ -285,7 +285,7 @@ def _what_came_of(view: JobView) -> str:
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
 
 
-def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) -> JobView:
+def _wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = True) -> JobView:
     """Wait until the job has ended, print how it ended if `is_told`, and return it.
 
     Raise `UserError` if the job was deleted meanwhile.
@@ -320,7 +320,7 @@ def _reached(job: JobView) -> Reached:
     return Reached(f"{unit} {job.step:,} of {job.total_steps:,}{rate}", job.progress, job.eta_s)
 
 
-def _reader(context: Context, job_id: int) -> JobReader:
+def _reader(context: CommandContext, job_id: int) -> JobReader:
     """Return a reader that has polled the job once; raise `UserError` if there is no such job."""
     reader = JobReader(context.data, job_id, mends=True)
     reader.poll()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from sae_tui.cli_commands.context import Context, consent_of, examine_job, read_job
+from sae_tui.cli_commands.context import CommandContext, consent_of, examine_job, read_job
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.doctor.session import guarantee
@@ -16,7 +16,7 @@ from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch import extraction, launching, placement
 from sae_tui.jobs.launch.clone import grid, name_by_axes
-from sae_tui.jobs.launch.memory_need import Measured, outlook_here
+from sae_tui.jobs.launch.memory_need import PeakMemory, outlook_here
 from sae_tui.jobs.launch.memory_need import measured_peak as measured_of
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
@@ -35,10 +35,10 @@ from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.wording import gibibytes, join_words, plural
 
 
-def validate(context: Context, flags: argparse.Namespace) -> int:
+def validate(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the errors and warnings of a job and its memory need; return 1 if it would not run."""
     look: AnyOutlook | None = None
-    measured: Measured | None = None
+    measured: PeakMemory | None = None
     job: AnyJob | None = None
     try:
         job, wrong, refusals = examine_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags))
@@ -80,7 +80,7 @@ def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
     return {name: getattr(look, name) for name in ("disk_bytes", "disk_free_bytes", "seconds")}
 
 
-def launch(context: Context, flags: argparse.Namespace) -> int:
+def launch(context: CommandContext, flags: argparse.Namespace) -> int:
     """Record the jobs and return; with `--wait`, wait for all jobs and return the worst exit code."""
     overrides, consent = _with_queue_flags(flags), consent_of(context, flags)
     jobs = [
@@ -91,7 +91,9 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
     return launch_all(context, flags, [name_by_axes(job, flags.grid) for job in jobs] if flags.grid else jobs)
 
 
-def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None) -> int:
+def launch_all(
+    context: CommandContext, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None
+) -> int:
     """Launch all jobs, or none if one of them cannot run; return the exit code."""
     # A clone keeps its parent's Python, even if that was the app's own.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
@@ -128,7 +130,7 @@ def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJo
     return Exit.DONE
 
 
-def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
+def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
     """Return a message about the state of a job that was just launched, and how to follow it."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
     queued = f"is queued for {_devices(where, job)}"
@@ -142,7 +144,7 @@ def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJo
     return f"waits: {join_words(users)}; {follow}" if users else f"{queued}; {follow}"
 
 
-def _check_or_raise(context: Context, job: AnyJob, promises: Promises) -> Placement:
+def _check_or_raise(context: CommandContext, job: AnyJob, promises: Promises) -> Placement:
     """Return the job's placement and print warnings; raise `JobFileError` with all errors."""
     where, problems = _check(context, job, promises)
     for problem in problems:
@@ -153,7 +155,9 @@ def _check_or_raise(context: Context, job: AnyJob, promises: Promises) -> Placem
     return where
 
 
-def _check(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> tuple[Placement | None, list[Problem]]:
+def _check(
+    context: CommandContext, job: AnyJob, promises: Promises = NO_PROMISES
+) -> tuple[Placement | None, list[Problem]]:
     """Return the job's placement, or None, and all problems of the job and its placement."""
     wants_gpus = context.gpus.cuda and bool(context.gpus.choices) and not (job.on_cpu or job.cluster)
     with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
@@ -168,7 +172,7 @@ def _check(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> t
             return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
-def resolve_placement(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> Placement:
+def resolve_placement(context: CommandContext, job: AnyJob, promises: Promises = NO_PROMISES) -> Placement:
     """Return the job's placement; raise `JobFileError` if the job can never run."""
     gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
     with environment.judged_there(job):
@@ -178,7 +182,7 @@ def resolve_placement(context: Context, job: AnyJob, promises: Promises = NO_PRO
         )  # fmt: skip
 
 
-def _look(context: Context, job: AnyJob, here: Machine) -> AnyOutlook | None:
+def _look(context: CommandContext, job: AnyJob, here: Machine) -> AnyOutlook | None:
     """Return the expected needs of the job; None if its data cannot be read."""
     try:
         return outlook_here(job, here, context.past())
@@ -186,7 +190,7 @@ def _look(context: Context, job: AnyJob, here: Machine) -> AnyOutlook | None:
         return None
 
 
-def _needs(look: AnyOutlook, measured: Measured | None) -> str:
+def _needs(look: AnyOutlook, measured: PeakMemory | None) -> str:
     """Return a line like `needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
     if isinstance(look, ExtractionOutlook):
         return extraction.needs(look)
@@ -211,11 +215,11 @@ def _devices(where: Placement, job: AnyJob) -> str:
     return f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
 
 
-def _source(context: Context) -> str:
+def _source(context: CommandContext) -> str:
     """Return the source name that lets a supervisor find these GPUs again."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 
-def _busy(context: Context, where: Placement) -> list[GpuChoice]:
+def _busy(context: CommandContext, where: Placement) -> list[GpuChoice]:
     chosen = {index for index, _ in where.gpus}
     return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]

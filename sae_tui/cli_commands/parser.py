@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from sae_tui.cli_commands import completion
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.values import host, port, positive, price, rank, seconds, share, size, step
 from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
@@ -21,7 +21,7 @@ from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_
 from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
-Command = Callable[[Context, argparse.Namespace], int]
+Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
 # Modules whose commands act on jobs or their GPUs; before these run, jobs that crashed are reconciled.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
@@ -157,7 +157,7 @@ COMMAND_EXAMPLES = {
 ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
 
 
-class Parser(output.Parser):
+class CommandParser(output.SafeParser):
     """Reports bad usage in one line, which would be lost below the usage of all flags."""
 
     def told(self, message: str) -> str:
@@ -174,10 +174,10 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-def make_parser(open_app: Command) -> Parser:
+def make_parser(open_app: Command) -> CommandParser:
     """Return the parser of all commands and their flags; without a command, `open_app` runs."""
     shared = _shared_flags()
-    parser = Parser(
+    parser = CommandParser(
         prog="sae-tui",
         description="Monitor GPUs and train sparse autoencoders on them. Without a command, opens the app.",
         epilog=EXAMPLES,
@@ -216,7 +216,7 @@ def make_parser(open_app: Command) -> Parser:
 def _load_when_run(function: str) -> Command:
     """Return a command that imports its module when it runs: all imports take a third of a command's start time."""
 
-    def run(context: Context, flags: argparse.Namespace) -> int:
+    def run(context: CommandContext, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
         if module in _ABOUT_JOBS:
             context.mend()
@@ -498,12 +498,12 @@ def _examples(command: str) -> str:
     return "\n".join(["examples:", *(f"  sae-tui {line}" for line in COMMAND_EXAMPLES[command])])
 
 
-def _shared_flags(*, in_help: bool = True) -> Parser:
+def _shared_flags(*, in_help: bool = True) -> CommandParser:
     """Return the flags allowed before and after the command; defaults would overwrite values given before it.
 
     If `in_help` is false, `--help` omits them, and the help of a command names them in one line instead.
     """
-    shared = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
     shared.add_argument("--demo-gpus", type=positive, metavar="N", help="how many GPUs to simulate")
@@ -513,7 +513,7 @@ def _shared_flags(*, in_help: bool = True) -> Parser:
     return shared
 
 
-def _json_flag() -> Parser:
-    flag = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+def _json_flag() -> CommandParser:
+    flag = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     flag.add_argument("--json", action="store_true", help="print JSON")
     return flag

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import UNKNOWN, clock_time
 from sae_tui.gpu.simulated import is_simulated
-from sae_tui.gpu.stored import StoredSample, Totals, stored_samples, totals
+from sae_tui.gpu.stored import GpuTotals, StoredSample, stored_samples, totals
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import printable
 from trainer.contract.store.database import StoreMissing
@@ -29,10 +29,10 @@ CARD_LINE = "{:<19}  {:>5}  {:>9}  {:>6}  {:>7}  {:>4}"
 TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
 
 
-class Past:
+class StoredSamples:
     """The samples stored since `--since`; `every_s` is the step in seconds, None for raw samples."""
 
-    def __init__(self, context: Context, flags: argparse.Namespace) -> None:
+    def __init__(self, context: CommandContext, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since
         samples = (context.as_json or flags.csv) and flags.view == "per_gpu"
         asked_s: int | None = flags.every
@@ -46,7 +46,7 @@ class Past:
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
-    def of_all(self) -> Iterator[Totals]:
+    def of_all(self) -> Iterator[GpuTotals]:
         """Yield totals over the GPUs present at each time: over the real GPUs, or over the simulated ones."""
         with suppress(StoreMissing):
             rows = stored_samples(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
@@ -116,7 +116,7 @@ class Past:
             ),
         )
 
-    def _cards_then(self, row: Totals) -> int:
+    def _cards_then(self, row: GpuTotals) -> int:
         """Return the number of GPUs at that time, including GPUs that were removed since."""
         return max(self._count, row.gpus_counted)
 
@@ -132,10 +132,10 @@ class Past:
         yield from lines
 
 
-def past_of(context: Context, flags: argparse.Namespace) -> Past | None:
+def past_of(context: CommandContext, flags: argparse.Namespace) -> StoredSamples | None:
     """Return the history, None if not requested; raise `JobFileError` for `--every` or `--csv` without `--since`."""
     if flags.since is not None:
-        return Past(context, flags)
+        return StoredSamples(context, flags)
     if flags.every is not None:
         message = "is the step of what was stored; say since when, such as --since 24h"
         raise JobFileError([Problem("--every", message)])

@@ -28,7 +28,7 @@ Labelled = Iterable[tuple[Labels, float | None]]
 _NOT_IN_A_NAME = re.compile("[^a-zA-Z0-9_]")
 
 
-class Figures(Collector):
+class PrometheusText(Collector):
     """Writes the metrics of GPUs and jobs as text; a lock serialises the threads that ask."""
 
     def __init__(

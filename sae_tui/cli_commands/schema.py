@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sae_tui.cli_commands.answers import own_answers
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say_all, show_json
 from trainer.contract.answers import commands
 from trainer.contract.answers.schema import Schema, as_text
@@ -17,7 +17,7 @@ from trainer.contract.settings.knobs import cut
 ERROR = "error"
 
 
-def show_schema(context: Context, flags: argparse.Namespace) -> int:
+def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the JSON Schema of a command's answer; without a command, list the commands that have one."""
     known, asked = schemas(), " ".join(flags.words)
     if asked in known:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.launch import placement
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 
 
-def select(context: Context, flags: argparse.Namespace) -> int:
+def select(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the UUIDs of unused GPUs, most free memory first; fail if there are too few."""
     if context.has_broken_driver():
         return Exit.FAILED

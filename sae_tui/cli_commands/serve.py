@@ -9,14 +9,14 @@ import socket
 import stat
 import sys
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.jobs.user import user_name
 from sae_tui.web.page import MISSING
 from trainer.contract.errors import UserError
 
 
-def serve(context: Context, flags: argparse.Namespace) -> int:
+def serve(context: CommandContext, flags: argparse.Namespace) -> int:
     """Serve browser sessions of the app until interrupted."""
     try:
         from sae_tui.web.server import run_server
@@ -44,7 +44,7 @@ _WHAT = {
 }
 
 
-def _argv(context: Context, *, write: bool) -> list[str]:
+def _argv(context: CommandContext, *, write: bool) -> list[str]:
     """Return the command that starts a browser session; -P, since other users may write to the current folder."""
     argv = [sys.executable, "-P", "-m", "sae_tui", *context.words]
     return argv if write else [*argv, "--readonly"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.launch.exporting import export_sae
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress
 
 
-def export(context: Context, flags: argparse.Namespace) -> int:
+def export(context: CommandContext, flags: argparse.Namespace) -> int:
     """Export the SAE of a job and print where it is."""
     given = {"--best": flags.best, "--force": flags.force}
     arguments = ["--format", flags.format, *(flag for flag, is_given in given.items() if is_given)]

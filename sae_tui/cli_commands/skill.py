@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json
 from trainer.contract.exits import Exit
 
@@ -93,7 +93,7 @@ sae-tui export 1 --out first-sae --json
 """
 
 
-def show_skill(context: Context, _flags: argparse.Namespace) -> int:
+def show_skill(context: CommandContext, _flags: argparse.Namespace) -> int:
     """Print the guide."""
     if context.as_json:
         show_json({"guide": GUIDE})

@@ -9,19 +9,19 @@ import sys
 import time
 from importlib.metadata import version
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import show_json
 from sae_tui.gpu import faults
-from sae_tui.gpu.sampler import Sampler, Status
+from sae_tui.gpu.sampler import Sampler, SamplerStatus
 from sae_tui.gpu.visible import visible
 from sae_tui.hosts.protocol import (
     MOST_GPUS,
     PROTOCOL,
-    Gpus,
     Hello,
     Jobs,
     Log,
     Message,
+    RemoteGpus,
     far_card,
     jobs_message,
     log_messages,
@@ -29,7 +29,7 @@ from sae_tui.hosts.protocol import (
 from sae_tui.jobs.cards.availability import choices, describe_use, with_strangers
 from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.files import Follower
+from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.exits import Exit
 from trainer.contract.runs.log_tail import tail
@@ -40,7 +40,7 @@ _LOG_EVERY_S = 0.25
 _FIRST_LINES = 2000
 
 
-def stream(context: Context, flags: argparse.Namespace) -> int:
+def stream(context: CommandContext, flags: argparse.Namespace) -> int:
     """Write messages about GPUs and jobs, or one log, until standard input ends or no process reads the output."""
     _tell(Hello(PROTOCOL, version("sae-tui")))
     if flags.log is not None:
@@ -66,7 +66,7 @@ def stream(context: Context, flags: argparse.Namespace) -> int:
 class GpuSide:
     """The GPUs of this machine, each read by its own thread, and the holder of each GPU."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: CommandContext) -> None:
         self._data = context.data
         self._occupancy = Occupancy(context.data)
         source = gpu_source(context.source_name, self._occupancy, count=context.gpu_count)
@@ -75,7 +75,7 @@ class GpuSide:
         self._sampler.start()
         self._has_waited = False
 
-    def gpus(self) -> Gpus:
+    def gpus(self) -> RemoteGpus:
         """Return the newest sample of every GPU; the first call waits up to `EVERY_S` for the samples."""
         if not self._has_waited:
             self._wait_for_all()
@@ -83,9 +83,9 @@ class GpuSide:
         held = with_strangers(self._occupancy.holders(), lock_folder(self._data, self._name), samples)
         uses = map(describe_use, choices(samples, held))
         cards = tuple(far_card(sample, *use) for sample, use in zip(samples, uses, strict=True))
-        opening = self._sampler.status is Status.OPENING
+        opening = self._sampler.status is SamplerStatus.OPENING
         problem = "asking the driver…" if opening else str(self._sampler.problem or "")
-        return Gpus(cards, "" if cards else problem)
+        return RemoteGpus(cards, "" if cards else problem)
 
     def _wait_for_all(self) -> None:
         self._has_waited, deadline = True, time.monotonic() + EVERY_S
@@ -95,7 +95,7 @@ class GpuSide:
     @property
     def _have_answered(self) -> bool:
         answers = [sample.reason != faults.NO_ANSWER_YET for sample in self._sampler.latest()]
-        return self._sampler.status is not Status.OPENING and all(answers)
+        return self._sampler.status is not SamplerStatus.OPENING and all(answers)
 
     def close(self) -> None:
         """Stop reading; if a thread hangs in the driver, exit the process, since Python would wait for the thread."""
@@ -103,9 +103,9 @@ class GpuSide:
             os._exit(Exit.DONE)
 
 
-def _stream_log(context: Context, flags: argparse.Namespace) -> int:
+def _stream_log(context: CommandContext, flags: argparse.Namespace) -> int:
     path = context.data.run(flags.log).log(flags.rank)
-    follower = Follower(path, offset=path.stat().st_size if path.exists() else 0)
+    follower = LogFollower(path, offset=path.stat().st_size if path.exists() else 0)
     lines = tail(path, _FIRST_LINES)
     if not lines:
         _tell(Log())

@@ -7,8 +7,8 @@ import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sae_tui.compare.lines import View, traces
-from sae_tui.compare.run import Sae, Sample
+from sae_tui.compare.lines import CurveView, traces
+from sae_tui.compare.run import ComparedSae, Sample
 from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.compare.svg import svg
 from trainer.contract.errors import UserError
@@ -24,7 +24,7 @@ def picture_title(comparison: Comparison) -> str:
     return f"{title_of(comparison.metric)}: {', '.join(names)}"
 
 
-def write_picture(path: Path, comparison: Comparison, view: View, *, force: bool = False) -> None:
+def write_picture(path: Path, comparison: Comparison, view: CurveView, *, force: bool = False) -> None:
     """Write the curves as SVG; raise `UserError` if the file exists already or cannot be written."""
     write_new(path, [svg(traces(comparison.curves, view), view, picture_title(comparison))], force=force)
 
@@ -34,7 +34,7 @@ def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False
     write_new(path, csv_lines(runs.all_values(metric)), force=force)
 
 
-def csv_lines(values: Iterable[tuple[Sae, str, Sample]]) -> Iterator[str]:
+def csv_lines(values: Iterable[tuple[ComparedSae, str, Sample]]) -> Iterator[str]:
     """Yield a line of titles and one line per value; a value that is not finite is empty."""
     yield _csv_line(COLUMNS)
     for sae, metric, sample in values:

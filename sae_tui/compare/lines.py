@@ -15,7 +15,7 @@ AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
 
-class View(msgspec.Struct, frozen=True):
+class CurveView(msgspec.Struct, frozen=True):
     """The way curves are shown; `smoothing` is the weight of the past in a moving average, 0 for none."""
 
     metric: str = held_out(CRITERION)
@@ -36,7 +36,7 @@ class Trace(msgspec.Struct, frozen=True):
         return self.points[-1][1] if self.points else None
 
 
-def traces(curves: Sequence[Curve], view: View) -> list[Trace]:
+def traces(curves: Sequence[Curve], view: CurveView) -> list[Trace]:
     """Return a trace for each curve."""
     return [Trace(curve.label, curve.sae, tuple(_points(curve, view))) for curve in curves]
 
@@ -73,7 +73,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return inside or [low, high]
 
 
-def _points(curve: Curve, view: View) -> Iterator[tuple[float, float]]:
+def _points(curve: Curve, view: CurveView) -> Iterator[tuple[float, float]]:
     measured = [(_at(sample, view.axis), sample.value) for sample in curve.samples if sample.value is not None]
     values = ema([value for _, value in measured], view.smoothing)
     for (x, _), value in zip(measured, values, strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sae_tui.compare.run import Sae
+from sae_tui.compare.run import ComparedSae
 from trainer.contract.runs.row_sums import paired_error
 from trainer.contract.settings.series import CRITERION, held_out
 
@@ -36,15 +36,15 @@ class Lead(msgspec.Struct, frozen=True):
         return self.lead > self.least
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredSae(msgspec.Struct, frozen=True):
     """An SAE with its value of a result and the standard error; None if unknown."""
 
-    sae: Sae
+    sae: ComparedSae
     value: float | None
     error: float | None = None
 
 
-def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measured]) -> Lead | None:
+def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
     """Return the lead of the best SAE over another in a result; None if a value or all noise is unknown.
 
     The spread of seeds is measured on all SAEs in `compared`.
@@ -58,7 +58,7 @@ def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measu
     return Lead(abs(other.value - best.value), least, why)
 
 
-def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] | None:
+def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float, str] | None:
     """Return the smallest lead that counts given the errors of both, and the reason."""
     if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
@@ -74,7 +74,7 @@ def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] 
     return LEAD * math.hypot(best.error, other.error), f"{LEAD:g} standard errors of both together"
 
 
-def _by_seeds(name: str, compared: Sequence[Measured], top: float) -> tuple[float, str] | None:
+def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
     """Return the smallest lead in FVU that counts given the spread of seeds, and the reason."""
     if name not in _FVUS:
         return None
@@ -91,7 +91,7 @@ def _by_seeds(name: str, compared: Sequence[Measured], top: float) -> tuple[floa
     return LEAD * math.sqrt(2) * spread, f"{LEAD:g} × the spread of seeds between two runs"
 
 
-def _without_seed(sae: Sae) -> str:
+def _without_seed(sae: ComparedSae) -> str:
     """Return the settings that determine the SAE, without its seed."""
     settings = {path: one for path, one in sae.settings.items() if path.startswith(_OF_SAE) and path != _SEED}
     return repr(sorted(settings.items(), key=str))

@@ -34,7 +34,7 @@ class Sample(NamedTuple):
     value: float | None
 
 
-class Sae(msgspec.Struct, frozen=True):
+class ComparedSae(msgspec.Struct, frozen=True):
     """An SAE to compare: the only one of a run, or one of a sweep.
 
     `latest` holds its newest values by metric and, if it has a report card, the card's figures under `card_` names.
@@ -62,7 +62,7 @@ class Run:
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.job_id = job_id
-        self.saes: tuple[Sae, ...] = ()
+        self.saes: tuple[ComparedSae, ...] = ()
         self._live = LiveRun(data.run(job_id))
         self._output = data.sae(job_id)
         self._cards: dict[str, ReportCard] = {}
@@ -96,7 +96,7 @@ class Run:
             self.saes = tuple(self._saes(shown))
         return True
 
-    def curve(self, metric: str, sae: Sae, place: int) -> Curve | None:
+    def curve(self, metric: str, sae: ComparedSae, place: int) -> Curve | None:
         """Return the metric over the run in about `MOST_POINTS` points; None if the SAE has none.
 
         A metric that the SAEs of a sweep share is returned for the first of them only.
@@ -113,7 +113,7 @@ class Run:
                 return None
         return Curve(label, place, self._curves[name, label])
 
-    def all_values(self, metric: str, sae: Sae) -> Iterator[Sample]:
+    def all_values(self, metric: str, sae: ComparedSae) -> Iterator[Sample]:
         """Yield every value of a metric, reading lazily; a value that is not finite is None."""
         name = self._name(metric, sae.member)
         if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
@@ -125,12 +125,12 @@ class Run:
     def close(self) -> None:
         self._live.close()
 
-    def _saes(self, job: Job) -> Iterator[Sae]:
+    def _saes(self, job: Job) -> Iterator[ComparedSae]:
         for member, settings in settings_of(job.config).items():
             label = f"{job.id} {member}" if member else str(job.id)
             # The job may have been renamed after its job file was written.
             latest = self._latest(member) | self._card(member)
-            yield Sae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
+            yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
         """Return the newest values by metric: the SAE's own, or the run's if its SAEs share the metric."""

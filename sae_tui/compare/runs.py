@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from sae_tui.compare.run import Curve, Run, Sae, Sample
+from sae_tui.compare.run import ComparedSae, Curve, Run, Sample
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.series import result_metrics, with_held_out
 from trainer.contract.store.job_store import Control
@@ -17,7 +17,7 @@ from trainer.contract.store.job_store import Control
 class Comparison(msgspec.Struct, frozen=True):
     """All data that a screen or a command shows of some runs; `curves` are the curves of `metric`."""
 
-    saes: tuple[Sae, ...] = ()
+    saes: tuple[ComparedSae, ...] = ()
     metrics: tuple[str, ...] = ()
     metric: str = ""
     curves: tuple[Curve, ...] = ()
@@ -40,7 +40,7 @@ class Runs:
             curves = [run.curve(metric, sae, place) for place, (run, sae) in enumerate(saes)]
             return Comparison(tuple(sae for _, sae in saes), metrics, metric, tuple(filter(None, curves)))
 
-    def all_values(self, metric: str = "") -> Iterator[tuple[Sae, str, Sample]]:
+    def all_values(self, metric: str = "") -> Iterator[tuple[ComparedSae, str, Sample]]:
         """Yield (SAE, metric, sample) for every value of a metric, or of all metrics."""
         with self._lock:
             for run, sae in self._poll():
@@ -53,7 +53,7 @@ class Runs:
             for run in self._runs:
                 run.close()
 
-    def _poll(self) -> list[tuple[Run, Sae]]:
+    def _poll(self) -> list[tuple[Run, ComparedSae]]:
         """Return the SAEs of all runs, without runs that were deleted meanwhile."""
         return [(run, sae) for run in self._runs if run.poll(self._control) for sae in run.saes]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from sae_tui.compare.lines import AXES, Trace, View, log_ticks, ticks
+from sae_tui.compare.lines import AXES, CurveView, Trace, log_ticks, ticks
 from trainer.contract.printable import printable
 from trainer.contract.settings.series import title_of
 from trainer.contract.wording import number
@@ -23,7 +23,7 @@ _LINE, _LETTER = 18, 7  # of the legend
 _LONGEST_TITLE = 90
 
 
-class Box(NamedTuple):
+class PlotArea(NamedTuple):
     """The lower edge of the plot, and the ranges of its axes."""
 
     bottom: float
@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return _LEFT + across * (_RIGHT - _LEFT), self.bottom - (y - low) / (high - low) * (self.bottom - _TOP)
 
 
-def svg(traces: Sequence[Trace], view: View, title: str) -> str:
+def svg(traces: Sequence[Trace], view: CurveView, title: str) -> str:
     """Return the whole picture as SVG text; a trace without points only appears in the legend."""
     height = max(_HEIGHT, _TOP + _LINE * len(traces) + _BOTTOM)
     width = _RIGHT + 56 + _LETTER * max([19, *(len(_label(trace)) for trace in traces)])
@@ -51,13 +51,13 @@ def svg(traces: Sequence[Trace], view: View, title: str) -> str:
     return "\n".join([f"{head} {font}>", '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>\n"])
 
 
-def _box(points: Sequence[tuple[float, float]], view: View, bottom: float) -> Box:
+def _box(points: Sequence[tuple[float, float]], view: CurveView, bottom: float) -> PlotArea:
     """Return the plot that contains all points."""
     xs, ys = ([point[axis] for point in points] or [0.0, 1.0] for axis in (0, 1))
     y = min(ys), max(ys)
     if not points or (view.log and y[0] <= 0):
         y = (0.1, 1.0)
-    return Box(bottom, _wide(min(xs), max(xs)), _wide(*y, log=view.log), view.log)
+    return PlotArea(bottom, _wide(min(xs), max(xs)), _wide(*y, log=view.log), view.log)
 
 
 def _wide(low: float, high: float, *, log: bool = False) -> tuple[float, float]:
@@ -67,7 +67,7 @@ def _wide(low: float, high: float, *, log: bool = False) -> tuple[float, float]:
     return (low / 2, high * 2) if log else (low - (abs(low) * 0.1 or 1), high + (abs(high) * 0.1 or 1))
 
 
-def _axes(box: Box) -> Iterator[str]:
+def _axes(box: PlotArea) -> Iterator[str]:
     """Draw the frame with ticks, and a faint line at each tick of y."""
     for tick in ticks(*box.x):
         x, _ = box.place(tick, box.y[0])
@@ -80,7 +80,7 @@ def _axes(box: Box) -> Iterator[str]:
     yield f'<path d="M{_LEFT},{_TOP}V{box.bottom}H{_RIGHT}" fill="none" stroke="black"/>'
 
 
-def _titles(box: Box, view: View, title: str) -> Iterator[str]:
+def _titles(box: PlotArea, view: CurveView, title: str) -> Iterator[str]:
     title = title if len(title) <= _LONGEST_TITLE else f"{title[: _LONGEST_TITLE - 1]}…"
     yield _text(_LEFT, 24, title, size=15)
     yield _text((_LEFT + _RIGHT) / 2, box.bottom + 40, AXES[view.axis], "middle")
@@ -90,7 +90,7 @@ def _titles(box: Box, view: View, title: str) -> Iterator[str]:
     yield _text(18, middle, title_of(view.metric) + smoothed, "middle", more=turned)
 
 
-def _curve(trace: Trace, box: Box, style: int) -> Iterator[str]:
+def _curve(trace: Trace, box: PlotArea, style: int) -> Iterator[str]:
     places = [box.place(x, y) for x, y in trace.points]
     if not places:
         return

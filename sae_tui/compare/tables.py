@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from sae_tui.compare.noise import Lead, Measured, lead_of
-from sae_tui.compare.run import Sae
+from sae_tui.compare.noise import Lead, MeasuredSae, lead_of
+from sae_tui.compare.run import ComparedSae
 from sae_tui.jobs.energy import Energy, energy_of, grams, is_whole, money, watt_hours
 from sae_tui.jobs.states import is_ranked, was_resumed
 from sae_tui.settings import Settings
@@ -47,7 +47,7 @@ TOKENS_PER_STEP = "tokens per step"
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
-class Line(msgspec.Struct, frozen=True):
+class ComparisonRow(msgspec.Struct, frozen=True):
     """A row of a table: a title, a value per SAE, and the indices of the best SAEs, or of the SAEs that count as the
     same.
 
@@ -74,7 +74,7 @@ class Line(msgspec.Struct, frozen=True):
         return [f"{text}{marks.get(place, '')}" for place, text in enumerate(texts)]
 
 
-class Result(msgspec.Struct, frozen=True):
+class ComparedFigure(msgspec.Struct, frozen=True):
     """A figure that is compared between runs, and which values are better; None if neither are."""
 
     name: str
@@ -90,23 +90,23 @@ def word_of(metric: str) -> Callable[[float], str]:
 
 # Results that an imported SAE also has after it is evaluated.
 _OF_CARD = (
-    Result("card_fvu", "report card FVU", "lower", word_of("fvu")),
-    Result("card_l0", "report card L0", None, word_of("l0")),
+    ComparedFigure("card_fvu", "report card FVU", "lower", word_of("fvu")),
+    ComparedFigure("card_l0", "report card L0", None, word_of("l0")),
     # With more rows, fewer latents never fire.
-    Result("card_dead", "report card did not fire", None, word_of("dead_fraction")),
-    Result("card_ce_score", "report card CE score", "higher", number),
-    Result("card_kl_score", "report card KL score", "higher", number),
-    Result("card_auc_1", "probing AUC, k = 1", "higher", number),
-    Result("card_auc_16", "probing AUC, k = 16", "higher", number),
-    Result("card_rows", "report card rows", None, count),
+    ComparedFigure("card_dead", "report card did not fire", None, word_of("dead_fraction")),
+    ComparedFigure("card_ce_score", "report card CE score", "higher", number),
+    ComparedFigure("card_kl_score", "report card KL score", "higher", number),
+    ComparedFigure("card_auc_1", "probing AUC, k = 1", "higher", number),
+    ComparedFigure("card_auc_16", "probing AUC, k = 16", "higher", number),
+    ComparedFigure("card_rows", "report card rows", None, count),
 )
 _OF_RUN = (
-    Result("loss", LOSS.title, LOSS.better, number),
-    Result("tokens", "tokens", None, count),
-    Result("tokens_per_s", "tokens/s", "higher", count),
-    Result("duration_s", "duration", "lower", duration),
-    Result("peak_memory_bytes", "peak memory", "lower", gibibytes),
-    Result("energy_wh", "energy", "lower", watt_hours),
+    ComparedFigure("loss", LOSS.title, LOSS.better, number),
+    ComparedFigure("tokens", "tokens", None, count),
+    ComparedFigure("tokens_per_s", "tokens/s", "higher", count),
+    ComparedFigure("duration_s", "duration", "lower", duration),
+    ComparedFigure("peak_memory_bytes", "peak memory", "lower", gibibytes),
+    ComparedFigure("energy_wh", "energy", "lower", watt_hours),
 )
 
 
@@ -117,7 +117,7 @@ _OF_QUALITY = frozenset(
 )
 
 
-def all_results() -> list[Result]:
+def all_results() -> list[ComparedFigure]:
     """Return the results to compare: metrics (also held-out), report card, loss, speed and cost."""
     return [
         *(_of_metric(name, series) for metric, series in result_metrics().items() for name in with_held_out(metric)),
@@ -126,11 +126,11 @@ def all_results() -> list[Result]:
     ]
 
 
-def _of_metric(name: str, series: Series) -> Result:
-    return Result(name, title_of(name), series.better, word_of(name))
+def _of_metric(name: str, series: Series) -> ComparedFigure:
+    return ComparedFigure(name, title_of(name), series.better, word_of(name))
 
 
-def differences(saes: Sequence[Sae]) -> list[Line]:
+def differences(saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
     """Return a row for each setting that differs; None for an SAE that does not have the setting."""
     of_saes = [_settings(sae) for sae in saes]
     paths = list(dict.fromkeys(path for settings in of_saes for path in settings))
@@ -140,11 +140,11 @@ def differences(saes: Sequence[Sae]) -> list[Line]:
         told = [one for one, sae in zip(values, saes, strict=True) if not (_is_imported(sae) and _is_of_training(path))]
         # By repr, since False and 0 are equal in Python.
         if len({repr(value) for value in told}) > 1:
-            lines.append(Line(path, values, word=_value))
+            lines.append(ComparisonRow(path, values, word=_value))
     return lines
 
 
-def _settings(sae: Sae) -> dict[str, Any]:
+def _settings(sae: ComparedSae) -> dict[str, Any]:
     all_of_it = {**sae.settings, TOKENS_PER_STEP: _tokens_per_step(sae), "ran as": _ran_as(sae)}
     return {path: value for path, value in all_of_it.items() if not (_is_imported(sae) and _is_of_training(path))}
 
@@ -153,34 +153,36 @@ def _is_of_training(path: str) -> bool:
     return path.startswith(_OF_TRAINING)
 
 
-def _is_imported(sae: Sae) -> bool:
+def _is_imported(sae: ComparedSae) -> bool:
     """Return True if an SAE comes from another tool and was not trained further here."""
     return sae.job.state is JobState.IMPORTED
 
 
-def results(saes: Sequence[Sae], settings: Settings | None = None) -> list[Line]:
+def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> list[ComparisonRow]:
     """Return a row for each result, final or so far; with `settings` also the price and CO₂ of the energy."""
     lines = []
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
-            line = _judged(Line(result.title, values, word=result.word), result, saes)
+            line = _judged(ComparisonRow(result.title, values, word=result.word), result, saes)
             lines.append(_at_l0(_with_tokens(line, result, saes), result, saes))
     return lines + (_priced(saes, settings) if settings else [])
 
 
-def _priced(saes: Sequence[Sae], settings: Settings) -> list[Line]:
+def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonRow]:
     """Return the price and CO₂ of the energy; no best is marked, since they follow from the energy."""
     energies = [energy_of(sae.job, settings) for sae in saes]
     whole = [energy if is_whole(energy) else Energy() for energy in energies]
     lines = [
-        Line("price", tuple(energy.cost for energy in whole), word=lambda cost: f"{money(cost)} {settings.currency}"),
-        Line("CO₂", tuple(energy.co2_g for energy in whole), word=grams),
+        ComparisonRow(
+            "price", tuple(energy.cost for energy in whole), word=lambda cost: f"{money(cost)} {settings.currency}"
+        ),
+        ComparisonRow("CO₂", tuple(energy.co2_g for energy in whole), word=grams),
     ]
     return [line for line in lines if any(value is not None for value in line.values)]
 
 
-def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
     """Return the line with the best marked; for quality results only finished runs compete, and the others get a mark.
 
     Values of training batches have no best: they are lower than held-out ones, and lowest if a run overfits.
@@ -195,7 +197,7 @@ def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     return _marked(line, result, saes)
 
 
-def _marked(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
     """Return the line with the best marked, or with all that count as the same as the best."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
@@ -208,7 +210,7 @@ def _marked(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
 
 
-def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
     """Return a line of FVUs with a note on their L0 values, if these differ by more than `MOST_L0_MISS`."""
     if result.name not in _L0_OF:
         return line
@@ -220,7 +222,7 @@ def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     return msgspec.structs.replace(line, why="; ".join(filter(None, (line.why, unequal))))
 
 
-def _with_tokens(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
     """Return a quality line with the tokens of the best SAE, if the SAEs differ in their number of training tokens."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
@@ -229,7 +231,7 @@ def _with_tokens(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     return msgspec.structs.replace(line, notes=tuple(f" ({count(n)} tokens)" if n else "" for n in tokens))
 
 
-def _leads(values: Sequence[float | None], result: Result) -> bool:
+def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
     """Return True if the best value leads by the minimum for this result; most results have no minimum."""
     measured = sorted((value for value in values if value is not None), reverse=result.better == "higher")
     if result.name not in LEAST_LEAD or len(measured) < 2:
@@ -238,7 +240,7 @@ def _leads(values: Sequence[float | None], result: Result) -> bool:
     return abs(first - second) > LEAST_LEAD[result.name] * abs(second)
 
 
-def _error(sae: Sae, name: str) -> float | None:
+def _error(sae: ComparedSae, name: str) -> float | None:
     """Return the standard error of a result, None if unknown; for a share of latents, the binomial standard error."""
     if name != "dead_fraction":
         return sae.latest.get(error_of(name))
@@ -246,7 +248,7 @@ def _error(sae: Sae, name: str) -> float | None:
     return math.sqrt(dead * (1 - dead) / d_sae) if d_sae and dead is not None and 0 <= dead <= 1 else None
 
 
-def _d_sae(sae: Sae) -> int | None:
+def _d_sae(sae: ComparedSae) -> int | None:
     own, expansion = sae.settings.get("sae.d_sae"), sae.settings.get("sae.expansion_factor")
     if isinstance(own, int):
         return own
@@ -262,19 +264,21 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
     return frozenset(place for place, value in enumerate(values) if value == top)
 
 
-def leads_of_best(values: Sequence[float | None], result: Result, saes: Sequence[Sae]) -> dict[int, Lead]:
+def leads_of_best(
+    values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
+) -> dict[int, Lead]:
     """Return by index the lead of the best value over every other value with known noise."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
-    measured = [Measured(sae, value, _error(sae, result.name)) for sae, value in zip(saes, values, strict=True)]
+    measured = [MeasuredSae(sae, value, _error(sae, result.name)) for sae, value in zip(saes, values, strict=True)]
     leads = {
         place: lead_of(result.name, measured[top], one, measured) for place, one in enumerate(measured) if place != top
     }
     return {place: lead for place, lead in leads.items() if lead}
 
 
-def _why(line: Line, saes: Sequence[Sae], top: int, leads: dict[int, Lead]) -> str:
+def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict[int, Lead]) -> str:
     """Return the largest lead that counts as the same, the lead that would count, and the reason."""
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
@@ -285,7 +289,7 @@ def _why(line: Line, saes: Sequence[Sae], top: int, leads: dict[int, Lead]) -> s
     )
 
 
-def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[int]:
+def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> frozenset[int]:
     """Return the indices of values whose text equals that of the best; none if all texts are equal."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.better)}
@@ -294,7 +298,7 @@ def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[
     return frozenset(place for place, word in enumerate(words) if word in top)
 
 
-def value_of(sae: Sae, name: str) -> float | None:
+def value_of(sae: ComparedSae, name: str) -> float | None:
     """Return a result by name; for an SAE of a sweep its own value, if it has one."""
     if name == "duration_s":
         return _duration_s(sae)
@@ -309,18 +313,18 @@ def value_of(sae: Sae, name: str) -> float | None:
     return value
 
 
-def _duration_s(sae: Sae) -> float | None:
+def _duration_s(sae: ComparedSae) -> float | None:
     job = sae.job
     # For a resumed job only the last attempt's times are known.
     return None if job.started is None or was_resumed(job) else max(0.0, (job.ended or time.time()) - job.started)
 
 
-def _ran_as(sae: Sae) -> str:
+def _ran_as(sae: ComparedSae) -> str:
     job = sae.job
     return f"{job.mode}, {job.world_size} × {job.device}"
 
 
-def _tokens_per_step(sae: Sae) -> int | None:
+def _tokens_per_step(sae: ComparedSae) -> int | None:
     """Return the tokens per step; with an automatic batch they depend on the length of the run."""
     return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 

@@ -10,7 +10,7 @@ from sae_tui.doctor.base import Finding
 from sae_tui.doctor.job import JobRow, cards_for, job_rows
 from sae_tui.gpu.base import GpuSample
 from trainer.contract.planning import memory
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -34,7 +34,7 @@ def job_report(
     samples: Sequence[GpuSample],
     price_per_gpu_hour: float | None = None,
     *,
-    speeds: Box | None = None,
+    speeds: MeasuredHardware | None = None,
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> JobReport:
@@ -43,7 +43,7 @@ def job_report(
     `cuda` is False for simulated GPUs; `busy` are the indices of the GPUs in use.
     """
     data = job.data_shape()
-    rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour, cuda=cuda, busy=busy)
+    rows = job_rows(job, data, samples, speeds or MeasuredHardware(), price_per_gpu_hour, cuda=cuda, busy=busy)
     findings = [_speeds(rows, cards_for(job, samples), cuda), _recommend(job, rows, data)]
     return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
 

@@ -38,7 +38,7 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-class Gpus(msgspec.Struct, frozen=True):
+class GpuReadings(msgspec.Struct, frozen=True):
     """One reading of all GPUs; `problem` and `remedy` say why there are none. `cuda` is False if they are simulated.
 
     `samples` holds the visible GPUs; the environment may hide some of the `n_cards` GPUs.
@@ -53,7 +53,7 @@ class Gpus(msgspec.Struct, frozen=True):
     n_cards: int = 0
 
 
-class Box:
+class CheckedMachine:
     """The machine. Properties are read at most once, when they are first used; system files are read below `root`."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Box:
         self._source = source
 
     @functools.cached_property
-    def gpus(self) -> Gpus:
+    def gpus(self) -> GpuReadings:
         return look_at(self._source, self.environ)
 
     @functools.cached_property
@@ -124,12 +124,12 @@ class Box:
         return done.stdout.strip(), failure if done.returncode else ""
 
 
-def look_at(source: GpuSource, environ: Mapping[str, str]) -> Gpus:
+def look_at(source: GpuSource, environ: Mapping[str, str]) -> GpuReadings:
     """Read all GPUs once, with a time limit for the driver; `environ` may hide some of them."""
     try:
         count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:
-        return Gpus(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
+        return GpuReadings(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
     samples = visible(read_all(source, count), source.name, environ)
     facts = GpuFacts()
     # Facts are optional: without them the report is shorter, and faults of a GPU are in its sample.
@@ -137,7 +137,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> Gpus:
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
     close_source(source)
     shown = {sample.index for sample in samples}
-    return Gpus(source.name, source.cuda, samples, _facts_of(shown, facts), n_cards=count)
+    return GpuReadings(source.name, source.cuda, samples, _facts_of(shown, facts), n_cards=count)
 
 
 def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
@@ -15,8 +15,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.extras import missing_of_trainer
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, mixture
-from trainer.contract.planning.hardware import Box as KnownSpeeds
-from trainer.contract.planning.hardware import Speeds, read_box, write_box
+from trainer.contract.planning.hardware import MeasuredHardware, Speeds, read_box, write_box
 from trainer.contract.runs import nccl
 from trainer.contract.wording import join_words, plural, rate
 
@@ -47,7 +46,7 @@ class Probed(msgspec.Struct, frozen=True):
         )
 
 
-def check_bus(box: Box) -> Iterator[Finding]:
+def check_bus(box: CheckedMachine) -> Iterator[Finding]:
     """Measure the bus if all GPUs are idle; locks keep jobs from starting on them during the measurement.
 
     If packages are missing, return without a finding, since `check_torch` reports them.
@@ -73,7 +72,7 @@ def check_bus(box: Box) -> Iterator[Finding]:
         yield from _measure(box, idle)
 
 
-def _measure(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
+def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
     """Lock the idle GPUs, measure them, store the speeds and judge them."""
     try:
         box.data.create()
@@ -111,7 +110,7 @@ def _peers_fail(failure: str) -> Finding:
     return Finding("warning", "bus", sentence, remedy)
 
 
-def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
+def _probe(box: CheckedMachine, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
     """Measure with rank n on the n-th of these GPUs; return the results, or None and the reason for the failure."""
     visible = VENDORS[idle[0].vendor or box.gpus.source_name].pin(choice.uuid for choice in idle)
     words = ("probe", "--gpus", f"auto:{len(idle)}", "--json")
@@ -124,7 +123,7 @@ def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed 
         return None, "its answer is no JSON"
 
 
-def _add_measured(speeds: KnownSpeeds, probed: Probed) -> KnownSpeeds:
+def _add_measured(speeds: MeasuredHardware, probed: Probed) -> MeasuredHardware:
     """Add the measured speeds to the known ones; the speed for two ranks is that of the slowest pair of GPUs."""
     if probed.ranks > 2 and probed.pairs:
         pair = msgspec.structs.replace(probed.speeds, bus_bytes_per_s=min(probed.pairs.values()))

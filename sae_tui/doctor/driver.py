@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.visible import all_hidden
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
@@ -17,7 +17,7 @@ _DISPLAY, _ACCELERATOR = "0x03", "0x12"
 _SMALLEST_CARD_BYTES = 4 << 30
 
 
-def check_driver(box: Box) -> Iterator[Finding]:
+def check_driver(box: CheckedMachine) -> Iterator[Finding]:
     """Report whether the driver works; on a machine without GPUs, a missing driver is not an error."""
     gpus = box.gpus
     if gpus.source_name == "simulated":
@@ -36,7 +36,7 @@ def check_driver(box: Box) -> Iterator[Finding]:
             yield Finding("warning", "driver", fault.sentence, fault.remedy)
 
 
-def check_visible(box: Box) -> Iterator[Finding]:
+def check_visible(box: CheckedMachine) -> Iterator[Finding]:
     """Report how many GPUs CUDA_VISIBLE_DEVICES or its like leaves visible, and whether its numbering is ambiguous."""
     gpus = box.gpus
     names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
@@ -46,7 +46,7 @@ def check_visible(box: Box) -> Iterator[Finding]:
             yield _finding_of(box, vendor, limits)
 
 
-def _finding_of(box: Box, vendor: Vendor, limits: Mapping[str, str]) -> Finding:
+def _finding_of(box: CheckedMachine, vendor: Vendor, limits: Mapping[str, str]) -> Finding:
     """Report how many GPUs the vendor's variables leave visible; `limits` are their values."""
     gpus, limit = box.gpus, next(iter(limits.values()))
     shown, remedy = len(gpus.samples), f"`unset {' '.join(limits)}` to use all of them"
@@ -64,7 +64,7 @@ def _finding_of(box: Box, vendor: Vendor, limits: Mapping[str, str]) -> Finding:
     return Finding("note", "visible GPUs", sentence, remedy)
 
 
-def check_cards(box: Box) -> Iterator[Finding]:
+def check_cards(box: CheckedMachine) -> Iterator[Finding]:
     """Report each GPU that cannot be used, and all readable GPUs in one finding."""
     for sample in box.gpus.samples:
         if not sample.healthy:
@@ -82,7 +82,7 @@ def check_cards(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "GPUs", f"{plural(len(healthy), 'GPU')} can be read: {', '.join(names)}")
 
 
-def cards_on_the_bus(box: Box) -> str:
+def cards_on_the_bus(box: CheckedMachine) -> str:
     """Count the GPUs of all vendors on the PCI bus, with or without a driver, and return the counts in words.
 
     Integrated graphics are left out if their driver identifies them, since they are not used for training.

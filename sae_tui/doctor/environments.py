@@ -9,7 +9,7 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.jobs.environment import PACKAGE, look
 from trainer.contract import exits
 from trainer.contract.paths import working_folder
@@ -17,7 +17,7 @@ from trainer.contract.printable import printable
 from trainer.contract.wording import join_words
 
 
-def check_environments(box: Box) -> Iterator[Finding]:
+def check_environments(box: CheckedMachine) -> Iterator[Finding]:
     """Report which Python runs the app and, if another one trains, what that one has or lacks."""
     trains = "" if box.python else ", which trains as well"
     yield Finding("ok", "app", f"Python {platform.python_version()}, {PACKAGE} {version(PACKAGE)}{trains}")
@@ -30,7 +30,7 @@ def check_environments(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "trainer", f"{look(box.python).words}: {printable(box.python_path)}")
 
 
-def check_trainer_code(_box: Box) -> Iterator[Finding]:
+def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
     """Report what `import trainer` finds, which packages own its files, and what `python -m trainer` runs here."""
     folder = Path(exits.__file__).parents[1]
     others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})
@@ -51,12 +51,12 @@ def check_trainer_code(_box: Box) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def lack_of(box: Box) -> str:
+def lack_of(box: CheckedMachine) -> str:
     """Return why the other Python cannot train; "" if it can, or if there is no other Python."""
     return look(box.python).lack() if box.python else ""
 
 
-def both(box: Box) -> dict[str, dict[str, Any] | None]:
+def both(box: CheckedMachine) -> dict[str, dict[str, Any] | None]:
     """Return the facts about both environments; "trainer" is None if the app's environment trains."""
     app = {"python": sys.executable, "version": platform.python_version(), "sae_tui": version(PACKAGE)}
     if not box.python:

@@ -22,12 +22,12 @@ from sae_tui.doctor import (
     torch_build,
     trust,
 )
-from sae_tui.doctor.base import FOLDER_LIMIT_S, SIGNS, Box, Finding
+from sae_tui.doctor.base import FOLDER_LIMIT_S, SIGNS, CheckedMachine, Finding
 from sae_tui.gpu.once import on_thread
 from trainer.contract.store.database import OTHER_FOLDER
 from trainer.contract.wording import join_words, plural
 
-Check = Callable[[Box], Iterable[Finding]]
+Check = Callable[[CheckedMachine], Iterable[Finding]]
 # Checks of access by other users come first. The slowest check comes last: it imports torch in a new process.
 CHECKS: tuple[Check, ...] = (
     trust.check_owner,
@@ -86,7 +86,7 @@ LIMITS_S: dict[Check, float] = {
 }
 
 
-def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
+def examine(box: CheckedMachine, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
     """Yield each finding as soon as it is available; a check that fails or hangs also yields a finding."""
     if box.is_silent:
         yield _silent_folder(box, "")
@@ -100,7 +100,7 @@ def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
         yield Finding("note", "not examined", join_words(left_out), "run the doctor again once the data folder answers")
 
 
-def _within_limit(box: Box, check: Check) -> Iterator[Finding]:
+def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
     """Yield the findings of a check; it runs on its own thread, since a disk may never answer."""
     found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
 
@@ -129,7 +129,7 @@ def _within_limit(box: Box, check: Check) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _silent_folder(box: Box, when: str) -> Finding:
+def _silent_folder(box: CheckedMachine, when: str) -> Finding:
     return Finding(
         "error", "data folder", f"{box.data.root} does not answer within {FOLDER_LIMIT_S:g} s{when}",
         f"see whether its disk or file server hangs, or {OTHER_FOLDER}",

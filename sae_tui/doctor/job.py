@@ -12,9 +12,9 @@ from sae_tui.gpu.base import GpuSample
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.choose_mode import Settled
-from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settle_on
+from trainer.contract.planning.forecast import COUNTS, NO_ROOM, DeviceMemory, Forecast, forecast, settle_on
 from trainer.contract.planning.gpu_vendors import is_slice
-from trainer.contract.planning.hardware import CPU, Box, slowest
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
 from trainer.contract.planning.workload import Workload, model_gpus_of, with_model_gpus
 from trainer.contract.settings.catalog import OPTIMIZERS
@@ -55,7 +55,7 @@ class Devices(msgspec.Struct, frozen=True):
     name: str
     count: int
     gpus: tuple[int, ...] = ()
-    room: Room = NO_ROOM
+    room: DeviceMemory = NO_ROOM
     are_cards: bool = False
     in_use: bool = False
 
@@ -74,7 +74,7 @@ def job_rows(
     job: JobConfig,
     data: DataShape,
     samples: Sequence[GpuSample],
-    speeds: Box,
+    speeds: MeasuredHardware,
     price_per_gpu_hour: float | None = None,
     *,
     cuda: bool = True,
@@ -117,7 +117,7 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[
     gpus = tuple(sorted(card.index for card in taken)) if len(taken) == count else ()
     totals = [card.memory_total_bytes for card in taken if card.memory_total_bytes is not None]
     free = [card.memory_free_bytes for card in taken if card.memory_free_bytes is not None]
-    room = Room(min(free, default=None), min(totals, default=None))
+    room = DeviceMemory(min(free, default=None), min(totals, default=None))
     return Devices(name, count, gpus, room, are_cards=True, in_use=any(index in busy for index in gpus))
 
 
@@ -130,10 +130,12 @@ def _cpu_counts(job: JobConfig) -> list[int]:
 def _processes(count: int) -> Devices:
     """Return `count` CPU processes, each with its share of the memory."""
     memory = machine_memory()
-    return Devices(CPU, count, (), Room(memory.available_bytes // count, memory.total_bytes // count))
+    return Devices(CPU, count, (), DeviceMemory(memory.available_bytes // count, memory.total_bytes // count))
 
 
-def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:
+def _rows(
+    job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware, price: float | None
+) -> Iterator[JobRow]:
     """Yield the chosen mode, then every other mode with the same number of tokens per step."""
     beside = with_model_gpus(job, devices.count, 0)
     chosen = _forecast(beside, data, devices, speeds, price)
@@ -149,11 +151,11 @@ def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price:
     for mode in _modes(job, devices.count, data):
         if mode != settled.mode:
             as_mode = same_step.with_settings("parallel", mode=mode)
-            other, _ = settle_on(as_mode, speeds, Room(devices.room.total_bytes), devices.memory_of)
+            other, _ = settle_on(as_mode, speeds, DeviceMemory(devices.room.total_bytes), devices.memory_of)
             yield _row(_as(chosen, other), devices, chosen=False)
 
 
-def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: Box) -> ModelPlacement | None:
+def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware) -> ModelPlacement | None:
     """Return the automatic placement of the job's language model; None if there is nothing to place."""
     if not devices.are_cards or model_gpus_of(job) == 0:
         return None
@@ -162,7 +164,9 @@ def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: Box) -> M
     return place_model(left_open, data, devices.count, devices.name, speeds, devices.room, devices.memory_of)
 
 
-def _forecast(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Forecast:
+def _forecast(
+    job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware, price: float | None
+) -> Forecast:
     (result,) = forecast(
         Workload(job, devices.count, data, devices.name), speeds, counts=(devices.count,), room=devices.room,
         price_per_gpu_hour=price if devices.are_cards else None, memory_of=devices.memory_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuPair
 from trainer.contract.wording import join_words, plural
@@ -21,7 +21,7 @@ WAYS = {
 MOST_NAMED = 4
 
 
-def check_nvlink(box: Box) -> Iterator[Finding]:
+def check_nvlink(box: CheckedMachine) -> Iterator[Finding]:
     """Report the pairs that are linked by NVLink or XGMI, and the longest path between the other pairs."""
     facts, link = box.gpus.facts, vendor_to_name(box.gpus.source_name).link
     linked = [pair for pair in facts.pairs if pair.nvlink]
@@ -40,7 +40,7 @@ def check_nvlink(box: Box) -> Iterator[Finding]:
         yield Finding("note", link, f"there is none; the GPUs are connected {_longest(others)}", remedy)
 
 
-def check_peers(box: Box) -> Iterator[Finding]:
+def check_peers(box: CheckedMachine) -> Iterator[Finding]:
     """Report whether GPUs can read each other's memory; otherwise all data goes through the host's memory."""
     pairs = box.gpus.facts.pairs
     apart = [pair for pair in pairs if pair.peer_to_peer is False]

@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Iterator
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from trainer.contract.wording import gibibytes
 
 # The size that NVIDIA recommends for containers; Docker's default is 64 MB.
@@ -16,7 +16,7 @@ LEAST_FILES = 1024
 LEAST_LOCKED_BYTES = 64 << 20
 
 
-def check_shared_memory(box: Box) -> Iterator[Finding]:
+def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
     """Check /dev/shm, through which NCCL and data loaders pass data between processes."""
     folder = box.root / "dev/shm"
     remedy = "start the container with --shm-size=1g or --ipc=host, or `mount -o remount,size=1g /dev/shm`"
@@ -37,7 +37,7 @@ def check_shared_memory(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "shared memory", sentence)
 
 
-def check_open_files(_: Box) -> Iterator[Finding]:
+def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
     """Check the soft limit of open files; a process gets this limit, and may raise it to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
@@ -51,7 +51,7 @@ def check_open_files(_: Box) -> Iterator[Finding]:
     yield Finding("warning", "open files", sentence, remedy)
 
 
-def check_locked_memory(box: Box) -> Iterator[Finding]:
+def check_locked_memory(box: CheckedMachine) -> Iterator[Finding]:
     """Check the limit of locked memory: InfiniBand's memory counts towards it, but the GPU driver's does not."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = soft == resource.RLIM_INFINITY or soft >= LEAST_LOCKED_BYTES

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.jobs.user import home_folder, user_name
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import write_own
@@ -33,7 +33,7 @@ WantedBy=default.target
 """
 
 
-def check_queue_service(box: Box) -> Iterator[Finding]:
+def check_queue_service(box: CheckedMachine) -> Iterator[Finding]:
     """Report what happens to queued jobs when the machine restarts."""
     by_command = "after a restart of the machine, queued jobs continue with your next command or app"
     if not _has_systemd(box):
@@ -47,7 +47,7 @@ def check_queue_service(box: Box) -> Iterator[Finding]:
         yield Finding("note", "restart", late, _LINGER)
 
 
-def install(box: Box) -> None:
+def install(box: CheckedMachine) -> None:
     """Write and enable the user service; raise `UserError` if that fails."""
     if not _has_systemd(box):
         raise UserError("--install-service: systemd does not run here; queued jobs continue with your next command")
@@ -87,11 +87,11 @@ def _escaped(char: str) -> str:
     return "".join(f"\\x{byte:02x}" for byte in char.encode())
 
 
-def _has_systemd(box: Box) -> bool:
+def _has_systemd(box: CheckedMachine) -> bool:
     return (box.root / "run/systemd/system").exists()
 
 
-def _is_installed(box: Box) -> bool:
+def _is_installed(box: CheckedMachine) -> bool:
     """Return whether the service is enabled for this data folder."""
     name = name_of(box.data)
     with contextlib.suppress(OSError, UserError):
@@ -100,6 +100,6 @@ def _is_installed(box: Box) -> bool:
     return False
 
 
-def _folder(box: Box) -> Path:
+def _folder(box: CheckedMachine) -> Path:
     config = box.environ.get("XDG_CONFIG_HOME") or home_folder(box.environ) / ".config"
     return Path(config) / "systemd" / "user"

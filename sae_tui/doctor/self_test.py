@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.doctor.driver import cards_on_the_bus
 from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
@@ -37,7 +37,7 @@ class Tested(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def check_training(box: Box) -> Iterator[Finding]:
+def check_training(box: CheckedMachine) -> Iterator[Finding]:
     """Run a small training on the first idle GPU; a lock keeps jobs off this GPU during the test.
 
     If packages are missing, return without a finding, since `check_torch` reports them.
@@ -67,14 +67,14 @@ def check_training(box: Box) -> Iterator[Finding]:
         yield _finding(box, vendor.pin([idle[0].uuid]), "auto:1")
 
 
-def _vendor_of_torch(box: Box, vendors: list[str]) -> str:
+def _vendor_of_torch(box: CheckedMachine, vendors: list[str]) -> str:
     """Return the vendor whose GPUs the training environment's PyTorch is built for."""
     with judged_by(look(box.python).packages if box.python else None):
         return vendor_of_build(vendors)
 
 
 @contextlib.contextmanager
-def _kept(box: Box, choice: GpuChoice) -> Iterator[str]:
+def _kept(box: CheckedMachine, choice: GpuChoice) -> Iterator[str]:
     """Keep jobs off a GPU during the context; yield the reason if that is not possible, otherwise ""."""
     try:
         box.data.create()
@@ -91,7 +91,7 @@ def _kept(box: Box, choice: GpuChoice) -> Iterator[str]:
         locks.release()
 
 
-def _finding(box: Box, visible: dict[str, str], gpus: str) -> Finding:
+def _finding(box: CheckedMachine, visible: dict[str, str], gpus: str) -> Finding:
     answer, failure = box.trainer("self-test", "--gpus", gpus, "--json", limit_s=LIMIT_S, **visible)
     try:
         tested = decode_as(answer.rpartition("\n")[2], Tested)

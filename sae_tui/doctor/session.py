@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.gpu import load_source
 from sae_tui.jobs.detach import SESSION
 from sae_tui.jobs.user import user_name
@@ -21,7 +21,7 @@ _MANAGER = re.compile(r"/(user@\d+\.service)")
 KEEP = "`loginctl enable-linger`, once: from then on jobs are started outside your session"
 
 
-def check_logout(box: Box) -> Iterator[Finding]:
+def check_logout(box: CheckedMachine) -> Iterator[Finding]:
     """Report whether jobs survive a logout, judged by the control group of this process."""
     user = box.environ.get("USER") or user_name()
     group = _control_group(box)
@@ -37,7 +37,7 @@ def check_logout(box: Box) -> Iterator[Finding]:
 
 def guarantee(data: DataDir) -> Finding:
     """Return a finding on whether a job launched now survives the logout of its user."""
-    (finding,) = check_logout(Box(data, load_source("none")))
+    (finding,) = check_logout(CheckedMachine(data, load_source("none")))
     return finding
 
 
@@ -49,7 +49,7 @@ def _of_manager(name: str, *, lingers: bool) -> Finding:
     return Finding("warning", "logout", sentence, "run `loginctl enable-linger`, once")
 
 
-def _of_session(box: Box, user: str) -> Finding:
+def _of_session(box: CheckedMachine, user: str) -> Finding:
     """Return the finding for jobs in a login session, judged by logind's settings."""
     answer, failure = box.output(["loginctl", "show-session", *(f"--property={name}" for name in _SETTINGS)])
     settings = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
@@ -69,7 +69,7 @@ def _kills(settings: dict[str, str], user: str) -> bool:
     return settings["KillUserProcesses"] == "yes" and user not in exempt and (not only or user in only)
 
 
-def _control_group(box: Box) -> str:
+def _control_group(box: CheckedMachine) -> str:
     try:
         return (box.root / "proc/self/cgroup").read_text()
     except OSError:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from trainer.contract.wording import duration
 
 
-def check_slurm(box: Box) -> Iterator[Finding]:
+def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
     """Report whether this shell is inside a SLURM allocation, outside one, or without SLURM."""
     missing = [name for name in ("sinfo", "squeue") if box.program(name) is None]
     if job := box.environ.get("SLURM_JOB_ID"):
@@ -23,7 +23,7 @@ def check_slurm(box: Box) -> Iterator[Finding]:
         yield _outside(box)
 
 
-def _inside(box: Box, job: str) -> Finding:
+def _inside(box: CheckedMachine, job: str) -> Finding:
     """Report the allocation of this shell; all jobs started here end with it."""
     nodes = box.environ.get("SLURM_JOB_NODELIST", "this machine")
     gpus = box.environ.get("SLURM_JOB_GPUS") or box.environ.get("SLURM_STEP_GPUS")
@@ -33,7 +33,7 @@ def _inside(box: Box, job: str) -> Finding:
     return Finding("note", "SLURM", sentence, "set train.checkpoint_every_minutes so that little is lost")
 
 
-def _outside(box: Box) -> Finding:
+def _outside(box: CheckedMachine) -> Finding:
     """Report the cluster that this machine can reach, for a shell outside any allocation."""
     partitions, failure = box.output(["sinfo", "--noheader", "--format=%P"])
     if failure:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.jobs.cards.locks import lock_folder, lock_problem
 from trainer.contract.mounts import network_file_system
 from trainer.contract.store.database import OTHER_FOLDER, no_locks
@@ -20,7 +20,7 @@ LEAST_FREE_BYTES = 1 << 30
 COMFORTABLE_BYTES = 10 << 30
 
 
-def check_folder(box: Box) -> Iterator[Finding]:
+def check_folder(box: CheckedMachine) -> Iterator[Finding]:
     """Check that a file can be created in the data folder; the test file has no name and leaves nothing behind."""
     root, folder = box.data.root, _existing(box)
     try:
@@ -34,7 +34,7 @@ def check_folder(box: Box) -> Iterator[Finding]:
     yield Finding("ok", "data folder", f"{root}" if folder == root else f"{root}, which the first job makes")
 
 
-def check_space(box: Box) -> Iterator[Finding]:
+def check_space(box: CheckedMachine) -> Iterator[Finding]:
     """Check the free space, since each checkpoint of a large SAE takes gibibytes."""
     folder = _existing(box)
     disk = shutil.disk_usage(folder)
@@ -48,7 +48,7 @@ def check_space(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "disk", sentence)
 
 
-def check_file_system(box: Box) -> Iterator[Finding]:
+def check_file_system(box: CheckedMachine) -> Iterator[Finding]:
     """Check that the data folder is on a local disk.
 
     SQLite's write-ahead log needs shared memory between processes, which a network file system does not provide.
@@ -63,7 +63,7 @@ def check_file_system(box: Box) -> Iterator[Finding]:
     yield Finding("warning", "file system", sentence, "choose a folder on a local disk with --data-dir")
 
 
-def check_file_locks(box: Box) -> Iterator[Finding]:
+def check_file_locks(box: CheckedMachine) -> Iterator[Finding]:
     """Check that file locks work in the data folder, since they protect stores, runs and GPUs."""
     if problem := no_locks(_existing(box)):
         sentence, _, remedy = problem.partition("; ")
@@ -72,7 +72,7 @@ def check_file_locks(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "file locks", "files in the data folder can be locked")
 
 
-def check_store_lock(box: Box) -> Iterator[Finding]:
+def check_store_lock(box: CheckedMachine) -> Iterator[Finding]:
     """Report a halted process that holds the lock of the job store, which blocks all other processes."""
     pid = holder_of(box.data.control_db)
     if pid and is_halted(pid):
@@ -80,7 +80,7 @@ def check_store_lock(box: Box) -> Iterator[Finding]:
         yield Finding("error", "store lock", f"no job can be changed: the store is locked by {sentence}", remedy)
 
 
-def check_locks(box: Box) -> Iterator[Finding]:
+def check_locks(box: CheckedMachine) -> Iterator[Finding]:
     """Check that GPU locks are shared by the jobs of all users."""
     if not box.gpus.cuda:
         return
@@ -91,7 +91,7 @@ def check_locks(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "GPU locks", f"in {lock_folder(box.data, box.gpus.source_name)}, for all users of this box")
 
 
-def check_sqlite(_: Box) -> Iterator[Finding]:
+def check_sqlite(_: CheckedMachine) -> Iterator[Finding]:
     """Check SQLite's version: 3.7.0 to 3.51.2 can corrupt a WAL with several writers, except for two fixed branches."""
     version = sqlite3.sqlite_version_info
     if not has_wal_reset_bug(version):
@@ -112,7 +112,7 @@ def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
     return not ((3, 50, 7) <= version < (3, 51) or (3, 44, 6) <= version < (3, 45))
 
 
-def _existing(box: Box) -> Path:
+def _existing(box: CheckedMachine) -> Path:
     """Return the data folder or, if it does not exist yet, its nearest parent that does."""
     root = box.data.root
     return next(folder for folder in (root, *root.parents) if os.path.exists(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 
 LEAST_COLUMNS, LEAST_LINES = 80, 24
 UNABLE = frozenset({"", "dumb", "unknown"})
@@ -12,7 +12,7 @@ WITHOUT_MOUSE = frozenset({"linux", "vt100", "vt102", "vt220", *UNABLE})
 BETTER_TERM = "use a terminal of today and `export TERM=xterm-256color`, inside tmux TERM=tmux-256color"
 
 
-def check_colours(box: Box) -> Iterator[Finding]:
+def check_colours(box: CheckedMachine) -> Iterator[Finding]:
     """Report the number of colours, from COLORTERM and the suffix of TERM."""
     term = box.environ.get("TERM", "").strip().lower()
     if box.size is None:
@@ -30,7 +30,7 @@ def check_colours(box: Box) -> Iterator[Finding]:
         yield Finding("note", "colours", f"16 ({term}), with which shades of the theme look alike", BETTER_TERM)
 
 
-def check_characters(box: Box) -> Iterator[Finding]:
+def check_characters(box: CheckedMachine) -> Iterator[Finding]:
     """Check the locale: if it is not UTF-8, tmux and screen write `_` for lines and bars."""
     locales = [(name, box.environ[name]) for name in ("LC_ALL", "LC_CTYPE", "LANG") if box.environ.get(name)]
     name, value = locales[0] if locales else ("LANG", "")
@@ -42,7 +42,7 @@ def check_characters(box: Box) -> Iterator[Finding]:
     yield Finding("warning", "characters", sentence, f"`export {name}=C.UTF-8`, and start tmux as `tmux -u`")
 
 
-def check_size(box: Box) -> Iterator[Finding]:
+def check_size(box: CheckedMachine) -> Iterator[Finding]:
     """Check that the window is large enough for the app."""
     if box.size is None:
         sentence = "there is no terminal here, which the app needs and the commands do not"
@@ -56,7 +56,7 @@ def check_size(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "window", f"{columns} columns and {lines} lines")
 
 
-def check_multiplexer(box: Box) -> Iterator[Finding]:
+def check_multiplexer(box: CheckedMachine) -> Iterator[Finding]:
     """Report tmux or screen; jobs do not need it, but it keeps the app open after a disconnect."""
     if box.environ.get("TMUX"):
         yield Finding("ok", "tmux", "inside tmux: detach, and attach again from anywhere")
@@ -68,7 +68,7 @@ def check_multiplexer(box: Box) -> Iterator[Finding]:
         yield Finding("note", "tmux", sentence, "start it in tmux to find it again as you left it")
 
 
-def check_mouse(box: Box) -> Iterator[Finding]:
+def check_mouse(box: CheckedMachine) -> Iterator[Finding]:
     """Report whether the terminal sends mouse events to the app."""
     term = box.environ.get("TERM", "").lower()
     if box.size is None:

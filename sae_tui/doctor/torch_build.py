@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from sae_tui.doctor.base import Box, Finding, Gpus
+from sae_tui.doctor.base import CheckedMachine, Finding, GpuReadings
 from sae_tui.doctor.environments import lack_of
 from sae_tui.gpu import vendor_to_name
 from sae_tui.jobs.launch.pytorch import OTHER_BUILD, for_another_vendor, without_cuda
@@ -75,7 +75,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
         )
 
 
-def check_torch(box: Box) -> Iterator[Finding]:
+def check_torch(box: CheckedMachine) -> Iterator[Finding]:
     """Check whether torch, NCCL and Triton suit the driver and the GPUs."""
     if not box.python and (missing := missing_of_trainer()):
         sentence = f"GPUs and jobs are shown, but nothing trains here without {join_words(missing)}"
@@ -105,7 +105,7 @@ def check_torch(box: Box) -> Iterator[Finding]:
         yield Finding("note", "Triton", sentence, "run `pip install triton`")
 
 
-def _ask(box: Box) -> tuple[TorchBuild | None, str]:
+def _ask(box: CheckedMachine) -> tuple[TorchBuild | None, str]:
     """Import torch in a separate process; return its build, or None and the reason for the failure."""
     answer, failure = box.trainer("-c", _ASK, limit_s=LIMIT_S)
     if failure:
@@ -116,13 +116,13 @@ def _ask(box: Box) -> tuple[TorchBuild | None, str]:
         return None, "its answer is no JSON"
 
 
-def _vendors(gpus: Gpus) -> list[Vendor]:
+def _vendors(gpus: GpuReadings) -> list[Vendor]:
     """Return the vendors of the GPUs."""
     names = dict.fromkeys(sample.vendor for sample in gpus.samples if sample.vendor)
     return [VENDORS[name] for name in names] or [vendor_to_name(gpus.source_name)]
 
 
-def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None) -> Finding:
+def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, vendor: Vendor | None) -> Finding:
     """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
     A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor
@@ -150,7 +150,7 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None
     return Finding("ok", "torch", f"{build.version}, {build.built_for}{runs}")
 
 
-def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
+def _knows_cards(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
     """Report GPUs that torch has no code for: neither for the same major capability nor PTX to compile.
 
     Code for AMD GPUs runs on only one architecture each.
@@ -171,7 +171,7 @@ def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
         yield Finding("error", "torch", sentence, OTHER_BUILD)
 
 
-def _updates_fast(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
+def _updates_fast(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
     """Recommend a newer torch if fused Adam computes in fp64 and a GPU is slow at fp64."""
     numbers = build.version.split(".")[:2]
     if not all(map(str.isdecimal, numbers)) or tuple(map(int, numbers)) >= _ADAM_IN_FP32:
@@ -212,5 +212,5 @@ def _exchanges(build: TorchBuild) -> Finding:
     return Finding("ok", name, f"{version}, as torch was built with")
 
 
-def _number_of_gpus(gpus: Gpus) -> str:
+def _number_of_gpus(gpus: GpuReadings) -> str:
     return plural(len(gpus.samples), "GPU")

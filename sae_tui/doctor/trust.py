@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.settings import load_settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared, numbered
@@ -18,7 +18,7 @@ from trainer.contract.wording import plural
 OTHERS, GROUP_AND_OTHERS = 0o007, 0o077
 
 
-def check_owner(box: Box) -> Iterator[Finding]:
+def check_owner(box: CheckedMachine) -> Iterator[Finding]:
     """Report the owner of the data folder, and the group that shares it."""
     root = box.data.root
     if not os.path.exists(root):
@@ -33,7 +33,7 @@ def check_owner(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "owner", f"{root} is {user_of(root.stat().st_uid)}'s")
 
 
-def check_readers(box: Box) -> Iterator[Finding]:
+def check_readers(box: CheckedMachine) -> Iterator[Finding]:
     """Check file modes: new files are accessible only to their owner, but older or copied files may not be."""
     root = box.data.root
     if not os.path.exists(root):
@@ -75,7 +75,7 @@ def _lets_in(folder: Path, whom: int) -> bool:
     return bool(folder.stat().st_mode & whom & 0o111)
 
 
-def check_links(box: Box) -> Iterator[Finding]:
+def check_links(box: CheckedMachine) -> Iterator[Finding]:
     """Report a symbolic link in place of a folder that sae-tui writes to and deletes from."""
     runs = box.data.root / "runs"
     ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
@@ -88,7 +88,7 @@ def check_links(box: Box) -> Iterator[Finding]:
             return
 
 
-def check_hook(box: Box) -> Iterator[Finding]:
+def check_hook(box: CheckedMachine) -> Iterator[Finding]:
     """Report a command in the settings that is not run, since another user may have written it."""
     file = box.data.settings_file
     for problem in load_settings(file)[1]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.past import Past, Slot
+from sae_tui.gpu.past import RecentHistory, Slot
 from sae_tui.gpu.period import Period
 
 Number = TypeVar("Number", int, float)
@@ -15,7 +15,7 @@ HOTTEST_C = 100.0  # top of the temperature axis
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class ContributingGpus:
     """The number of GPUs that contribute to each quantity."""
 
     memory: int = 0
@@ -38,7 +38,7 @@ class Aggregate:
     total_power_w: float | None
     total_power_limit_w: float | None
     hottest: GpuSample | None
-    counted: Counted = Counted()
+    counted: ContributingGpus = ContributingGpus()
 
 
 def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
@@ -57,12 +57,12 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
         total_power_w=sum(drawn) if drawn else None,
         total_power_limit_w=sum(limit for _, limit in powered) if powered else None,
         hottest=max(warm, key=lambda sample: sample.temperature_c or 0, default=None),
-        counted=Counted(len(memory), len(busy), len(drawn), len(warm)),
+        counted=ContributingGpus(len(memory), len(busy), len(drawn), len(warm)),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class CapacityShares:
     """The share of the total capacity, 0 to 1, that all GPUs together used in each interval.
 
     The capacity is that of the GPUs with a reading in the interval. None if there is no reading, or if one is missing.
@@ -74,12 +74,12 @@ class Shares:
     temperature: Sequence[float | None]
 
 
-def shares(past: Past) -> Shares:
+def shares(past: RecentHistory) -> CapacityShares:
     """Return the combined history of all GPUs, interval by interval."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     quantities = zip(*rows, strict=True) if rows else ((),) * 4
-    return Shares(*map(Period if past.is_period else tuple, quantities))
+    return CapacityShares(*map(Period if past.is_period else tuple, quantities))
 
 
 def _shares(slots: Sequence[Slot], limits_w: Sequence[float | None]) -> tuple[float | None, ...]:

@@ -46,7 +46,7 @@ class Amd:
 
     def __init__(self) -> None:
         self._smi: Any = None
-        self._cards: tuple[_Card, ...] = ()
+        self._cards: tuple[_AmdGpu, ...] = ()
 
     def open(self) -> int:
         self._smi = load_amdsmi()
@@ -60,7 +60,7 @@ class Amd:
         if not handles:
             self.close()
             raise faults.no_gpus()
-        self._cards = tuple(_Card(self._smi, index, handle) for index, handle in enumerate(handles))
+        self._cards = tuple(_AmdGpu(self._smi, index, handle) for index, handle in enumerate(handles))
         return len(self._cards)
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
@@ -87,7 +87,7 @@ class Amd:
             faults=faults.of_driver(),
         )
 
-    def _pair(self, asking: Asking, one: _Card, other: _Card) -> GpuPair:
+    def _pair(self, asking: Asking, one: _AmdGpu, other: _AmdGpu) -> GpuPair:
         link = asking.ask("amdsmi_topo_get_link_type", one.handle, other.handle) or {}
         reads = asking.ask("amdsmi_is_P2P_accessible", one.handle, other.handle)
         obstacle = "" if reads is not False else "the driver does not say why"
@@ -111,7 +111,7 @@ class Amd:
             self._smi.amdsmi_shut_down()
 
 
-class _Card:
+class _AmdGpu:
     """One GPU. Constants are read until a read succeeds; the power limit is read as often as the processes."""
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:

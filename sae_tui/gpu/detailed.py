@@ -9,7 +9,7 @@ from sae_tui.gpu.base import GpuSample
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
-    from sae_tui.gpu.ring import Reading
+    from sae_tui.gpu.ring import RingReading
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ def vendor_of(source: object, index: int) -> str:
 class RememberingSource(Protocol):
     """A source whose driver buffers readings from before the first read."""
 
-    def buffered(self, index: int) -> tuple[Reading, ...]:
+    def buffered(self, index: int) -> tuple[RingReading, ...]:
         """Return the buffered readings of a GPU that was read before, oldest first; may block like `sample`."""
         ...
 

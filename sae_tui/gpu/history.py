@@ -13,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample, is_identified
-from sae_tui.gpu.ring import Reading
+from sae_tui.gpu.ring import RingReading
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.stored import MINUTE_S, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
@@ -179,7 +179,7 @@ class Recorder:
             if not self._stop.is_set():
                 self._upkeep.turn(db, now)
 
-    def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[Reading]:
+    def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[RingReading]:
         """Return the readings in the ring that neither this process nor an earlier one has stored."""
         key = sample.index, sample.uuid
         rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
@@ -188,7 +188,7 @@ class Recorder:
         self._stored[key] = position
         return rows
 
-    def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[Reading]) -> list[Reading]:
+    def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[RingReading]) -> list[RingReading]:
         """Return the readings after the last stored one; if none is stored, all that are newer than the stored rows."""
         times = [row.timestamp for row in rows]
         # The GPU may have had another index.
@@ -200,7 +200,7 @@ class Recorder:
         newest = max(stored, default=-math.inf)
         return [row for row in rows if row.timestamp > newest]
 
-    def _insert(self, db: sqlite3.Connection, sample: GpuSample, rows: list[Reading], job_id: int | None) -> None:
+    def _insert(self, db: sqlite3.Connection, sample: GpuSample, rows: list[RingReading], job_id: int | None) -> None:
         measured = [row for row in rows if any(value is not None for value in row[1:])]
         if not measured:
             return

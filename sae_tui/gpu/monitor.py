@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, is_identified
 from sae_tui.gpu.history import Recorder
-from sae_tui.gpu.past import Past, merge, past
-from sae_tui.gpu.ring import CAPACITY, Reading
-from sae_tui.gpu.sampler import Sampler, Status
+from sae_tui.gpu.past import RecentHistory, merge, past
+from sae_tui.gpu.ring import CAPACITY, RingReading
+from sae_tui.gpu.sampler import Sampler, SamplerStatus
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.gpu.visible import all_hidden, count_visible, visible
@@ -73,7 +73,7 @@ class Monitor:
     @property
     def opening(self) -> bool:
         """True until the driver has listed the GPUs."""
-        return self._sampler.status is Status.OPENING
+        return self._sampler.status is SamplerStatus.OPENING
 
     @property
     def hidden(self) -> str:
@@ -133,7 +133,7 @@ class Monitor:
         """Return the newest details of the GPU chosen by `look_at`; None if there are none yet, or for another GPU."""
         return self._sampler.details(index)
 
-    def past(self, n: int) -> Past:
+    def past(self, n: int) -> RecentHistory:
         """Return the last `n` intervals of each visible GPU."""
         rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
         return past(rings, n, interval_s=self.interval_s, now=time.time())
@@ -166,7 +166,7 @@ class Monitor:
             filled.update({sample.index: sample.uuid for sample in fresh})
 
     def _fill(self, samples: Sequence[GpuSample]) -> None:
-        stored: Mapping[str, Sequence[Reading]] = {}
+        stored: Mapping[str, Sequence[RingReading]] = {}
         with contextlib.suppress(UserError):
             stored = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self.interval_s)
         for sample in samples:

@@ -14,12 +14,12 @@ from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
 from sae_tui.gpu.nvml_library import has_renewed, load_pynvml
 from sae_tui.gpu.nvml_memory import MEMORY, SLICE_MEMORY, MemoryKind, sizes
-from sae_tui.gpu.nvml_slices import Place, places_of, slices
+from sae_tui.gpu.nvml_slices import SliceLocation, places_of, slices
 from sae_tui.gpu.owner import owner
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
-    from sae_tui.gpu.ring import Reading
+    from sae_tui.gpu.ring import RingReading
 
 # If reading the four main sensors of a GPU takes longer, the other sensors are not read.
 SLOW_S = 0.1
@@ -59,7 +59,7 @@ class Nvml:
 
     def __init__(self) -> None:
         self._nvml: Any = None
-        self._cards: tuple[_Card, ...] = ()
+        self._cards: tuple[_NvmlGpu, ...] = ()
 
     def open(self) -> int:
         self._nvml = load_pynvml()
@@ -73,7 +73,7 @@ class Nvml:
             self.close()
             raise faults.no_gpus()
         parts = slices(self._nvml, count)
-        cards = [_Card(self._nvml, index, [part for part in parts if part.card == index]) for index in range(count)]
+        cards = [_NvmlGpu(self._nvml, index, [part for part in parts if part.card == index]) for index in range(count)]
         self._cards = (*cards, *(_Slice(self._nvml, index, place) for index, place in enumerate(parts, start=count)))
         return len(self._cards)
 
@@ -94,7 +94,7 @@ class Nvml:
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
         return self._cards[index].sm_percents() if sample.processes else {}
 
-    def buffered(self, index: int) -> tuple[Reading, ...]:
+    def buffered(self, index: int) -> tuple[RingReading, ...]:
         return self._cards[index].buffered()
 
     def facts(self) -> GpuFacts:
@@ -157,14 +157,14 @@ class _CardFault(Exception):
         self.code = code
 
 
-class _Card:
+class _NvmlGpu:
     """One GPU. Constants are read once per handle; a fault renews the handle, so that the GPU can come back.
 
     UUID, power limit and MIG mode seldom change; they are read again when the processes are read. If `is_stale`, the
     GPU can be read again only after the driver is reopened.
     """
 
-    def __init__(self, nvml: ModuleType, index: int, slices: Sequence[Place] = ()) -> None:
+    def __init__(self, nvml: ModuleType, index: int, slices: Sequence[SliceLocation] = ()) -> None:
         # The index here, and the index of the whole GPU, which differs for a slice.
         self.index = self.card = index
         # True if reads skip optional values, because the driver will be closed.
@@ -211,7 +211,7 @@ class _Card:
         """Return the percentage of multiprocessors that each process uses, by pid; empty if the GPU cannot be read."""
         return {} if self._handle is None else self._details.sm_percents(self._handle)
 
-    def buffered(self) -> tuple[Reading, ...]:
+    def buffered(self) -> tuple[RingReading, ...]:
         """Return the readings that the driver has buffered; empty if the GPU cannot be read."""
         from sae_tui.gpu.nvml_buffer import buffered
 
@@ -364,13 +364,13 @@ class _Card:
         return tuple(GpuProcess(pid, *owner(pid), used) for pid, used in memory.items())
 
 
-class _Slice(_Card):
+class _Slice(_NvmlGpu):
     """A slice of a GPU, with its own memory and processes. The driver measures everything else for the whole GPU.
 
     Errors and the compute mode of the whole GPU also decide whether the slice may be used.
     """
 
-    def __init__(self, nvml: ModuleType, index: int, place: Place) -> None:
+    def __init__(self, nvml: ModuleType, index: int, place: SliceLocation) -> None:
         super().__init__(nvml, index)
         self.card, self._place = place.card, place
         self._card_handle: Any = None
@@ -383,7 +383,7 @@ class _Slice(_Card):
     def sm_percents(self) -> Mapping[int, int]:
         return {}
 
-    def buffered(self) -> tuple[Reading, ...]:
+    def buffered(self) -> tuple[RingReading, ...]:
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from types import ModuleType
 from typing import Any
 
 from sae_tui.gpu.limits import is_possible
-from sae_tui.gpu.ring import Reading
+from sae_tui.gpu.ring import RingReading
 
 # NVML's sample types, each with the field of a reading and the divisor of its values.
 _KINDS = ((0, "power_w", 1000.0), (1, "utilization", 1.0))
 
 
-def buffered(nvml: ModuleType, handle: Any) -> tuple[Reading, ...]:
+def buffered(nvml: ModuleType, handle: Any) -> tuple[RingReading, ...]:
     """Return the mean of each buffered second, oldest first; empty if the driver does not report samples."""
     by_second: dict[int, dict[str, list[float]]] = {}
     for kind, field, divisor in _KINDS:
@@ -25,7 +25,7 @@ def buffered(nvml: ModuleType, handle: Any) -> tuple[Reading, ...]:
                     second = sample.timeStamp // 1_000_000
                     by_second.setdefault(second, {}).setdefault(field, []).append(value)
     return tuple(
-        Reading(float(second), **{field: sum(values) / len(values) for field, values in fields.items()})
+        RingReading(float(second), **{field: sum(values) / len(values) for field, values in fields.items()})
         for second, fields in sorted(by_second.items())
     )
 

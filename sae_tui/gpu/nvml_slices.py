@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 _LIMIT_S = 2.0
 
 
-class Place(NamedTuple):
+class SliceLocation(NamedTuple):
     """The location of a slice: NVML's index of its GPU, and its slice number, which need not be consecutive."""
 
     card: int
@@ -24,9 +24,9 @@ class Place(NamedTuple):
         return nvml.nvmlDeviceGetMigDeviceHandleByIndex(nvml.nvmlDeviceGetHandleByIndex(self.card), self.number)
 
 
-def slices(nvml: ModuleType, n_cards: int) -> list[Place]:
+def slices(nvml: ModuleType, n_cards: int) -> list[SliceLocation]:
     """Return the slices of all GPUs that answer in time, in the order of the GPUs."""
-    found: dict[int, list[Place]] = {}
+    found: dict[int, list[SliceLocation]] = {}
 
     def ask(card: int) -> None:
         found[card] = places_of(nvml, card)
@@ -40,12 +40,12 @@ def slices(nvml: ModuleType, n_cards: int) -> list[Place]:
     return [place for card in range(n_cards) for place in found.get(card, ())]
 
 
-def places_of(nvml: ModuleType, card: int) -> list[Place]:
+def places_of(nvml: ModuleType, card: int) -> list[SliceLocation]:
     """Return the slices of a GPU; may block, like every call to the driver."""
     return list(_slices_of(nvml, card))
 
 
-def _slices_of(nvml: ModuleType, card: int) -> Iterator[Place]:
+def _slices_of(nvml: ModuleType, card: int) -> Iterator[SliceLocation]:
     # GPUs and drivers without MIG support return an error; an older pynvml lacks these functions.
     with contextlib.suppress(nvml.NVMLError, AttributeError):
         handle = nvml.nvmlDeviceGetHandleByIndex(card)
@@ -53,4 +53,4 @@ def _slices_of(nvml: ModuleType, card: int) -> Iterator[Place]:
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if is_split else 0):
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                yield Place(card, number)
+                yield SliceLocation(card, number)

@@ -10,16 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sae_tui.gpu.period import Period
-from sae_tui.gpu.ring import Reading, Ring
+from sae_tui.gpu.ring import Ring, RingReading
 from sae_tui.gpu.sampler import SILENT_AFTER_S, interval_of
 
 # A reading; `BLANK` if nothing is known; None if a reading was due but is missing.
-Slot = Reading | None
-BLANK = Reading(0.0)
+Slot = RingReading | None
+BLANK = RingReading(0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class RecentHistory:
     """The last intervals of each GPU by index, oldest first, and the last power limit that each GPU reported."""
 
     slots: Mapping[int, Sequence[Slot]]
@@ -33,7 +33,7 @@ class Past:
         return [slot and getattr(slot, name) for slot in self.slots[index][-n:]] if n else []
 
 
-def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> Past:
+def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> RecentHistory:
     """Return the last `n` intervals of these GPUs.
 
     The newest interval is the current one, or the previous one while no GPU has a reading in the current one.
@@ -42,13 +42,15 @@ def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) ->
     running = interval_of(now, interval_s)
     begun = any(row and interval_of(row[0].timestamp, interval_s) == running for row in rows.values())
     last = running if begun else running - 1
-    return Past(
+    return RecentHistory(
         slots={index: on_grid(row, last, n, interval_s) for index, row in rows.items()},
         power_limits_w={index: ring.power_limit_w for index, ring in rings.items()},
     )
 
 
-def merge(stored: Sequence[Reading], remembered: Sequence[Reading], interval_s: float, now: float) -> list[Reading]:
+def merge(
+    stored: Sequence[RingReading], remembered: Sequence[RingReading], interval_s: float, now: float
+) -> list[RingReading]:
     """Return a GPU's stored readings, with the gaps filled by the readings that its driver has buffered.
 
     Leave out buffered readings after `now`, since the driver's clock may differ from the system's.
@@ -58,7 +60,7 @@ def merge(stored: Sequence[Reading], remembered: Sequence[Reading], interval_s: 
     return sorted([*stored, *fresh], key=lambda reading: reading.timestamp)
 
 
-def on_grid(newest_first: Iterable[Reading], last: int, n: int, interval_s: float) -> list[Slot]:
+def on_grid(newest_first: Iterable[RingReading], last: int, n: int, interval_s: float) -> list[Slot]:
     """Return the readings of a GPU in the `n` intervals up to `last`; the newest reading of an interval counts.
 
     A reading is repeated for as long as a GPU may be silent (`SILENT_AFTER_S`).
@@ -66,7 +68,7 @@ def on_grid(newest_first: Iterable[Reading], last: int, n: int, interval_s: floa
     first = last - n + 1
     reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # one more for the read, and one for the sampler's cycle
     slots: list[Slot] = [BLANK] * n
-    after: tuple[int, Reading] | None = None
+    after: tuple[int, RingReading] | None = None
     for reading in newest_first:
         at = interval_of(reading.timestamp, interval_s)
         if at > last or (after and at >= after[0]):
@@ -84,8 +86,8 @@ def _bridge(
     slots: list[Slot],
     first: int,
     last: int,
-    before: tuple[int, Reading] | None,
-    after: tuple[int, Reading] | None,
+    before: tuple[int, RingReading] | None,
+    after: tuple[int, RingReading] | None,
     reach: int,
 ) -> None:
     """Fill the intervals between two readings: repeat the first one in a short gap, otherwise mark the silence as None.

@@ -69,7 +69,7 @@ class ProcessReader:
     """Reads the processes on GPUs, and remembers them, since CPU usage needs two reads."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Host] = {}
+        self._known: dict[int, _OsProcess] = {}
 
     def read(
         self, samples: Iterable[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]
@@ -83,10 +83,10 @@ class ProcessReader:
         found = [self._details(pid, on_cards, sm_percents) for pid, on_cards in by_pid.items()]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
-    def _host(self, pid: int) -> _Host | None:
+    def _host(self, pid: int) -> _OsProcess | None:
         """Return the known process, or a new one if the pid now belongs to another process."""
         known = self._known.get(pid)
-        return known if known is not None and known.identity.is_alive() else _Host.of(pid)
+        return known if known is not None and known.identity.is_alive() else _OsProcess.of(pid)
 
     def _details(
         self, pid: int, on_cards: list[tuple[int, GpuProcess]], sm_percents: Mapping[int, Mapping[int, int]]
@@ -110,7 +110,7 @@ class ProcessReader:
         )
 
 
-class _Host:
+class _OsProcess:
     """Operating-system data of a process; constants are read only once."""
 
     def __init__(self, process: Any, identity: ProcessRef) -> None:
@@ -121,7 +121,7 @@ class _Host:
         self._ancestors = tuple(_ancestors(identity.pid))
 
     @classmethod
-    def of(cls, pid: int) -> _Host | None:
+    def of(cls, pid: int) -> _OsProcess | None:
         """Return the process that has this pid now, or None."""
         # Read the identity first, so that later reads cannot silently belong to another process with the same pid.
         identity = ProcessRef.of(pid)

@@ -13,7 +13,7 @@ from sae_tui.gpu.base import GpuSample, is_identified
 CAPACITY = 600
 
 
-class Reading(NamedTuple):
+class RingReading(NamedTuple):
     """The fields of a sample that the history keeps; None if the sensor did not answer."""
 
     timestamp: float
@@ -53,7 +53,7 @@ class Ring:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.power_limit_w: float | None = None  # from the newest sample that has it
         self._lock = threading.Lock()
-        self._readings: deque[Reading] = deque(maxlen=capacity)
+        self._readings: deque[RingReading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
         self._uuid = ""
         # The number of live readings of the current GPU, and of all GPUs since the start.
@@ -94,7 +94,7 @@ class Ring:
         """Return the newest live sample, or None before the first one."""
         return self._latest
 
-    def newest_first(self, n: int = CAPACITY) -> list[Reading]:
+    def newest_first(self, n: int = CAPACITY) -> list[RingReading]:
         """Return up to `n` of the last readings, newest first."""
         with self._lock:
             return list(islice(reversed(self._readings), n))
@@ -103,7 +103,7 @@ class Ring:
         """Return up to `n` of the last values of a field, newest last."""
         return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
-    def since(self, position: int | None, uuid: str) -> tuple[list[Reading], int]:
+    def since(self, position: int | None, uuid: str) -> tuple[list[RingReading], int]:
         """Return the live readings after a position, oldest first, and the new position; None returns all readings.
 
         Return no readings if the GPU at this index is not `uuid`. A position is a count of readings and not a time,
@@ -118,6 +118,6 @@ class Ring:
             return list(self._readings)[len(self._readings) - n_new :], self._n_appended
 
 
-def reading_of(of: Readable) -> Reading:
+def reading_of(of: Readable) -> RingReading:
     """Return the reading for a sample."""
-    return Reading(of.timestamp, *(getattr(of, name, None) for name in Reading._fields[1:]))
+    return RingReading(of.timestamp, *(getattr(of, name, None) for name in RingReading._fields[1:]))

@@ -23,7 +23,7 @@ from sae_tui.gpu.detailed import (
 )
 from sae_tui.gpu.once import CLOSE_LIMIT_S, close_source
 from sae_tui.gpu.read import Probe
-from sae_tui.gpu.ring import CAPACITY, Reading, Ring
+from sae_tui.gpu.ring import CAPACITY, Ring, RingReading
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ SILENT_AFTER_S = 5.0
 _QUICK_S = 0.3
 
 
-class Status(StrEnum):
+class SamplerStatus(StrEnum):
     """The state of the sampler; with UNAVAILABLE, `Sampler.problem` says why."""
 
     OPENING = "opening"
@@ -48,14 +48,14 @@ class Status(StrEnum):
 
 
 @dataclass(slots=True)
-class _Card:
+class _SampledGpu:
     """The newest sample and the ring of a GPU; written only by its own thread."""
 
     sample: GpuSample
     ring: Ring
     answered: float  # monotonic time of the last answer
     took_s: float = 0.0  # duration of the last read
-    buffered: tuple[Reading, ...] | None = None  # the driver's buffer at the first healthy read
+    buffered: tuple[RingReading, ...] | None = None  # the driver's buffer at the first healthy read
     details: GpuDetails | None = None
     sm_percents: Mapping[int, int] = field(default_factory=dict)  # by pid
 
@@ -72,10 +72,10 @@ class Sampler:
     ) -> None:
         self.source = source
         self.problem: SourceUnavailable | None = None
-        self._status = Status.OPENING
+        self._status = SamplerStatus.OPENING
         self._interval = interval_s
         self._capacity = capacity
-        self._cards: tuple[_Card, ...] = ()
+        self._cards: tuple[_SampledGpu, ...] = ()
         self._rings: dict[int, Ring] = {}
         self._threads: list[threading.Thread] = []
         self._opened = 0.0  # monotonic time
@@ -86,7 +86,7 @@ class Sampler:
         self._shares_wanted = False
 
     @property
-    def status(self) -> Status:
+    def status(self) -> SamplerStatus:
         return self._status
 
     @property
@@ -108,9 +108,9 @@ class Sampler:
         deadline = time.monotonic() + timeout
         # The first thread is the source's; after it has ended, no more threads are added.
         ended = all(_join(thread, deadline) for thread in self._threads)
-        if ended and self._status is Status.READY:
+        if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
-        self._status = Status.STOPPED
+        self._status = SamplerStatus.STOPPED
         return ended
 
     def pause(self, timeout: float) -> bool:
@@ -145,7 +145,7 @@ class Sampler:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
 
-    def buffered(self, index: int) -> tuple[Reading, ...]:
+    def buffered(self, index: int) -> tuple[RingReading, ...]:
         """Return the readings that the driver had buffered when the GPU was first read, oldest first."""
         return (self._cards[index].buffered or ()) if index < len(self._cards) else ()
 
@@ -181,7 +181,7 @@ class Sampler:
         while (count := self._open()) is not None:
             old = self._cards
             self._cards = tuple(self._new_card(index, old) for index in range(count))
-            self.problem, self._status, self._opened = None, Status.READY, time.monotonic()
+            self.problem, self._status, self._opened = None, SamplerStatus.READY, time.monotonic()
             for card in self._cards:
                 self._spawn(self._watch, f"gpu-{card.sample.index}", card)
             while not (self._stopping or self._paused or self._must_reopen_safely()):
@@ -203,7 +203,7 @@ class Sampler:
                 problem = error
             except Exception as error:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
-            self.problem, self._status = problem, Status.UNAVAILABLE
+            self.problem, self._status = problem, SamplerStatus.UNAVAILABLE
             self._now_closed()
             # If the driver is broken, the GPUs still exist, but cannot be read.
             self._cards = tuple(self._unread(card, problem.reason) for card in self._cards if problem.is_broken)
@@ -214,7 +214,7 @@ class Sampler:
         """Wait until the sampler is not paused; return False once it stops."""
         with self._changed:
             if self._paused:
-                self._status = Status.OPENING
+                self._status = SamplerStatus.OPENING
                 # After the pause, the last readings are too old.
                 self._cards = tuple(self._unread(card, faults.NO_ANSWER_YET) for card in self._cards)
             self._changed.wait_for(lambda: self._stopping or not self._paused)
@@ -259,7 +259,7 @@ class Sampler:
         close_source(self.source)
         self._now_closed()
 
-    def _watch(self, card: _Card) -> None:
+    def _watch(self, card: _SampledGpu) -> None:
         """Sample one GPU once per clock interval; missed intervals are not made up for."""
         index = card.sample.index
         deadline = processes_due = time.monotonic()
@@ -280,7 +280,7 @@ class Sampler:
             self._wait_until(deadline, looking=index, card=card)
             deadline = min(deadline, time.monotonic())
 
-    def _turn(self, card: _Card, due: bool) -> None:
+    def _turn(self, card: _SampledGpu, due: bool) -> None:
         """Read a GPU once, with its processes if `due`."""
         index, begun = card.sample.index, time.monotonic()
         sample = self._read(card.sample, processes=due)
@@ -300,7 +300,7 @@ class Sampler:
             card.sm_percents = self._read_shares(sample)
         card.details = self._read_details(sample) if index == self._looked_at else None
 
-    def _is_current(self, card: _Card) -> bool:
+    def _is_current(self, card: _SampledGpu) -> bool:
         """Return whether a GPU is still sampled; False once the sampler stops or the driver is reopened."""
         index = card.sample.index
         return not self._stopping and index < len(self._cards) and self._cards[index] is card
@@ -324,7 +324,7 @@ class Sampler:
                 return self.source.sm_percents(sample.index, sample)
         return {}
 
-    def _read_buffer(self, index: int) -> tuple[Reading, ...]:
+    def _read_buffer(self, index: int) -> tuple[RingReading, ...]:
         if isinstance(self.source, RememberingSource):
             with contextlib.suppress(Exception):
                 return self.source.buffered(index)
@@ -343,14 +343,14 @@ class Sampler:
             self._interval = interval_s
             self._changed.notify_all()
 
-    def _current(self, card: _Card, now: float) -> GpuSample:
+    def _current(self, card: _SampledGpu, now: float) -> GpuSample:
         if not self._is_silent(card, now):
             return card.sample
         return _blank(card.sample, f"has not answered for {now - card.answered:.0f} s")
 
-    def _is_silent(self, card: _Card, now: float) -> bool:
+    def _is_silent(self, card: _SampledGpu, now: float) -> bool:
         """Return whether the current read takes too long; False for a GPU that is already known to be unreadable."""
-        if self._status is Status.OPENING:
+        if self._status is SamplerStatus.OPENING:
             return False
         waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET
         return waiting and now - card.answered > max(SILENT_AFTER_S, 3 * self._interval)
@@ -361,22 +361,22 @@ class Sampler:
             if sample is not card.sample:
                 card.ring.append(sample)
 
-    def _new_card(self, index: int, old: Sequence[_Card]) -> _Card:
+    def _new_card(self, index: int, old: Sequence[_SampledGpu]) -> _SampledGpu:
         """Return the initial state of a GPU: its state before the driver was reopened, or an unhealthy sample."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
-            return _Card(old[index].sample, self.ring(index), time.monotonic())
+            return _SampledGpu(old[index].sample, self.ring(index), time.monotonic())
         sample = GpuSample(index, f"GPU-index-{index}", f"GPU {index}", time.time(), healthy=False,
                            reason=faults.NO_ANSWER_YET, failed={"uuid": "unknown"}, vendor=vendor)  # fmt: skip
-        return _Card(sample, self.ring(index), time.monotonic())
+        return _SampledGpu(sample, self.ring(index), time.monotonic())
 
     @staticmethod
-    def _unread(card: _Card, reason: str) -> _Card:
+    def _unread(card: _SampledGpu, reason: str) -> _SampledGpu:
         sample = _lost(card.sample, _blank(card.sample, reason))
         card.ring.append(sample)
-        return _Card(sample, card.ring, time.monotonic())
+        return _SampledGpu(sample, card.ring, time.monotonic())
 
-    def _wait_until(self, deadline: float, *, looking: int | None = None, card: _Card | None = None) -> None:
+    def _wait_until(self, deadline: float, *, looking: int | None = None, card: _SampledGpu | None = None) -> None:
         """Wait until the deadline, or earlier if the sampler stops or pauses, the interval changes or the GPU needs it.
 
         A GPU needs it when the user opens its page or the list of processes, or when it is no longer sampled.
@@ -395,7 +395,7 @@ class Sampler:
                 timeout=max(0.0, deadline - time.monotonic()),
             )
 
-    def _spawn(self, target: Callable[..., None], name: str, *arguments: _Card) -> threading.Thread:
+    def _spawn(self, target: Callable[..., None], name: str, *arguments: _SampledGpu) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()

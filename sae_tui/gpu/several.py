@@ -15,7 +15,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
-    from sae_tui.gpu.ring import Reading
+    from sae_tui.gpu.ring import RingReading
 
 
 # Less than the limit for opening this source, so that the drivers which answer can still be used.
@@ -81,7 +81,7 @@ class Several:
         source, number = self._cards[index]
         return source.sm_percents(number, sample) if isinstance(source, SharesSource) else {}
 
-    def buffered(self, index: int) -> tuple[Reading, ...]:
+    def buffered(self, index: int) -> tuple[RingReading, ...]:
         source, number = self._cards[index]
         return source.buffered(number) if isinstance(source, RememberingSource) else ()
 

@@ -38,16 +38,16 @@ Occupied = Callable[[], Mapping[str, tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _GpuModel:
     name: str
     memory_bytes: int
     power_limit_w: float
     foreign: GpuProcess | None = None
 
 
-_RTX_3090 = _Kind("NVIDIA GeForce RTX 3090", 24 * GIB, 350.0)
-_RTX_3080 = _Kind("NVIDIA GeForce RTX 3080", 10 * GIB, 320.0)
-_TAKEN = _Kind(
+_RTX_3090 = _GpuModel("NVIDIA GeForce RTX 3090", 24 * GIB, 350.0)
+_RTX_3080 = _GpuModel("NVIDIA GeForce RTX 3080", 10 * GIB, 320.0)
+_TAKEN = _GpuModel(
     "NVIDIA GeForce RTX 3090", 24 * GIB, 350.0, GpuProcess(31415, "mallory", "python train.py", 21 * GIB)
 )  # fmt: skip
 BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
@@ -75,7 +75,7 @@ class Simulated:
             raise UserError(f"the number of simulated GPUs must be 1 to {LARGEST_COUNT}, not {count}")
         faults = faults_of(os.environ.get(ENV_FAULTS, "")) if faults is None else faults
         self._clock = clock
-        self._cards = tuple(_Card(index, occupied, faults.get(index)) for index in range(count))
+        self._cards = tuple(_SimulatedGpu(index, occupied, faults.get(index)) for index in range(count))
 
     def open(self) -> int:
         return len(self._cards)
@@ -130,7 +130,7 @@ def faults_of(text: str) -> dict[int, str]:
     return fault_by_index
 
 
-class _Card:
+class _SimulatedGpu:
     def __init__(self, index: int, occupied: Occupied, fault: str | None) -> None:
         self._index = index
         self._kind = BOX[index % len(BOX)]

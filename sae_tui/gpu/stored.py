@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sae_tui.gpu.base import Degrees, Measured
 from sae_tui.gpu.energy import EnergyReading
-from sae_tui.gpu.ring import Reading, reading_of
+from sae_tui.gpu.ring import RingReading, reading_of
 from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
@@ -86,7 +86,7 @@ class StoredSample(NamedTuple):
     job_id: JobId | None
 
 
-class Totals(NamedTuple):
+class GpuTotals(NamedTuple):
     """One time step of all GPUs: sums and means over the GPUs with the sensor; `gpus_counted` have a sample."""
 
     timestamp: float
@@ -98,12 +98,12 @@ class Totals(NamedTuple):
     power_w: float | None
 
 
-def recent(path: Path, host: str, seconds: float) -> dict[str, list[Reading]]:
+def recent(path: Path, host: str, seconds: float) -> dict[str, list[RingReading]]:
     """Return the samples of the last `seconds` of each GPU, by UUID, to fill the rings."""
     if not path.exists():
         return {}
     now = time.time()
-    readings: dict[str, list[Reading]] = defaultdict(list)
+    readings: dict[str, list[RingReading]] = defaultdict(list)
     with explain_errors(path), closing(_open(path)) as db:
         places = _places(db, host)
         for row in _read(db, SAMPLES, host, places, now - seconds, now + MINUTE_S):
@@ -131,13 +131,13 @@ def stored_samples(
             begin += window
 
 
-def totals(rows: Iterable[StoredSample]) -> Iterator[Totals]:
+def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
     """Combine rows of all GPUs, in chronological order, into one row per step."""
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
         cards = list(each)
         busy = _not_none(card.utilization for card in cards)
         power = _not_none(card.power_w for card in cards)
-        yield Totals(
+        yield GpuTotals(
             timestamp,
             len(cards),
             sum(used) if (used := _not_none(card.memory_used_bytes for card in cards)) else None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.past import BLANK, Past, Slot
+from sae_tui.gpu.past import BLANK, RecentHistory, Slot
 from sae_tui.gpu.ring import reading_of
 from sae_tui.gpu.stored import MINUTE_S, stored_samples
 
@@ -38,7 +38,7 @@ class Window:
         return self.begin + self.step_s * column
 
 
-def live_window(past: Past, index: int, n: int, interval_s: float, job: int | None) -> Window:
+def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job: int | None) -> Window:
     """Return the newest `n` intervals of a GPU, on which `job` runs now."""
     columns = {name: past.column(index, name, n) for name in FIELDS}
     length = max(map(len, columns.values()), default=0)
@@ -63,7 +63,9 @@ def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: 
     return Window(first * step, step, columns, jobs)
 
 
-def stored_past(path: Path, host: str, samples: Sequence[GpuSample], span_s: float, n: int, now: float) -> Past:
+def stored_past(
+    path: Path, host: str, samples: Sequence[GpuSample], span_s: float, n: int, now: float
+) -> RecentHistory:
     """Return the last `span_s` seconds of the GPUs in `samples` from the store, in at most `n` columns.
 
     Raise `UserError` if the store cannot be read.
@@ -74,7 +76,7 @@ def stored_past(path: Path, host: str, samples: Sequence[GpuSample], span_s: flo
         place = int(row.timestamp // step) - first
         if row.gpu_uuid in slots and 0 <= place < length:
             slots[row.gpu_uuid][place] = reading_of(row)
-    return Past(
+    return RecentHistory(
         slots={sample.index: slots[sample.uuid] for sample in samples},
         power_limits_w={sample.index: sample.power_limit_w for sample in samples},
         is_period=True,

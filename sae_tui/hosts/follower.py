@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from sae_tui.gpu.past import Past, past
+from sae_tui.gpu.past import RecentHistory, past
 from sae_tui.gpu.ring import Ring
 from sae_tui.hosts.causes import Cause, no_connection, no_message, other_protocol
 from sae_tui.hosts.link import Link
-from sae_tui.hosts.protocol import PROTOCOL, Gpus, Hello, Jobs, Log, Message, decode
-from sae_tui.hosts.view import HostView, Stage
+from sae_tui.hosts.protocol import PROTOCOL, Hello, Jobs, Log, Message, RemoteGpus, decode
+from sae_tui.hosts.view import ConnectionStage, HostView
 from trainer.contract.printable import printable
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
@@ -94,7 +94,7 @@ class HostFollower:
         if link := self._link:
             link.stop()
 
-    def past(self, n: int, interval_s: float) -> Past:
+    def past(self, n: int, interval_s: float) -> RecentHistory:
         """Return the last `n` intervals of each GPU, by this machine's clock."""
         return past(self._rings, n, interval_s=interval_s, now=time.time())
 
@@ -146,20 +146,20 @@ class HostFollower:
             return
         monotonic, heard = link.heard
         silent_s = time.monotonic() - monotonic
-        was_greeted = self.view.stage in (Stage.CONNECTED, Stage.SILENT)
+        was_greeted = self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT)
         if self.view.is_connected and silent_s > SILENT_AFTER_S:
-            self._change(stage=Stage.SILENT, since=max(heard, self.view.since), cards=())
+            self._change(stage=ConnectionStage.SILENT, since=max(heard, self.view.since), cards=())
         if silent_s > (CUT_AFTER_S if was_greeted else GREETING_S):
             self._silence = Cause(f"has sent nothing for {silent_s:.0f} s")
             link.stop()
 
     def _take(self, message: Message) -> None:
-        if self.view.stage is Stage.SILENT:
-            self._change(stage=Stage.CONNECTED, sentence="", since=time.time())
+        if self.view.stage is ConnectionStage.SILENT:
+            self._change(stage=ConnectionStage.CONNECTED, sentence="", since=time.time())
         match message:
             case Hello():
-                self._change(stage=Stage.CONNECTED, sentence="", since=time.time(), problem="")
-            case Gpus():
+                self._change(stage=ConnectionStage.CONNECTED, sentence="", since=time.time(), problem="")
+            case RemoteGpus():
                 self._take_gpus(message)
             case Jobs():
                 # Keep each id once, since an untrusted host may send an id several times.
@@ -170,7 +170,7 @@ class HostFollower:
             case Log():
                 pass
 
-    def _take_gpus(self, message: Gpus) -> None:
+    def _take_gpus(self, message: RemoteGpus) -> None:
         now = time.time()
         # Keep rings only for the indices of this message: otherwise a host could fill the memory with new indices.
         self._rings = {card.index: self._rings.get(card.index) or Ring() for card in message.cards}
@@ -183,11 +183,11 @@ class HostFollower:
 
     def _tell_end(self, cause: Cause) -> None:
         """Show why there is no connection and, if it was cut, since when."""
-        if self.view.stage in (Stage.CONNECTED, Stage.SILENT):
+        if self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT):
             since = time.time() if self.view.is_connected else self.view.since
-            self._change(stage=Stage.CUT, sentence=cause.sentence, since=since, cards=())
+            self._change(stage=ConnectionStage.CUT, sentence=cause.sentence, since=since, cards=())
         elif self.view.sentence != cause.sentence:
-            stage = Stage.CUT if self.view.stage is Stage.CUT else Stage.FAILED
+            stage = ConnectionStage.CUT if self.view.stage is ConnectionStage.CUT else ConnectionStage.FAILED
             self._change(stage=stage, sentence=cause.sentence)
 
     def _change(self, **fields: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sae_tui.gpu.past import Past
+from sae_tui.gpu.past import RecentHistory
 from sae_tui.hosts.errands import Errands
 from sae_tui.hosts.follower import HostFollower
 from sae_tui.hosts.view import HostView
@@ -52,7 +52,7 @@ class Hosts:
         """The current view of each host, in the order of their names at the start."""
         return tuple(follower.view for follower in self._followers.values())
 
-    def past(self, name: str, n: int, interval_s: float) -> Past:
+    def past(self, name: str, n: int, interval_s: float) -> RecentHistory:
         """Return the last `n` intervals of each GPU of a host."""
         return self._followers[name].past(n, interval_s)
 

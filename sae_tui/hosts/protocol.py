@@ -46,7 +46,7 @@ class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_used_bytes: Count | None = None
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The newest sample of a GPU, its holder in words, and the processes that use most of its memory."""
 
     index: FewAtOnce
@@ -70,10 +70,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return GpuSample(timestamp=timestamp, **fields)
 
 
-class Gpus(msgspec.Struct, frozen=True, tag="gpus"):
+class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
     """All GPUs of the host; `problem` says why there are none."""
 
-    cards: Annotated[tuple[Card, ...], Meta(max_length=MOST_GPUS)] = ()
+    cards: Annotated[tuple[RemoteGpu, ...], Meta(max_length=MOST_GPUS)] = ()
     problem: str = ""
 
 
@@ -141,16 +141,16 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
     lines: Annotated[tuple[str, ...], Meta(max_length=MOST_LOG_LINES)] = ()
 
 
-Message = Hello | Gpus | Jobs | Log
+Message = Hello | RemoteGpus | Jobs | Log
 
 
-def far_card(sample: GpuSample, holder: str, use: str) -> Card:
+def far_card(sample: GpuSample, holder: str, use: str) -> RemoteGpu:
     """Convert a sample to the protocol's GPU record."""
-    fields = {name: getattr(sample, name) for name in Card.__struct_fields__ if name not in _NOT_OF_SAMPLES}
+    fields = {name: getattr(sample, name) for name in RemoteGpu.__struct_fields__ if name not in _NOT_OF_SAMPLES}
     busy = sample.utilization
     largest = sorted(sample.processes or (), key=lambda one: -(one.memory_used_bytes or 0))[:MOST_PROCESSES]
     processes = tuple(FarProcess(one.pid, one.user, one.name, one.memory_used_bytes) for one in largest)
-    return Card(**fields | {"utilization": busy and min(100, busy)}, holder=holder, use=use, processes=processes)  # type: ignore[arg-type]
+    return RemoteGpu(**fields | {"utilization": busy and min(100, busy)}, holder=holder, use=use, processes=processes)  # type: ignore[arg-type]
 
 
 def far_job(job: JobView) -> FarJob:

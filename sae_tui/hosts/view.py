@@ -6,11 +6,11 @@ from enum import StrEnum
 
 import msgspec
 
-from sae_tui.hosts.protocol import Card
+from sae_tui.hosts.protocol import RemoteGpu
 from sae_tui.jobs.view.reader import JobView
 
 
-class Stage(StrEnum):
+class ConnectionStage(StrEnum):
     """State of the connection. SILENT: connected, but no messages; CUT: was connected; FAILED: was never connected."""
 
     CONNECTING = "connecting"
@@ -28,10 +28,10 @@ class HostView(msgspec.Struct, frozen=True):
     """
 
     name: str
-    stage: Stage = Stage.CONNECTING
+    stage: ConnectionStage = ConnectionStage.CONNECTING
     sentence: str = ""
     since: float = 0.0
-    cards: tuple[Card, ...] = ()
+    cards: tuple[RemoteGpu, ...] = ()
     jobs: tuple[JobView, ...] = ()
     more: int = 0
     problem: str = ""
@@ -39,7 +39,7 @@ class HostView(msgspec.Struct, frozen=True):
 
     @property
     def is_connected(self) -> bool:
-        return self.stage is Stage.CONNECTED
+        return self.stage is ConnectionStage.CONNECTED
 
     def job(self, job_id: int) -> JobView | None:
         return next((job for job in self.jobs if job.id == job_id), None)

@@ -21,7 +21,7 @@ class RankEnding(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class Ending(msgspec.Struct, frozen=True):
+class JobEnding(msgspec.Struct, frozen=True):
     """The final state of a job, and its cause."""
 
     state: JobState
@@ -37,10 +37,10 @@ class Ending(msgspec.Struct, frozen=True):
         return {"ended": self.ended, "error": self.error, "output_path": self.output_path}
 
 
-def write_ending(path: Path, ending: Ending) -> None:
+def write_ending(path: Path, ending: JobEnding) -> None:
     write_json(path, ending)
 
 
-def read_ending(path: Path) -> Ending | None:
+def read_ending(path: Path) -> JobEnding | None:
     """Return how the job ended; None if there is no readable record."""
-    return read_json(path, Ending)
+    return read_json(path, JobEnding)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.features import DENSE, FEATURES, Context, Feature, Features, Moved
+from trainer.contract.runs.features import DENSE, FEATURES, ActivatingExample, Feature, Features, LogitChange
 
 # The most tokens of a latent that its row in a list shows.
 MOST_TOKENS = 6
@@ -66,7 +66,7 @@ def strongest_tokens(feature: Feature) -> str:
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
 
 
-def in_row(moved: Iterable[Moved]) -> str:
+def in_row(moved: Iterable[LogitChange]) -> str:
     """Return the tokens that a latent promotes or suppresses, with their logits, in one line."""
     return "  ".join(f"{readable(one.text).strip() or repr(one.text)} {one.logit:+.2f}" for one in moved)
 
@@ -76,7 +76,7 @@ def readable(text: str) -> str:
     return text.translate(_LINE_ENDS)
 
 
-def in_words(context: Context) -> str:
+def in_words(context: ActivatingExample) -> str:
     """Return a context as one line, with its strongest token in brackets."""
     texts = [readable(token.text) for token in context.tokens]
     texts[context.at] = f"[{texts[context.at]}]"

@@ -20,7 +20,7 @@ def is_gone(folder: Path) -> bool:
         return False
 
 
-class Follower:
+class LogFollower:
     """Reads the lines appended to a log; starts over when the log is replaced or truncated."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:

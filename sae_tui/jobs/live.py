@@ -9,7 +9,7 @@ from typing import Any
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.how_far import OVERFITTING, RESUMED
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.follower import Follower
+from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store.rows import VALUE_COLUMNS, fitting
 
@@ -18,7 +18,7 @@ class LiveRun:
     """Follows the metrics of one run; before the first row, all values are empty."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._follower = Follower(paths.metrics_db, SeriesReader)
+        self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
         # The warning that the run overfits; None if it does not, or if it was resumed since then.

@@ -11,7 +11,7 @@ from textual.events import Resize
 from sae_tui.format import UNKNOWN, bar, celsius, fit, percent, sparkline, watts
 from sae_tui.gpu.aggregate import HOTTEST_C, aggregate, shares
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.past import Past
+from sae_tui.gpu.past import RecentHistory
 from sae_tui.widgets.area import area, beside, columns_of
 from sae_tui.widgets.lines import Line, LineView
 
@@ -108,7 +108,7 @@ def _area(total: Total, width: int, height: int, others: Sequence[float | None])
     )
 
 
-def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
+def totals(samples: Sequence[GpuSample], past: RecentHistory) -> list[Total]:
     """Return memory, utilisation, power and temperature of the GPUs that report them, each with its history."""
     now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes

@@ -17,7 +17,7 @@ from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.sweeps import in_order
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
-from trainer.contract.settings.catalog import Axis, Series
+from trainer.contract.settings.catalog import CurveAxis, Series
 from trainer.contract.settings.series import OF_BATCH, curves, held_out, held_out_metrics, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
@@ -31,7 +31,7 @@ class CurvePlot(Plot):
     """The plot of one series of a job, selected by the series' name in the store."""
 
     def __init__(self, series_name: str, series: Series) -> None:
-        axis = series.curve or Axis()
+        axis = series.curve or CurveAxis()
         is_held_out = series_name in held_out_metrics()
         super().__init__(
             title_of(held_out(series_name) if is_held_out else series_name),

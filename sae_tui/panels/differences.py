@@ -9,9 +9,9 @@ from rich.cells import cell_len
 from rich.text import Text
 from textual.binding import Binding
 
-from sae_tui.compare.run import Sae
+from sae_tui.compare.run import ComparedSae
 from sae_tui.compare.runs import Comparison
-from sae_tui.compare.tables import Line, differences, results
+from sae_tui.compare.tables import ComparisonRow, differences, results
 from sae_tui.settings import Settings
 from sae_tui.widgets.chart import glyph
 from sae_tui.widgets.lines import Span
@@ -32,12 +32,12 @@ class SaeTable(KeyedTable):
 
     def __init__(self, *, empty: str, id: str | None = None) -> None:  # noqa: A002
         super().__init__((), empty=empty, id=id)
-        self._saes: Sequence[Sae] = ()
-        self._lines_shown: list[Line] = []
+        self._saes: Sequence[ComparedSae] = ()
+        self._lines_shown: list[ComparisonRow] = []
         self._first = 0
 
     @abstractmethod
-    def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
+    def lines_of(self, saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
         """Return the rows to show for these SAEs."""
 
     def show_comparison(self, comparison: Comparison) -> None:
@@ -92,7 +92,7 @@ class DifferencesPanel(SaeTable):
 
     heading = "SETTING"
 
-    def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
+    def lines_of(self, saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
         self.empty = "All settings are the same." if len(saes) > 1 else "One SAE alone: nothing to differ from."
         return differences(saes)
 
@@ -111,7 +111,7 @@ class ResultsPanel(SaeTable):
         reasons = [line.why for line in self._lines_shown if line.why]
         self.tooltip = Text("\n".join(reasons)) if reasons else None
 
-    def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
+    def lines_of(self, saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
         return results(saes, self._settings)
 
 
@@ -122,7 +122,7 @@ def _elsewhere(before: int, after: int) -> str:
     return f"{after} more →" if after else f"← {before} more" if before else ""
 
 
-def _row(line: Line, shown: range) -> Row:
+def _row(line: ComparisonRow, shown: range) -> Row:
     words = line.words()
     cells: list[Span] = [(words[place], "good" if place in line.best else "text") for place in shown]
     return Row(line.title, ((f" {line.title}", "label"), *cells))

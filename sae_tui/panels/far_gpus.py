@@ -14,19 +14,19 @@ from textual.events import Resize
 from sae_tui.format import fit, gibibytes, percent, watts
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.hosts.protocol import FarProcess
-from sae_tui.hosts.view import HostView, Stage
+from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.panels.gpu_lines import gpu_lines
 from sae_tui.panels.gpu_row import GpuRow, short_name
 from sae_tui.widgets.lines import Line, LineView, Span
-from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.reading import TextScreen
 from trainer.contract.wording import plural
 
-_SIGNS: dict[Stage, tuple[str, str]] = {
-    Stage.CONNECTING: ("◔", "accent"),
-    Stage.CONNECTED: ("●", "good"),
-    Stage.SILENT: ("◔", "warn"),
-    Stage.CUT: ("✗", "warn"),
-    Stage.FAILED: ("✗", "bad"),
+_SIGNS: dict[ConnectionStage, tuple[str, str]] = {
+    ConnectionStage.CONNECTING: ("◔", "accent"),
+    ConnectionStage.CONNECTED: ("●", "good"),
+    ConnectionStage.SILENT: ("◔", "warn"),
+    ConnectionStage.CUT: ("✗", "warn"),
+    ConnectionStage.FAILED: ("✗", "bad"),
 }
 
 _FEWEST = 3  # lines
@@ -75,7 +75,7 @@ class FarGpus(LineView, can_focus=True):
         """Show the processes on the GPUs of the host under the cursor."""
         if self._at < len(self._hosts):
             view = self._hosts[self._at].view
-            self.app.push_screen(Reading(f"Processes of {view.name}", partial(process_lines, view)))
+            self.app.push_screen(TextScreen(f"Processes of {view.name}", partial(process_lines, view)))
 
     def on_focus(self) -> None:
         self._draw()
@@ -134,11 +134,11 @@ def heading(host: FarHost, width: int, name_width: int, mark: str, *, is_open: b
 def state_words(host: FarHost, *, is_open: bool = True) -> str:
     """Describe the state of a host: its totals, or why it is not connected."""
     view = host.view
-    if view.stage is Stage.CONNECTING:
+    if view.stage is ConnectionStage.CONNECTING:
         return "connecting…"
-    if view.stage is Stage.SILENT:
+    if view.stage is ConnectionStage.SILENT:
         return f"silent since {time.strftime('%H:%M:%S', time.localtime(view.since))}"
-    if view.stage is Stage.CUT:
+    if view.stage is ConnectionStage.CUT:
         why = f"it {view.sentence}" if view.sentence else "connecting again"
         return f"cut since {time.strftime('%H:%M:%S', time.localtime(view.since))}; {why}"
     return view.sentence or view.problem or _totals(host, is_open=is_open)

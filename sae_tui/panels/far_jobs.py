@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sae_tui.hosts.view import HostView, Stage
+from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.jobs.view.find import find
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.jobs import COLUMNS, job_row
@@ -57,10 +57,10 @@ def heading(name: str, note: str) -> Row:
 
 
 def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:
-    if view.stage in (Stage.SILENT, Stage.CUT):
+    if view.stage in (ConnectionStage.SILENT, ConnectionStage.CUT):
         return f"as of {time.strftime('%H:%M:%S', time.localtime(view.since))}"
     if not view.is_connected:
-        return "connecting…" if view.stage is Stage.CONNECTING else "not connected"
+        return "connecting…" if view.stage is ConnectionStage.CONNECTING else "not connected"
     if view.jobs_problem:
         return f"⚠ {view.jobs_problem}"
     if filtered:

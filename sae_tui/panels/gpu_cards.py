@@ -17,7 +17,7 @@ CARD_WIDTH = 38
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CardGrid:
     """GPUs side by side in `columns`, in bands of `height` lines below each other."""
 
     columns: int
@@ -30,14 +30,14 @@ class Grid:
         return self.bands if fitting >= self.bands else max(1, (room - 1) // self.height)
 
 
-def card_grid(count: int, width: int, room: int) -> Grid:
+def card_grid(count: int, width: int, room: int) -> CardGrid:
     """Return the grid of the card view; each card is as tall as the space allows, from 2 to 5 lines."""
     columns = max(1, min(count, width // CARD_WIDTH))
     bands = -(-count // columns)
-    return Grid(columns, max(2, min(5, room // max(1, bands))), bands)
+    return CardGrid(columns, max(2, min(5, room // max(1, bands))), bands)
 
 
-def card_lines(rows: Sequence[GpuRow], width: int, grid: Grid) -> list[Line]:
+def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
     """Return the cards side by side and below each other."""
     card_width = width // grid.columns
     lines: list[Line] = []

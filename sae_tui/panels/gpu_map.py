@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sae_tui.format import celsius, fit, percent
 from sae_tui.gpu.base import GpuSample
-from sae_tui.panels.gpu_cards import Grid
+from sae_tui.panels.gpu_cards import CardGrid
 from sae_tui.panels.gpu_row import GpuRow, blank, heat, memory_share, memory_short
 from sae_tui.widgets.lines import Line, Span
 
@@ -20,7 +20,7 @@ _OF_A_NODE = 8  # GPUs per machine; a row of tiles holds whole machines
 _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
 
 
-def map_grid(count: int, width: int, room: int) -> Grid:
+def map_grid(count: int, width: int, room: int) -> CardGrid:
     """Return the grid for `count` tiles, each as tall as `room` lines allow; rows hold whole machines if they fit."""
     fitting = max(1, width // _LEAST_WIDTH)
     columns = fitting // _OF_A_NODE * _OF_A_NODE or fitting
@@ -28,10 +28,10 @@ def map_grid(count: int, width: int, room: int) -> Grid:
         columns = fitting
     columns = max(1, min(columns, count))
     bands = -(-count // columns)
-    return Grid(columns, max(1, min(TALLEST, room // max(1, bands))), bands)
+    return CardGrid(columns, max(1, min(TALLEST, room // max(1, bands))), bands)
 
 
-def map_lines(rows: Sequence[GpuRow], width: int, grid: Grid) -> list[Line]:
+def map_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
     """Return the tiles side by side and below each other."""
     each = max(1, width // grid.columns)
     gap = " " if grid.columns > 1 else ""

@@ -89,7 +89,7 @@ def _quantities(sample: GpuSample) -> list[_Quantity]:
     ]  # fmt: skip
 
 
-class GpuFacts(LineView):
+class GpuDetailsView(LineView):
     """The details of a GPU in groups; values that the GPU does not report are left out."""
 
     DEFAULT_CSS = "GpuFacts { height: 1fr; }"

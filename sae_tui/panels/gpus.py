@@ -12,7 +12,7 @@ from textual.events import Click, Resize
 from textual.message import Message
 
 from sae_tui.format import fit
-from sae_tui.panels.gpu_cards import Grid, card_grid, card_lines
+from sae_tui.panels.gpu_cards import CardGrid, card_grid, card_lines
 from sae_tui.panels.gpu_lines import gpu_lines
 from sae_tui.panels.gpu_map import map_grid, map_lines
 from sae_tui.panels.gpu_row import GpuRow
@@ -128,11 +128,11 @@ class GpuPanel(LineView, can_focus=True):
             self._first += bands * self._grid().columns
             self._draw()
 
-    def _grid(self) -> Grid:
+    def _grid(self) -> CardGrid:
         if self._shape != "lines":
             grid_of = card_grid if self._shape == "cards" else map_grid
             return grid_of(len(self._rows), self.width, self._room)
-        return Grid(1, self._lines_each, len(self._rows))
+        return CardGrid(1, self._lines_each, len(self._rows))
 
     def _draw(self) -> None:
         width = self.width

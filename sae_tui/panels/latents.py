@@ -14,7 +14,7 @@ from sae_tui.format import fit, visible
 from sae_tui.jobs.features import in_row, readable, strongest_tokens
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
-from trainer.contract.runs.features import Context, Feature, Features
+from trainer.contract.runs.features import ActivatingExample, Feature, Features
 from trainer.contract.wording import bars
 
 # Minimum width of the list for a column with the largest activation.
@@ -201,7 +201,7 @@ def _moved_lines(feature: Feature, width: int) -> list[Line]:
     return [((name, "label"), (visible(fit(in_row(moved), room)), "text")) for name, moved in rows if moved]
 
 
-def _context_line(context: Context, largest: float, width: int) -> Line:
+def _context_line(context: ActivatingExample, largest: float, width: int) -> Line:
     """Return a context, cut at both ends to the width, with each token shaded by the latent's activation."""
     room = max(0, width - _ACT_CELLS)
     spans = [(visible(readable(token.text)), _shade(token.act, largest)) for token in context.tokens]

@@ -10,7 +10,7 @@ from textual.events import Resize
 from textual.reactive import reactive
 
 from sae_tui.format import gibibytes
-from sae_tui.jobs.launch.memory_need import Need, Room
+from sae_tui.jobs.launch.memory_need import FreeMemory, Need
 from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
 
@@ -50,7 +50,7 @@ class MemoryBar(LineView):
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self._need: Need | None = None
-        self._room = Room()
+        self._room = FreeMemory()
 
     def on_mount(self) -> None:
         self._draw()
@@ -61,7 +61,7 @@ class MemoryBar(LineView):
     def watch_heading(self) -> None:
         self._draw()
 
-    def show_need(self, need: Need | None, room: Room) -> None:
+    def show_need(self, need: Need | None, room: FreeMemory) -> None:
         """Draw the memory that a job needs and the free memory; if no job could be checked, draw only the heading."""
         self._need, self._room = need, room
         self._draw()
@@ -72,7 +72,7 @@ class MemoryBar(LineView):
             self.show([cut(line, width) for line in memory_lines(self.heading, self._need, self._room, width)])
 
 
-def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> list[Line]:
+def memory_lines(heading: str, need: Need | None, room: FreeMemory, width: int) -> list[Line]:
     """Return at least two lines, so that the form does not move while the user types."""
     first: Line = ((heading, "title accent"),)
     if need is None:
@@ -87,7 +87,7 @@ def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> lis
     return [*lines, joined] if notes else lines
 
 
-def bar(need: Need, room: Room, width: int) -> Line:
+def bar(need: Need, room: FreeMemory, width: int) -> Line:
     """Return a bar with a segment for every part, its letter at the start, and a mark at the end of the free memory."""
     free = None if room.free_bytes is None else room.free_bytes / need.sharing
     top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
@@ -102,7 +102,7 @@ def bar(need: Need, room: Room, width: int) -> Line:
     return tuple(("".join(text for text, _ in run), style) for style, run in runs)
 
 
-def _verdict(need: Need, room: Room) -> Span:
+def _verdict(need: Need, room: FreeMemory) -> Span:
     """Return the need and if it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
     total = gibibytes(need.rank_bytes)
     taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
@@ -139,7 +139,7 @@ def _measured(need: Need) -> list[Span]:
     return [(str(need.measured), "warn" if need.rank_bytes > need.parts.total else "text")]
 
 
-def _remedies(need: Need, room: Room) -> list[Span]:
+def _remedies(need: Need, room: FreeMemory) -> list[Span]:
     if not need.lacks(room):
         return []
     # Name the setting without its section, as the form does.

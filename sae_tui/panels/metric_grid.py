@@ -13,7 +13,7 @@ from textual.containers import Grid
 from sae_tui.format import measure
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
-from trainer.contract.settings.catalog import Axis
+from trainer.contract.settings.catalog import CurveAxis
 from trainer.contract.settings.series import curves, series_named, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
@@ -21,7 +21,7 @@ _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # of a plot with its frame
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class MetricSeries:
     """A series of a job with its points, by name in the store (`fvu`, or `fvu@k=16` in a sweep) and rank."""
 
     name: str
@@ -38,13 +38,13 @@ class Metric:
         return bool(seek.search(self.title) or seek.search(self.name))
 
 
-def metrics_of(detail: JobDetail, pattern: str) -> list[Metric]:
+def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
     """Return the series that the regular expression matches; raise `re.error` if it is invalid."""
     seek = re.compile(pattern, re.IGNORECASE)
     # In a sweep, the series without a label repeat the series of its first SAE.
     labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
     shown = {key: points for key, points in detail.series.items() if key[0] not in labelled}
-    found = [Metric(name, rank, points) for (name, rank), points in shown.items()]
+    found = [MetricSeries(name, rank, points) for (name, rank), points in shown.items()]
     return sorted((one for one in found if one.is_found(seek)), key=lambda one: (_place(one.name), one.title))
 
 
@@ -61,10 +61,10 @@ class MetricPlot(Plot):
         super().__init__("")
         self.add_class("panel")
 
-    def show_metric(self, metric: Metric, span: tuple[float, float] | None, cursor: float | None) -> None:
+    def show_metric(self, metric: MetricSeries, span: tuple[float, float] | None, cursor: float | None) -> None:
         """Draw a metric, or the part of it between two steps."""
         series = series_named(metric.name.partition("@")[0])
-        axis = series.curve or Axis(from_zero=False)
+        axis = series.curve or CurveAxis(from_zero=False)
         self.plot_title, self.word = metric.title, functools.partial(measure, series=series)
         self.from_zero, self.least_top = axis.from_zero, axis.least_top
         first, last = span or (-math.inf, math.inf)
@@ -87,7 +87,11 @@ class MetricGrid(Grid, can_focus=True):
         return max(1, self.size.width // _LEAST_COLUMNS), max(1, self.size.height // _LEAST_ROWS)
 
     def show_metrics(
-        self, metrics: Sequence[Metric], span: tuple[float, float] | None, cursor: float | None, chosen: int | None
+        self,
+        metrics: Sequence[MetricSeries],
+        span: tuple[float, float] | None,
+        cursor: float | None,
+        chosen: int | None,
     ) -> None:
         """Draw these metrics, which must fit; highlight number `chosen`, which Enter shows alone."""
         if not self.display:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from textual.events import Resize
 
-from sae_tui.compare.lines import Trace, View, traces
+from sae_tui.compare.lines import CurveView, Trace, traces
 from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import word_of
 from sae_tui.format import count, duration, fit
@@ -24,9 +24,9 @@ class Overlay(Chart):
     """One metric of all runs, with a legend of the newest values."""
 
     def on_mount(self) -> None:
-        self._comparison, self._view = Comparison(), View()
+        self._comparison, self._view = Comparison(), CurveView()
 
-    def show_comparison(self, comparison: Comparison, view: View) -> None:
+    def show_comparison(self, comparison: Comparison, view: CurveView) -> None:
         self._comparison, self._view = comparison, view
         self._draw()
 
@@ -61,7 +61,7 @@ def _entry(trace: Trace, name: str, metric: str) -> Line:
     return glyph(trace.sae), (f" {trace.label} {name}", "text"), (f" {newest}", "accent")
 
 
-def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[Line]:
+def _plot(shown: Sequence[Trace], view: CurveView, width: int, height: int) -> list[Line]:
     """Return the curves with both axes in `height` + 1 lines."""
     columns = width - AXIS
     if columns < 2 or height < 1:

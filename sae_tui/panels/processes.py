@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sae_tui.format import UNKNOWN, duration, gibibytes, percent
 from sae_tui.gpu.processes import ProcessDetails
-from sae_tui.jobs.view.processes import Entry
+from sae_tui.jobs.view.processes import ProcessRow
 from sae_tui.widgets.table import Column, KeyedTable, Row
 from trainer.contract.wording import plural
 
@@ -15,7 +15,7 @@ UNSEEN = "cannot be seen from here"
 
 
 class ProcessTable(KeyedTable):
-    """Processes, jobs with their ranks folded below them, and parent processes; rows have the keys of their `Entry`."""
+    """Processes, jobs with their ranks folded below them, and parent processes; keyed as their `ProcessRow`."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         columns = (
@@ -30,9 +30,9 @@ class ProcessTable(KeyedTable):
             Column("COMMAND", 10, grow=True),
         )
         super().__init__(columns, id=id)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, ProcessRow] = {}
 
-    def show_entries(self, entries: Sequence[Entry], nothing: str) -> None:
+    def show_entries(self, entries: Sequence[ProcessRow], nothing: str) -> None:
         """Show the rows; `nothing` says why there are none."""
         self.empty = nothing
         self.entries = {entry.key: entry for entry in entries}
@@ -40,12 +40,12 @@ class ProcessTable(KeyedTable):
         self.show_rows([_row(entry, now) for entry in entries])
 
     @property
-    def selected(self) -> Entry | None:
+    def selected(self) -> ProcessRow | None:
         """The row under the cursor."""
         return self.entries.get(self.cursor) if self.cursor is not None else None
 
 
-def _row(entry: Entry, now: float) -> Row:
+def _row(entry: ProcessRow, now: float) -> Row:
     process = entry.process
     text, style = describe(entry)
     if entry.is_parent:
@@ -71,7 +71,7 @@ def _row(entry: Entry, now: float) -> Row:
     )
 
 
-def describe(entry: Entry) -> tuple[str, str]:
+def describe(entry: ProcessRow) -> tuple[str, str]:
     """Return a description of the row, with its style."""
     process = entry.process
     if entry.job and entry.n_below:

@@ -25,7 +25,7 @@ ASKING = "asking the driver…"
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class StatusContent:
     """The content of the status line. `problem` is empty if all is well; `load` is the machine's load.
 
     `alerts` is the number of active alerts.
@@ -44,9 +44,9 @@ class StatusLine(LineView):
     DEFAULT_CSS = "StatusLine { height: 1; background: $panel; }"
 
     def on_mount(self) -> None:
-        self._status = Status("", "")
+        self._status = StatusContent("", "")
 
-    def show_status(self, status: Status) -> None:
+    def show_status(self, status: StatusContent) -> None:
         self._status = status
         self._draw()
 

@@ -15,7 +15,7 @@ from textual.containers import Container
 from textual.message import Message
 
 from sae_tui.compare.export import refuse_existing, write_picture, write_table
-from sae_tui.compare.lines import AXES, SMOOTHING, View
+from sae_tui.compare.lines import AXES, SMOOTHING, CurveView
 from sae_tui.compare.run import settings_of
 from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.format import fit
@@ -77,7 +77,7 @@ class CompareScreen(FramedScreen):
         self.session, self.job_ids = session, tuple(job_ids)
         # With one SAE there are no differences to show.
         self._only_curves = only_curves
-        self.comparison, self.view = Comparison(), View()
+        self.comparison, self.view = Comparison(), CurveView()
         self.chosen, self.alone = next(iter(VIEWS)), False
         self._runs: Runs | None = None
         self._reading = self._outdated = False

@@ -18,7 +18,7 @@ from textual.widget import Widget
 
 from sae_tui.format import duration
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.past import Past
+from sae_tui.gpu.past import RecentHistory
 from sae_tui.gpu.window import stored_past
 from sae_tui.jobs.features import features_of_job, has_features
 from sae_tui.panels.aggregate import AggregatePanel, totals
@@ -28,12 +28,12 @@ from sae_tui.panels.gpus import GpuPanel, Shape
 from sae_tui.panels.jobs import JobsPanel, first_steps
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
-from sae_tui.screens.dashboard_rows import Rows, arrange
+from sae_tui.screens.dashboard_rows import PanelHeights, arrange
 from sae_tui.screens.job_edits import JOBS, JobEdits
 from sae_tui.screens.look_back import LookBack, span_keys
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
-from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, entitle, frame_of
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.table import KeyedTable
@@ -112,8 +112,8 @@ class Dashboard(FramedScreen):
         self.session = session
         self.view = view
         self._chosen = False  # True once a key has chosen the view
-        self._rows: Rows | None = None
-        self._arranged: tuple[Rows, str] | None = None
+        self._rows: PanelHeights | None = None
+        self._arranged: tuple[PanelHeights, str] | None = None
         self._rested: Timer | None = None
         self._back = LookBack(self, self._read_store)
         self._others = self._of_hosts()
@@ -202,7 +202,7 @@ class Dashboard(FramedScreen):
         problem = self.session.monitor.problem
         return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
 
-    def _past(self, samples: Sequence[GpuSample]) -> Past:
+    def _past(self, samples: Sequence[GpuSample]) -> RecentHistory:
         """Return the history: the newest samples, or a longer span once it is read from the store."""
         n = self.size.width
         stored = self._back.stored(" ".join(sample.uuid for sample in samples), n)
@@ -210,7 +210,7 @@ class Dashboard(FramedScreen):
             return self.session.monitor.past(n)
         return stored
 
-    def _read_store(self, _: str, span_s: float, n: int) -> Past:
+    def _read_store(self, _: str, span_s: float, n: int) -> RecentHistory:
         data, samples = self.session.data, self.session.monitor.latest()
         return stored_past(data.gpu_db, socket.gethostname(), samples, span_s, n, time.time())
 
@@ -236,7 +236,7 @@ class Dashboard(FramedScreen):
             return self.view
         return "map"
 
-    def _arrange(self, n_gpus: int) -> Rows:
+    def _arrange(self, n_gpus: int) -> PanelHeights:
         """Give the panels their rows, if the layout has changed."""
         view, (width, height) = self._view(n_gpus), self.size
         inside = width - 2 * (frame_of(width, height) == "framed")
@@ -309,7 +309,7 @@ class Dashboard(FramedScreen):
         for panel in self.query(JobsPanel):
             panel.select(str(job_id))
 
-    def keys_offered(self) -> Offer:
+    def keys_offered(self) -> FooterOffer:
         """Return the keys to show: first the actions on the job under the cursor, or launching if there is no job."""
         job, readonly = self.query_one(JobEdits).selected, self.session.readonly
         offered = offers_for(job, readonly=readonly) if job else self._others.offers() if self._others else {}
@@ -323,7 +323,7 @@ class Dashboard(FramedScreen):
         if not self.session.monitor.latest():
             others.remove("dashboard.view")
             hidden = hidden | {"dashboard.view"}
-        return Offer([*verbs, *others], hidden - {*verbs, *others}, verbs)
+        return FooterOffer([*verbs, *others], hidden - {*verbs, *others}, verbs)
 
     def action_open_log(self) -> None:
         if self._others and self._others.open_log():

@@ -12,7 +12,7 @@ from textual.screen import Screen
 from sae_tui.format import celsius, visible
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.past import BLANK, Past
+from sae_tui.gpu.past import BLANK, RecentHistory
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import HostView
 from sae_tui.job_actions import FINISH_EARLY, Also, early_words, steps_to_finish
@@ -44,7 +44,7 @@ class DashboardHosts:
     def __init__(self, screen: Screen[None], session: Session, hosts: Hosts) -> None:
         self._screen, self._session, self._hosts = screen, session, hosts
         # The histories drawn for the totals, reused for the lines below.
-        self._pasts: dict[str, Past] = {}
+        self._pasts: dict[str, RecentHistory] = {}
 
     @property
     def titles(self) -> dict[str, str]:
@@ -79,7 +79,7 @@ class DashboardHosts:
         panel.styles.height = self._room + chrome
         panel.show_hosts([self._host(view) for view in self._hosts.views], self._room)
 
-    def totals(self, samples: Sequence[GpuSample], past: Past, *, live: bool) -> list[Total]:
+    def totals(self, samples: Sequence[GpuSample], past: RecentHistory, *, live: bool) -> list[Total]:
         """Return the totals over the GPUs of all hosts; the arguments are this host's samples and history.
 
         Other hosts only report current values, so a longer history (not `live`) covers this host only.
@@ -96,13 +96,13 @@ class DashboardHosts:
                     slots[index] = theirs.slots[card.index] if live else blank
                     limits_w[index] = theirs.power_limits_w[card.index]
                     place_of[index] = f" of {view.name}"
-        found = totals(every, Past(slots, limits_w, past.is_period))
+        found = totals(every, RecentHistory(slots, limits_w, past.is_period))
         hottest = aggregate(every).hottest
         if hottest and (host := place_of[hottest.index]):
             found[-1] = replace(found[-1], text=f"{celsius(hottest.temperature_c)} GPU {hottest.index % _APART}{host}")
         return found
 
-    def _past(self, view: HostView) -> Past:
+    def _past(self, view: HostView) -> RecentHistory:
         return self._hosts.past(view.name, self._screen.size.width, self._session.settings.sampling_interval_s)
 
     def show_jobs(self) -> None:

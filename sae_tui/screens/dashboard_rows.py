@@ -18,7 +18,7 @@ _MANY_JOBS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PanelHeights:
     """The rows inside each panel's frame; 0 if the panel is hidden.
 
     `plot` is the height of each of the four plots of all GPUs, 0 if each is a single line. `per_gpu` is the lines per
@@ -57,7 +57,7 @@ def arrange(
     previews: bool = False,
     taken: int = 0,
     words: int = 1,
-) -> Rows:
+) -> PanelHeights:
     """Return the rows of the panels in a window of `width` x `height` cells; the head and the footer take one row each.
 
     With `cards` the GPUs are shown in the card view; with `tiles`, `n_gpus` counts rows of tiles. `previews` means that
@@ -65,13 +65,13 @@ def arrange(
     hosts, `words` the rows needed to explain why there are no GPUs.
     """
     room = max(2, height - 2 - taken)
-    empty = Rows(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
+    empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
     rows = _least(empty, room, n_gpus, n_gpus or words, cards=cards)
     tallest = 5 if cards else TALLEST if tiles else 0
     return _grown(rows, room, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
 
 
-def _least(rows: Rows, room: int, n_gpus: int, wanted: int, *, cards: bool) -> Rows:
+def _least(rows: PanelHeights, room: int, n_gpus: int, wanted: int, *, cards: bool) -> PanelHeights:
     """Give each panel its minimum. If that does not fit, drop the totals first, then take rows from the jobs."""
     left = room - 2 * rows.chrome
     has_totals = n_gpus > 0 and not (cards and rows.frame != "framed")
@@ -82,7 +82,9 @@ def _least(rows: Rows, room: int, n_gpus: int, wanted: int, *, cards: bool) -> R
     return replace(rows, totals=totals, gpus=gpus, jobs=min(_LEAST_JOBS, left - gpus))
 
 
-def _grown(rows: Rows, room: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool) -> Rows:
+def _grown(
+    rows: PanelHeights, room: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
+) -> PanelHeights:
     """Distribute the remaining rows, most useful first; GPUs that are not lines get up to `tallest` rows each."""
     several = bool(rows.totals) and width >= PLOTS_FROM
     wishes = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]

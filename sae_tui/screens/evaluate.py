@@ -12,14 +12,14 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import Button, Label
 
-from sae_tui.jobs.evaluation.offer import Asked, Offer
+from sae_tui.jobs.evaluation.offer import EvaluationChoice, EvaluationOffer
 from sae_tui.session import Session
 from sae_tui.widgets.dialog import Dialog
 from sae_tui.widgets.tick import Tick
 from trainer.contract.errors import UserError, sentence
 
 
-class EvaluateDialog(Dialog[Asked | None]):
+class EvaluateDialog(Dialog[EvaluationChoice | None]):
     """Shows the parts to tick; Enter or the button starts the evaluation, Escape cancels."""
 
     BINDINGS = [
@@ -38,7 +38,7 @@ class EvaluateDialog(Dialog[Asked | None]):
     EvaluateDialog Button { margin-left: 2; min-width: 10; }
     """
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: EvaluationOffer) -> None:
         super().__init__()
         self._offer = offer
 
@@ -76,7 +76,7 @@ class EvaluateDialog(Dialog[Asked | None]):
             self.notify("Tick at least one part with space.", severity="warning")
             return
         on_cpu = any(box.value for box in self.query("#on-cpu").results(Tick))
-        self.dismiss(Asked(ticked, on_gpu=self._offer.wants_gpu and not on_cpu))
+        self.dismiss(EvaluationChoice(ticked, on_gpu=self._offer.wants_gpu and not on_cpu))
 
 
 class Evaluates(Screen[None]):
@@ -102,8 +102,8 @@ class Evaluates(Screen[None]):
         if offer is not None:
             self.app.call_from_thread(self._ask, offer, then)
 
-    def _ask(self, offer: Offer, then: Callable[[], object]) -> None:
-        def take(asked: Asked | None) -> None:
+    def _ask(self, offer: EvaluationOffer, then: Callable[[], object]) -> None:
+        def take(asked: EvaluationChoice | None) -> None:
             if asked:
                 self.session.actions.evaluate(self.job_id, asked)
                 then()

@@ -13,7 +13,7 @@ from textual.containers import Horizontal
 from sae_tui.format import clock_time, duration
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.window import FIELDS, Window, live_window, stored_window
-from sae_tui.panels.gpu_page import GpuFacts, GpuHistory
+from sae_tui.panels.gpu_page import GpuDetailsView, GpuHistory
 from sae_tui.panels.gpu_row import short_name
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens.look_back import LookBack, span_keys
@@ -62,7 +62,7 @@ class GpuScreen(FramedScreen):
         yield StatusLine(id="status")
         with Horizontal(id="gpu-top"):
             yield GpuHistory(id="gpu-history", classes="panel")
-            yield GpuFacts(id="gpu-facts", classes="panel")
+            yield GpuDetailsView(id="gpu-facts", classes="panel")
         yield ProcessList(self.session, id="gpu-processes").add_class("panel")
         yield Footer()
 
@@ -90,7 +90,7 @@ class GpuScreen(FramedScreen):
             return
         if sample is None:
             self.query_one(GpuHistory).show([])
-            self.query_one(GpuFacts).show([((" ✗ this GPU is no longer present", "bad"),)])
+            self.query_one(GpuDetailsView).show([((" ✗ this GPU is no longer present", "bad"),)])
             return
         # Request the details again: when the screen of another GPU closes, it cancels the request.
         self.session.monitor.look_at(self.index)
@@ -98,7 +98,7 @@ class GpuScreen(FramedScreen):
         ((holder, style),) = self.session.holders([sample])
         self.query_one(StatusLine).show_status(self.session.status())
         self._show_history(sample)
-        self.query_one(GpuFacts).show_gpu(sample, details, holder, style)
+        self.query_one(GpuDetailsView).show_gpu(sample, details, holder, style)
         nothing = f"No process is seen: {holder}." if sample.healthy else f"✗ {sample.reason}"
         self.query_one(ProcessList).show_samples([sample], nothing)
 

@@ -13,7 +13,7 @@ from textual.screen import Screen
 
 from sae_tui.format import fit
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.reading import TextScreen
 
 _EVERYWHERE = "Everywhere"
 # The topic of a binding without a group, by the first part of its id.
@@ -33,7 +33,7 @@ class Topic:
     keys: tuple[tuple[str, str, str], ...]
 
 
-class HelpScreen(Reading):
+class HelpScreen(TextScreen):
     """Shows the introduction of a screen, if it has one, and its keys; escape closes it."""
 
     BINDINGS = [

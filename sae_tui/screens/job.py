@@ -25,7 +25,7 @@ from sae_tui.screens.log import LogScreen
 from sae_tui.screens.metrics import MetricsScreen
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
-from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
 
 if TYPE_CHECKING:
@@ -159,11 +159,11 @@ class JobScreen(Evaluates, FramedScreen):
             self._rank = detail.postmortem.rank or 0
             self.session.watcher.follow(self.job_id, self._rank)
 
-    def keys_offered(self) -> Offer:
+    def keys_offered(self) -> FooterOffer:
         """Return the keys to show: only actions that are possible in the job's state."""
         detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
-            return Offer()
+            return FooterOffer()
         verbs = offers_for(detail.view, readonly=self.session.readonly)
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
         hidden |= {"job.clone", "job.evaluate", "job.export"} if self.session.readonly else set()
@@ -177,7 +177,7 @@ class JobScreen(Evaluates, FramedScreen):
         words = {f"job.{verb}": word for verb, word in verbs.items()}
         words["job.metrics"] = "Compare" if is_sweep(job) else "Curve"
         words["job.settings"] = "Settings" if self.has_class("-beside") else "Info"
-        return Offer(_KEYS, frozenset(hidden), words)
+        return FooterOffer(_KEYS, frozenset(hidden), words)
 
     def action_stop_job(self) -> None:
         self.session.actions.stop(self.job_id)

@@ -20,16 +20,16 @@ from sae_tui.jobs.launch.editor import edit_by_hand
 from sae_tui.jobs.launch.inspecting import Inspected, Inspections
 from sae_tui.jobs.launch.job_form import Review
 from sae_tui.panels.inspection import inspection_lines
-from sae_tui.screens.launch_form import LaunchForm, Origin
+from sae_tui.screens.launch_form import ClonedJob, LaunchForm
 from sae_tui.session import Session
 from sae_tui.terminal.driver import give_away
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
-from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
-from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.reading import TextScreen
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
@@ -76,7 +76,7 @@ class LaunchScreen(FramedScreen):
         Binding("down", "app.focus_next", show=False),
     ]  # fmt: skip
 
-    def __init__(self, session: Session, origin: Origin | None = None, preset: Path | None = None) -> None:
+    def __init__(self, session: Session, origin: ClonedJob | None = None, preset: Path | None = None) -> None:
         super().__init__(name="launch")
         self.session = session
         self.form = LaunchForm(session, origin, preset)
@@ -99,9 +99,9 @@ class LaunchScreen(FramedScreen):
         """Draw the GPUs again, since a job that ends frees its GPUs."""
         self.form.show_gpus()
 
-    def keys_offered(self) -> Offer:
+    def keys_offered(self) -> FooterOffer:
         """Put the launch keys first, before the keys of the focused widget."""
-        return Offer(("launch.go", "launch.each"))
+        return FooterOffer(("launch.go", "launch.each"))
 
     def action_back(self) -> None:
         self.session.go.show_dashboard()
@@ -238,7 +238,7 @@ class LaunchScreen(FramedScreen):
     def _show_looked(self, event: Looked) -> None:
         if event.told is not None and self.is_current:
             lines = functools.partial(inspection_lines, event.place, event.told)
-            self.app.push_screen(Reading("Stored activations", lines))
+            self.app.push_screen(TextScreen("Stored activations", lines))
         elif event.problem:
             self.notify(event.problem, title="Not inspected", severity="error", markup=False)
 

@@ -49,7 +49,7 @@ _SETTLE_S = 0.05
 HEADINGS = {JobConfig.kind: "Data and training", ExtractJob.kind: "Model and text"}
 
 
-class Origin(msgspec.Struct, frozen=True):
+class ClonedJob(msgspec.Struct, frozen=True):
     """The job being cloned: its original settings, and the settings that the new form starts with."""
 
     job_id: int
@@ -72,7 +72,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     class Known(Message):
         """The Python that will run the training has reported its packages."""
 
-    def __init__(self, session: Session, origin: Origin | None = None, preset: Path | None = None) -> None:
+    def __init__(self, session: Session, origin: ClonedJob | None = None, preset: Path | None = None) -> None:
         super().__init__()
         self.session = session
         self.origin = origin

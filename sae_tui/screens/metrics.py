@@ -12,7 +12,7 @@ from textual.widgets import Input
 from sae_tui.format import count
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.headline import Headline
-from sae_tui.panels.metric_grid import Metric, MetricGrid, metrics_of
+from sae_tui.panels.metric_grid import MetricGrid, MetricSeries, metrics_of
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.footer import Footer
@@ -121,7 +121,7 @@ class MetricsScreen(FramedScreen):
             return "its SAE was imported and has not trained here, so it has no curves; e on the job measures it"
         return "it has measured nothing" if job.state.is_final else "no values yet"
 
-    def _found(self, pattern: str) -> tuple[list[Metric], str]:
+    def _found(self, pattern: str) -> tuple[list[MetricSeries], str]:
         """Return the metrics that the expression matches, or all while it is invalid, and the error in it."""
         detail = self.session.detail
         assert detail is not None

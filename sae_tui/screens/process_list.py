@@ -16,14 +16,14 @@ from textual.widgets import Input
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, send_signal, surroundings
-from sae_tui.jobs.view.processes import ORDERS, Entry, arrange
+from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
 from sae_tui.panels.process_page import process_lines
 from sae_tui.panels.processes import ProcessTable, process_name
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.table import KeyedTable
 
 _GROUP = Binding.Group("Processes")
@@ -32,7 +32,7 @@ _SILENT_AFTER_S = 10.0
 _JOB = "job"  # offered for a rank before any signal
 
 
-class ProcessPage(Reading):
+class ProcessPage(TextScreen):
     """The full page of a process; if `may_show`, a key shows values that may be secret."""
 
     BINDINGS = [
@@ -215,7 +215,7 @@ class ProcessList(Filtered):
             offered = offered[:1]
         self.app.push_screen(Find(f"What is to be done to {_name(entry)}?", offered), partial(self._confirm, entry))
 
-    def _confirm(self, entry: Entry, name: str | None) -> None:
+    def _confirm(self, entry: ProcessRow, name: str | None) -> None:
         actions = self.session.actions
         if name == _JOB and entry.job:
             actions.stop(entry.job.id)
@@ -227,7 +227,7 @@ class ProcessList(Filtered):
             actions.ask(question, f"Send {name}", partial(send_signal, entry.process, number, source))
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: ProcessRow) -> str:
     if entry.job is None:
         return process_name(entry.process)
     if entry.n_below:

@@ -13,7 +13,7 @@ from sae_tui.jobs import named_python
 from sae_tui.session import Session
 from sae_tui.settings import AT_START, Settings, change_settings, load_settings, read_settings_file
 from sae_tui.ssh import checked_host
-from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from sae_tui.widgets.knob_form import Field, KnobForm
 from trainer.contract.errors import UserError, sentence
@@ -74,9 +74,9 @@ class SettingsScreen(FramedScreen):
     def on_resize(self) -> None:
         self._entitle()
 
-    def keys_offered(self) -> Offer:
+    def keys_offered(self) -> FooterOffer:
         """Put the save key first, before the keys of the focused widget."""
-        return Offer(("settings.save", "settings.reset", "settings.find"))
+        return FooterOffer(("settings.save", "settings.reset", "settings.find"))
 
     def _read(self) -> None:
         try:

@@ -27,7 +27,7 @@ _LEAVE_S = 2.0
 _OF_A_TERMINAL = ("LINES", "STY", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TMUX")
 
 
-class Look:
+class AppProcess:
     """The process and its pipes; the process ends when the server does, even if the server crashes."""
 
     def __init__(self, argv: Sequence[str], columns: int, rows: int) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from sae_tui.hosts.link import Allowance
-from sae_tui.web.look import Look
+from sae_tui.web.look import AppProcess
 from sae_tui.web.page import Asset, page, read_assets
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.printable import printable
@@ -119,7 +119,7 @@ class Looks:
         self._token = secrets.token_urlsafe(32)
         self._host = ""
         self._closed = False
-        self._open: set[Look] = set()
+        self._open: set[AppProcess] = set()
 
     @property
     def base(self) -> str:
@@ -170,7 +170,7 @@ class Looks:
                 browser, f"{MOST_LOOKS} looks are open already; close one of them and reload this page."
             )
         try:
-            look = Look(self._argv, _cells(request, "width", 80), _cells(request, "height", 24))
+            look = AppProcess(self._argv, _cells(request, "width", 80), _cells(request, "height", 24))
         except OSError as error:
             return await _refuse(browser, f"The app cannot be started: {sentence(error)}.")
         self._open.add(look)
@@ -191,7 +191,7 @@ async def _refuse(browser: web.WebSocketResponse, why: str) -> web.WebSocketResp
     return browser
 
 
-async def _show(look: Look, browser: web.WebSocketResponse) -> None:
+async def _show(look: AppProcess, browser: web.WebSocketResponse) -> None:
     """Relay the app's output, no faster than the browser accepts it."""
     allowance = Allowance(_SCREEN_BYTES_S, _SCREEN_BURST)
     async for drawn in look.screens():
@@ -199,7 +199,7 @@ async def _show(look: Look, browser: web.WebSocketResponse) -> None:
         await browser.send_bytes(drawn)
 
 
-async def _type(look: Look, browser: web.WebSocketResponse) -> None:
+async def _type(look: AppProcess, browser: web.WebSocketResponse) -> None:
     """Relay the user's input until the browser disconnects or sends an invalid message."""
     allowance = Allowance()
     async for message in browser:

@@ -22,7 +22,7 @@ _APART = "  "
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class FooterOffer:
     """The screen's key offers, by binding id: those to show first, those to hide, and replacement labels."""
 
     first: Sequence[str] = ()
@@ -31,7 +31,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FooterKey:
     """A key as displayed, its label, and the key to press."""
 
     shown: str
@@ -82,20 +82,20 @@ class Footer(LineView):
                 self.app.simulate_key(entry.key)
 
 
-def arrange(left: Sequence[Entry], right: Sequence[Entry], width: int) -> list[tuple[int, Entry]]:
+def arrange(left: Sequence[FooterKey], right: Sequence[FooterKey], width: int) -> list[tuple[int, FooterKey]]:
     """Return each entry with its column.
 
     The right entries lose their labels if space is short; the left ones fill the rest.
     """
     if _length(right) + 2 > width:
-        right = [Entry(entry.shown, "", entry.key, entry.enabled) for entry in right]
+        right = [FooterKey(entry.shown, "", entry.key, entry.enabled) for entry in right]
     end = max(0, width - 1 - _length(right))
     places = _place(left, 1)
     fitting = [(x, entry) for x, entry in places if x + entry.width + len(_APART) <= end]
     return [*fitting, *_place(right, end)]
 
 
-def _place(entries: Iterable[Entry], x: int) -> list[tuple[int, Entry]]:
+def _place(entries: Iterable[FooterKey], x: int) -> list[tuple[int, FooterKey]]:
     places = []
     for entry in entries:
         places.append((x, entry))
@@ -103,11 +103,11 @@ def _place(entries: Iterable[Entry], x: int) -> list[tuple[int, Entry]]:
     return places
 
 
-def _length(entries: Sequence[Entry]) -> int:
+def _length(entries: Sequence[FooterKey]) -> int:
     return sum(entry.width for entry in entries) + len(_APART) * max(0, len(entries) - 1)
 
 
-def _line(places: Sequence[tuple[int, Entry]], width: int) -> Line:
+def _line(places: Sequence[tuple[int, FooterKey]], width: int) -> Line:
     spans: list[Span] = []
     at = 0
     for x, entry in places:
@@ -116,9 +116,9 @@ def _line(places: Sequence[tuple[int, Entry]], width: int) -> Line:
     return (*spans, (" " * max(0, width - at), "text"))
 
 
-def _entries(screen: Screen[object]) -> tuple[list[Entry], list[Entry]]:
+def _entries(screen: Screen[object]) -> tuple[list[FooterKey], list[FooterKey]]:
     """Return the entries of the active bindings, for the left and for the right end."""
-    offer = screen.keys_offered() if hasattr(screen, "keys_offered") else Offer()
+    offer = screen.keys_offered() if hasattr(screen, "keys_offered") else FooterOffer()
     typing = isinstance(screen.focused, Input)
     active = [one for key, one in screen.active_bindings.items() if not (typing and key in _TYPED)]
     shown = {one.binding.action: one for one in reversed(active) if one.binding.action in _ALWAYS}
@@ -131,7 +131,7 @@ def _entries(screen: Screen[object]) -> tuple[list[Entry], list[Entry]]:
     return [_entry(screen.app, one, offer.words) for one in left], right
 
 
-def _entry(app: App[object], active: ActiveBinding, words: Mapping[str, str]) -> Entry:
+def _entry(app: App[object], active: ActiveBinding, words: Mapping[str, str]) -> FooterKey:
     binding: Binding = active.binding
     word = words.get(binding.id or "", binding.description)
-    return Entry(app.get_key_display(binding), word, binding.key, active.enabled)
+    return FooterKey(app.get_key_display(binding), word, binding.key, active.enabled)

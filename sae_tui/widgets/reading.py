@@ -34,7 +34,7 @@ class Page(LineView, can_focus=True):
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
 
-class Reading(Dialog[None]):
+class TextScreen(Dialog[None]):
     """Shows the lines that `lines` returns for the width; Escape closes it."""
 
     BINDINGS = [

@@ -14,7 +14,7 @@ import pytest
 
 from sae_tui.alerts import record
 from sae_tui.alerts import watch as watch_module
-from sae_tui.alerts.catalog import GIB, KINDS, Look
+from sae_tui.alerts.catalog import GIB, KINDS, AlertReadings
 from sae_tui.alerts.record import DAY_S, Alert, read_alerts, write_alerts
 from sae_tui.alerts.watch import GROUP_S, Alerts, AlertWatcher, as_message, sentence_of
 from sae_tui.gpu import faults
@@ -46,7 +46,7 @@ class Days:
         self.now = 0.0
         self.alerts = Alerts(settings, stored, clock=lambda: self.now, wall=lambda: BEGIN + self.now)
 
-    def last(self, seconds: int, look: Look) -> list[str]:
+    def last(self, seconds: int, look: AlertReadings) -> list[str]:
         """Check these readings once a second for `seconds` seconds, and return the messages."""
         said = []
         for _ in range(seconds):
@@ -55,8 +55,8 @@ class Days:
         return said
 
 
-def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100 * GIB) -> Look:
-    return Look(samples, held, free_bytes)
+def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100 * GIB) -> AlertReadings:
+    return AlertReadings(samples, held, free_bytes)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_each_alert_begins_and_ends_after_its_delay(bad, after_s, words, good, o
         cards(replace(FINE, condition=Condition(slowed_by=("power limit reached", "clocks follow the display")))),
         cards(replace(FINE, healthy=False, reason=faults.NO_ANSWER_YET)),
         cards(replace(FINE, temperature_c=None, memory_used_bytes=None, condition=None), free_bytes=None),
-        Look(),
+        AlertReadings(),
     ],
 )
 def test_normal_or_unknown_readings_raise_no_alert(look):
@@ -175,7 +175,7 @@ def test_the_alert_of_a_removed_gpu_ends():
     assert days.last(12, cards(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
 
 
-def lost(*indices: int, of: int = 64) -> Look:
+def lost(*indices: int, of: int = 64) -> AlertReadings:
     """Return readings of `of` GPUs; the GPUs with these indices are lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
     return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
@@ -245,7 +245,7 @@ def test_a_clock_that_is_temporarily_far_ahead_deletes_no_alert():
 
 
 def test_an_error_in_one_kind_of_alert_does_not_stop_the_others(monkeypatch):
-    def fails(look: Look):
+    def fails(look: AlertReadings):
         raise ZeroDivisionError("a sensor")
 
     monkeypatch.setattr(watch_module, "KINDS", (KINDS[0]._replace(measure=fails), *KINDS[1:]))

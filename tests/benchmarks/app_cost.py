@@ -27,7 +27,7 @@ from support.terminal import Terminal
 from support.tui import record_job, record_metrics
 
 from trainer.contract.paths import DataDir
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
 EMPTY = """
@@ -136,7 +136,7 @@ def log_steps(data: DataDir, jobs: Sequence[int]) -> None:
         values = {"loss": 150 / step, "fvu": 1 / step, "l0": 32 + step % 7 / 10, "tokens_per_s": 14000.0 + step}
         for writer in writers:
             beat = Heartbeat("training", step, 10_000, step * 8192, time.time())
-            writer.write([Row(name, step, value) for name, value in values.items()], beat)
+            writer.write([MetricRow(name, step, value) for name, value in values.items()], beat)
 
 
 def report(start_up: float, first_bytes: int, cpu_per_minute: float, peak: int, bytes_per_s: float) -> None:

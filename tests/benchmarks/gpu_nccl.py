@@ -23,20 +23,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.contract.errors import first_line
-from trainer.parallel.group import Ranks, everybodys
+from trainer.parallel.group import DistributedGroup, everybodys
 from trainer.parallel.waiting import waiting
 
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 INT32, INT64, BYTE, BOOL = torch.int32, torch.int64, torch.uint8, torch.bool
 ADDED, SENT = (FP32, FP64, BF16, FP16, INT64), (FP32, FP64, BF16, FP16, INT32, INT64, BYTE, BOOL)
 N_ROWS, N_REPLAYS = 8, 3
-Exchange = Callable[[Ranks, Tensor], Tensor]
+Exchange = Callable[[DistributedGroup, Tensor], Tensor]
 
 
-def in_place(exchange: Callable[[Ranks, list[Tensor]], object]) -> Exchange:
+def in_place(exchange: Callable[[DistributedGroup, list[Tensor]], object]) -> Exchange:
     """Return an exchange of two tensors at once, in place, that returns the first."""
 
-    def both(group: Ranks, tensor: Tensor) -> Tensor:
+    def both(group: DistributedGroup, tensor: Tensor) -> Tensor:
         tensors = [tensor.clone(), torch.cat([tensor.reshape(-1)] * 2).reshape(-1, *tensor.shape[1:])]
         exchange(group, tensors)
         return tensors[0]
@@ -83,7 +83,7 @@ def main() -> int:
     return 1 if found["wrong"] else 0
 
 
-def connected(device: torch.device, folder: Path, found: dict[str, Any]) -> Ranks:
+def connected(device: torch.device, folder: Path, found: dict[str, Any]) -> DistributedGroup:
     """Connect the only rank, as `join` does, and record the seconds and the memory that this takes."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -94,7 +94,7 @@ def connected(device: torch.device, folder: Path, found: dict[str, Any]) -> Rank
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, device_id=device if on_gpu else None
     )
-    group = Ranks(None, waiting(device))
+    group = DistributedGroup(None, waiting(device))
     group.sum_(torch.ones(1, device=device))
     if on_gpu:
         torch.cuda.synchronize()
@@ -108,7 +108,7 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
-def checked(group: Ranks, device: torch.device) -> Iterator[tuple[str, str]]:
+def checked(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield "ok" or the error for each exchange and type."""
     for name, dtypes, takes_0_dim, exchange in EXCHANGES:
         for dtype in dtypes:
@@ -130,7 +130,7 @@ def values(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> 
 
 
 def result_of(
-    exchange: Exchange, group: Ranks, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+    exchange: Exchange, group: DistributedGroup, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> str:
     tensor = values(dtype, shape, device)
     try:
@@ -140,7 +140,7 @@ def result_of(
     return "ok" if torch.equal(returned.reshape(shape), values(dtype, shape, device)) else "other values came back"
 
 
-def in_graphs(group: Ranks, device: torch.device) -> Iterator[tuple[str, str]]:
+def in_graphs(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
     """Yield "ok" or the error for each exchange in a CUDA graph, replayed on new values."""
     for name, dtypes, _, exchange in EXCHANGES:
         if name in NOT_IN_GRAPHS:
@@ -149,7 +149,7 @@ def in_graphs(group: Ranks, device: torch.device) -> Iterator[tuple[str, str]]:
             yield f"{name} in a graph, {words_of(dtype)}", replayed(exchange, group, dtype, device)
 
 
-def replayed(exchange: Exchange, group: Ranks, dtype: torch.dtype, device: torch.device) -> str:
+def replayed(exchange: Exchange, group: DistributedGroup, dtype: torch.dtype, device: torch.device) -> str:
     source, graph = torch.zeros(N_ROWS, dtype=dtype, device=device), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -42,7 +42,7 @@ from trainer.activations.training_data import IndexedData
 from trainer.contract.settings.job_file import parse_job
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.training.loop import Trainer
 
 N_SHARDS, BATCH, STEPS = 4, 4096, 100
@@ -144,7 +144,7 @@ def wait_of_training(folder: Path) -> float:
     return shares.last
 
 
-class Waits(Progress):
+class Waits(RunProgress):
     """Keeps the last reported share of time that a training waited for data."""
 
     last = 0.0

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.contract.paths import data_dir
-from trainer.contract.planning.forecast import Forecast, Room, forecast
-from trainer.contract.planning.hardware import Box, read_box
+from trainer.contract.planning.forecast import DeviceMemory, Forecast, forecast
+from trainer.contract.planning.hardware import MeasuredHardware, read_box
 from trainer.contract.planning.step_time import wire_of
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
@@ -107,11 +107,17 @@ def show(shape: Shape, card: str) -> None:
 
 
 def forecasts(
-    shape: Shape, card: str, parallel: dict[str, Any], box: Box, *, fixed: bool = False, gib: int | None = None
+    shape: Shape,
+    card: str,
+    parallel: dict[str, Any],
+    box: MeasuredHardware,
+    *,
+    fixed: bool = False,
+    gib: int | None = None,
 ) -> list[Forecast]:
     """Return forecasts for 1, 2, 4 and 8 GPUs of this name, with `gib` GiB of memory if it is given."""
     work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), card)
-    room = Room(total_bytes=None if gib is None else gib * GIB)
+    room = DeviceMemory(total_bytes=None if gib is None else gib * GIB)
     return forecast(work, box, counts=COUNTS, room=room)
 
 
@@ -169,7 +175,7 @@ def speed_table() -> str:
     rows = []
     for gpu in GPUS:
         for name, shape in SHAPES.items():
-            found = forecasts(shape, gpu.name, {"mode": "auto"}, Box(), gib=gpu.gib)
+            found = forecasts(shape, gpu.name, {"mode": "auto"}, MeasuredHardware(), gib=gpu.gib)
             cells = [speed_cell(row) for row in found[1:]]
             rows.append([gpu.name, gpu.link, name, f"{1e3 * found[0].settled.time.total_s:.1f}", *cells])
     targets = [f"{times} ×" for times in PROMISED.values()]

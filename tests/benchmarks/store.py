@@ -29,7 +29,7 @@ from sae_tui.jobs.view.reader import JobReader, JobsReader
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.reporting.progress import StoredProgress
@@ -108,7 +108,7 @@ def record_runs(data: DataDir, n_runs: int) -> int:
 def fill_metrics(path: Path, n_steps: int) -> None:
     """Fill the store with the rows that rank 0 would have written one by one."""
     with contextlib.closing(SeriesWriter(path)) as writer:
-        writer.write([Row(name, 0, 0.0) for name in SERIES], Heartbeat("training", n_steps, 2 * n_steps, 0, 0.0))
+        writer.write([MetricRow(name, 0, 0.0) for name in SERIES], Heartbeat("training", n_steps, 2 * n_steps, 0, 0.0))
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         for (key,) in db.execute("SELECT id FROM keys").fetchall():
             row = f"SELECT {key}, 0, step, 0.0, abs(random()) / 1e19 FROM steps"
@@ -130,7 +130,7 @@ def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[
         reader.poll()
         for number in range(REPEATS):
             steps = range(n_steps + 20 * number, n_steps + 20 * (number + 1))
-            rows = [Row(name, step, 0.5) for name in SERIES for step in steps]
+            rows = [MetricRow(name, step, 0.5) for name in SERIES for step in steps]
             writer.write(rows, Heartbeat("training", steps[-1], 2 * n_steps, 0, 0.0))
             later.append(timed(reader.poll))
             idle.append(timed(reader.poll))
@@ -162,7 +162,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
     """Time the reporting of 30 values at every step on the training thread."""
     path = folder / "reported.db"
     progress = StoredProgress(path, 5000, threading.Event(), None)
-    progress.rows([Row("loss", 0, 1.0)])
+    progress.rows([MetricRow("loss", 0, 1.0)])
     while not path.exists() or path.stat().st_size == 0:
         time.sleep(0.01)
     with subprocess.Popen([sys.executable, "-c", LOCKER, str(path)]) as locker:
@@ -177,7 +177,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
 
 
 def report(progress: StoredProgress, step: int) -> None:
-    progress.rows([Row(f"metric_{number}", step, 0.5) for number in range(30)])
+    progress.rows([MetricRow(f"metric_{number}", step, 0.5) for number in range(30)])
     progress.beat("training", step, 4096 * step)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.speedup import GPUS, PAGE, SHAPES, forecasts, markdown, page_with, sent
 
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.hardware import MeasuredHardware
 
 
 def test_the_page_has_the_current_tables_of_the_cost_model() -> None:
@@ -30,7 +30,7 @@ def test_only_ddp_sends_more_for_a_larger_sae() -> None:
 
 
 def test_an_sae_that_fits_no_mode_is_too_large() -> None:
-    rows = forecasts(SHAPES["A"]._replace(d_sae=2**21), GPUS[-1].name, {"mode": "auto"}, Box(), gib=8)
+    rows = forecasts(SHAPES["A"]._replace(d_sae=2**21), GPUS[-1].name, {"mode": "auto"}, MeasuredHardware(), gib=8)
     assert not any(row.settled.fits for row in rows)
 
 

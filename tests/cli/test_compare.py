@@ -10,7 +10,7 @@ import pytest
 
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -33,7 +33,12 @@ def record(shell, name: str, config: str, fvu: float, **fields) -> None:
         assert control.transition(job_id, JobState.FINISHED, ended=1090.0)
     shell.data.run(job_id).create()
     with closing(SeriesWriter(shell.data.run(job_id).metrics_db)) as writer:
-        values = [Row("fvu", 10, 2 * fvu), Row("fvu", 20, 0.05), Row("heldout_fvu", 20, fvu), Row("loss", 20, 1.0)]
+        values = [
+            MetricRow("fvu", 10, 2 * fvu),
+            MetricRow("fvu", 20, 0.05),
+            MetricRow("heldout_fvu", 20, fvu),
+            MetricRow("loss", 20, 1.0),
+        ]
         writer.write(values, Heartbeat("done", 20, 20, 2000, 0.0))
 
 

@@ -10,7 +10,7 @@ from typing import IO
 
 from support.tui import record_job
 
-from sae_tui.hosts.protocol import PROTOCOL, Gpus, Hello, Jobs, Log, Message, decode
+from sae_tui.hosts.protocol import PROTOCOL, Hello, Jobs, Log, Message, RemoteGpus, decode
 from trainer.contract.store.states import JobState
 
 
@@ -38,14 +38,14 @@ def test_gpus_and_jobs_are_sent_until_standard_input_ends(shell) -> None:
     shell.data.create()
     record_job(shell.data, "first", JobState.QUEUED, host="elsewhere", note="\x1b[2J")
     with streaming(shell) as (process, out):
-        hello, jobs, gpus = messages(out, until=Gpus)
+        hello, jobs, gpus = messages(out, until=RemoteGpus)
         assert isinstance(hello, Hello)
         assert isinstance(jobs, Jobs)
-        assert isinstance(gpus, Gpus)
+        assert isinstance(gpus, RemoteGpus)
         assert hello.protocol == PROTOCOL
         assert [(job.name, job.note) for job in jobs.jobs] == [("first", "�[2J")]
         while not all(card.healthy for card in gpus.cards) or not gpus.cards:
-            (*_, gpus) = messages(out, until=Gpus)
+            (*_, gpus) = messages(out, until=RemoteGpus)
         assert [card.holder for card in gpus.cards[:3]] == ["idle", "idle", "idle"]
         record_job(shell.data, "second", JobState.QUEUED, host="elsewhere")
         (*_, jobs) = messages(out, until=Jobs)
@@ -56,7 +56,7 @@ def test_gpus_and_jobs_are_sent_until_standard_input_ends(shell) -> None:
 
 def test_the_stream_ends_without_a_reader(shell) -> None:
     with streaming(shell) as (process, out):
-        messages(out, until=Gpus)
+        messages(out, until=RemoteGpus)
         out.close()
         assert process.wait(20) == 141
 

@@ -12,7 +12,7 @@ from support.tui import NOW, record_job
 from sae_tui.compare.runs import Runs
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import dump_job, parse_job
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
 
@@ -34,11 +34,15 @@ def pair(data: DataDir) -> tuple[int, int]:
     """Record a plain run and a sweep over k, and return their ids."""
     plain = record_job(data, "plain", JobState.FINISHED, config=job_file(k=16), fvu=0.2, l0=16.0)
     sweep = record_job(data, "sweep", JobState.RUNNING, config=job_file(k=[8, 32]))
-    write(data, plain, [Row("fvu", 10, 0.4), Row("fvu", 20, 0.2), Row("l0", 20, 16.0), Row("lr", 20, 1e-3)])
+    write(
+        data,
+        plain,
+        [MetricRow("fvu", 10, 0.4), MetricRow("fvu", 20, 0.2), MetricRow("l0", 20, 16.0), MetricRow("lr", 20, 1e-3)],
+    )
     members = {"k=8": (0.5, 8.0), "k=32": (0.1, 32.0)}
-    rows = [Row("tokens_per_s", 20, 900.0), Row("fvu", 20, 0.5), Row("l0", 20, 8.0)]
+    rows = [MetricRow("tokens_per_s", 20, 900.0), MetricRow("fvu", 20, 0.5), MetricRow("l0", 20, 8.0)]
     for label, (fvu, l0) in members.items():
-        rows += [Row(f"fvu@{label}", 20, fvu), Row(f"l0@{label}", 20, l0)]
+        rows += [MetricRow(f"fvu@{label}", 20, fvu), MetricRow(f"l0@{label}", 20, l0)]
     write(data, sweep, rows)
     return plain, sweep
 
@@ -49,7 +53,7 @@ def runs(data: DataDir, pair: tuple[int, int]) -> Iterator[Runs]:
         yield opened
 
 
-def write(data: DataDir, job_id: int, rows: list[Row], steps: int = 20) -> None:
+def write(data: DataDir, job_id: int, rows: list[MetricRow], steps: int = 20) -> None:
     """Write metrics as rank 0 does, with 100 tokens per step."""
     paths = data.run(job_id)
     paths.create()

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sae_tui.compare.export import COLUMNS, csv_lines, picture_title, write_new, write_picture, write_table
-from sae_tui.compare.lines import AXES, View
-from sae_tui.compare.run import Sae, Sample
+from sae_tui.compare.lines import AXES, CurveView
+from sae_tui.compare.run import ComparedSae, Sample
 from trainer.contract.errors import UserError
-from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.metrics_store import MetricRow
 from trainer.contract.store.rows import Job
 
 SVG = "{http://www.w3.org/2000/svg}"
 anything = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 
 
-def sae(name: str = "x", label: str = "1") -> Sae:
+def sae(name: str = "x", label: str = "1") -> ComparedSae:
     job = Job(id=1, name=name, config="", user="ada", host="here", device="cpu", gpu_source="none")
-    return Sae(label, job, "", {}, {})
+    return ComparedSae(label, job, "", {}, {})
 
 
 @given(
@@ -57,7 +57,9 @@ def test_the_table_has_every_value_of_every_sae(runs, tmp_path) -> None:
 
 
 def test_a_long_series_is_complete_and_a_non_finite_value_is_empty(data, pair, runs, tmp_path) -> None:
-    write(data, pair[0], [Row("fvu", step, float("nan") if step == 5 else 1.0) for step in range(3000)], steps=3000)
+    write(
+        data, pair[0], [MetricRow("fvu", step, float("nan") if step == 5 else 1.0) for step in range(3000)], steps=3000
+    )
     write_table(tmp_path / "fvu.csv", runs, "fvu")
     rows = [row for row in csv.DictReader((tmp_path / "fvu.csv").open()) if row["run"] == "1"]
     assert [int(row["step"]) for row in rows] == list(range(3000))
@@ -68,7 +70,7 @@ def test_a_long_series_is_complete_and_a_non_finite_value_is_empty(data, pair, r
 @pytest.mark.parametrize("log", [False, True])
 def test_the_svg_has_a_line_and_a_legend_entry_for_every_curve(runs, tmp_path, axis, log) -> None:
     path = tmp_path / "fvu.svg"
-    write_picture(path, runs.read("fvu"), View("fvu", axis, log=log))
+    write_picture(path, runs.read("fvu"), CurveView("fvu", axis, log=log))
     root = ElementTree.parse(path).getroot()
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert len(list(root.iter(f"{SVG}polyline"))) == 3
@@ -83,7 +85,7 @@ def test_the_svg_is_well_formed_for_any_run_name(name, metric) -> None:
     from sae_tui.compare.svg import svg
 
     traces = [Trace(name, 0, ((0.0, 1.0), (1.0, 2.0))), Trace("empty", 1, ())]
-    ElementTree.fromstring(svg(traces, View(metric), name))
+    ElementTree.fromstring(svg(traces, CurveView(metric), name))
 
 
 @pytest.mark.parametrize("values", [(), ((0.0, 0.0),), ((5.0, 3.0), (6.0, 3.0))])
@@ -93,7 +95,7 @@ def test_empty_and_flat_curves_are_drawn_too(values, log) -> None:
     from sae_tui.compare.svg import svg
 
     shown = tuple(point for point in values if point[1] > 0 or not log)
-    ElementTree.fromstring(svg([Trace("1", 0, shown)], View(log=log), ""))
+    ElementTree.fromstring(svg([Trace("1", 0, shown)], CurveView(log=log), ""))
 
 
 def test_the_title_names_each_run_once(runs) -> None:

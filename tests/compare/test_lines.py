@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sae_tui.compare.lines import SMOOTHING, View, ema, log_ticks, ticks, traces
+from sae_tui.compare.lines import SMOOTHING, CurveView, ema, log_ticks, ticks, traces
 from sae_tui.compare.run import Curve, Sample
 
 SAMPLES = (Sample(10, 1000.0, 1.5, 4.0), Sample(20, 2000.0, 3.0, None), Sample(30, 3000.0, 4.5, 0.0))
@@ -44,11 +44,11 @@ def test_log_ticks_are_powers_of_ten_or_finer_in_a_short_range() -> None:
 
 @pytest.mark.parametrize(("axis", "xs"), [("step", (10, 30)), ("tokens", (1000, 3000)), ("time", (1.5, 4.5))])
 def test_a_trace_uses_the_requested_axis_and_omits_missing_values(axis, xs) -> None:
-    (trace,) = traces([Curve("7", 0, SAMPLES)], View(axis=axis))
+    (trace,) = traces([Curve("7", 0, SAMPLES)], CurveView(axis=axis))
     assert trace.points == tuple(zip(xs, (4.0, 0.0), strict=True))
 
 
 def test_a_logarithmic_scale_omits_values_without_a_logarithm() -> None:
-    (trace,) = traces([Curve("7", 0, SAMPLES)], View(log=True))
+    (trace,) = traces([Curve("7", 0, SAMPLES)], CurveView(log=True))
     assert trace.points == ((10.0, 4.0),)
     assert math.isfinite(trace.newest)

@@ -8,14 +8,14 @@ import statistics
 import msgspec
 import pytest
 
-from sae_tui.compare.run import Sae
-from sae_tui.compare.tables import Line, results
+from sae_tui.compare.run import ComparedSae
+from sae_tui.compare.tables import ComparisonRow, results
 from trainer.contract.runs.row_sums import RowSums, paired_error
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 
-def run(number: int, fvu: float, error: float | None = None, sums: RowSums | None = None, **settings) -> Sae:
+def run(number: int, fvu: float, error: float | None = None, sums: RowSums | None = None, **settings) -> ComparedSae:
     job = Job(
         id=number,
         name="x",
@@ -27,10 +27,10 @@ def run(number: int, fvu: float, error: float | None = None, sums: RowSums | Non
         state=JobState.FINISHED,
     )
     latest = {"card_fvu": fvu} | ({"card_fvu_error": error} if error is not None else {})
-    return Sae(str(number), job, "", {"train.seed": number} | settings, latest, sums)
+    return ComparedSae(str(number), job, "", {"train.seed": number} | settings, latest, sums)
 
 
-def line_of(*saes: Sae, title: str = "report card FVU") -> Line:
+def line_of(*saes: ComparedSae, title: str = "report card FVU") -> ComparisonRow:
     return next(line for line in results(saes) if line.title == title)
 
 
@@ -82,7 +82,7 @@ def test_few_texts_show_no_lead_and_equal_values_form_a_group() -> None:
 
 
 def test_a_difference_within_two_combined_errors_is_no_lead() -> None:
-    def three(error: float) -> Line:
+    def three(error: float) -> ComparisonRow:
         return line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu in ((1, 0.10), (2, 0.11), (3, 0.20))))
 
     assert three(0.004).same == {0, 1}
@@ -112,7 +112,7 @@ def test_three_seeds_of_the_same_settings_measure_the_spread() -> None:
 
 
 def test_fvus_at_different_l0_are_shown_with_their_l0_values() -> None:
-    def at(number: int, fvu: float, l0: float) -> Sae:
+    def at(number: int, fvu: float, l0: float) -> ComparedSae:
         sae = run(number, fvu, 1e-6)
         return msgspec.structs.replace(sae, latest=sae.latest | {"card_l0": l0})
 

@@ -12,7 +12,7 @@ from sae_tui.compare.tables import results
 from sae_tui.panels.pareto import points_of
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.metrics_store import MetricRow
 from trainer.contract.store.states import JobState
 
 
@@ -45,7 +45,7 @@ def test_an_unknown_metric_is_replaced_by_the_first_available_one(runs) -> None:
 def test_new_values_are_read_and_unchanged_series_are_not_read_again(data, pair, runs) -> None:
     before = runs.read("fvu")
     assert runs.read("fvu").curves[1].samples is before.curves[1].samples
-    write(data, pair[1], [Row("fvu@k=8", 30, 0.3)], steps=30)
+    write(data, pair[1], [MetricRow("fvu@k=8", 30, 0.3)], steps=30)
     after = runs.read("fvu")
     assert [sample.step for sample in after.curves[1].samples] == [20, 30]
     assert after.saes[1].latest["fvu"] == 0.3

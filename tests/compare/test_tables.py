@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from sae_tui.compare.run import Sae
+from sae_tui.compare.run import ComparedSae
 from sae_tui.compare.tables import best, differences, results
 from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 
-def sae(number: int = 1, settings: dict | None = None, latest: dict | None = None, **fields) -> Sae:
+def sae(number: int = 1, settings: dict | None = None, latest: dict | None = None, **fields) -> ComparedSae:
     usual = {"name": "x", "config": "", "user": "ada", "host": "here", "device": "cpu", "gpu_source": "none"}
     usual |= {"state": JobState.FINISHED, "step": 1}
-    return Sae(str(number), Job(id=number, **(usual | fields)), "", settings or {}, latest or {})
+    return ComparedSae(str(number), Job(id=number, **(usual | fields)), "", settings or {}, latest or {})
 
 
 def test_only_differing_settings_are_shown_and_false_0_and_none_differ() -> None:
@@ -99,7 +99,7 @@ def test_results_have_units_a_marked_best_and_no_empty_lines() -> None:
     }
 
 
-def words(*saes: Sae) -> dict[str, list[str]]:
+def words(*saes: ComparedSae) -> dict[str, list[str]]:
     return {line.title: line.words() for line in results(saes)}
 
 
@@ -118,7 +118,7 @@ def test_training_batch_values_never_have_a_best() -> None:
 
 
 def test_a_quality_star_shows_its_tokens_if_token_counts_differ() -> None:
-    def run(number: int, fvu: float, tokens: int) -> Sae:
+    def run(number: int, fvu: float, tokens: int) -> ComparedSae:
         latest = {"heldout_fvu": fvu, "tokens_per_s": 1000.0 / number}
         return sae(number, latest=latest, tokens=tokens, started=0.0, ended=100.0)
 
@@ -130,7 +130,7 @@ def test_a_quality_star_shows_its_tokens_if_token_counts_differ() -> None:
 
 
 def test_speeds_and_times_have_a_best_only_with_a_clear_lead() -> None:
-    def run(number: int, speed: float, seconds: float) -> Sae:
+    def run(number: int, speed: float, seconds: float) -> ComparedSae:
         return sae(number, latest={"tokens_per_s": speed}, started=0.0, ended=seconds)
 
     lines = words(run(1, 1000, 100), run(2, 1040, 96), run(3, 500, 200))
@@ -142,7 +142,7 @@ def test_speeds_and_times_have_a_best_only_with_a_clear_lead() -> None:
 
 
 def test_the_dead_fraction_has_a_binomial_error() -> None:
-    def run(number: int, dead: float, d_sae: int | None = 1000) -> Sae:
+    def run(number: int, dead: float, d_sae: int | None = 1000) -> ComparedSae:
         settings = {"sae.d_sae": d_sae, "sae.expansion_factor": 8.0}
         return sae(number, settings, {"dead_fraction": dead}, d_in=1000)
 
@@ -153,7 +153,7 @@ def test_the_dead_fraction_has_a_binomial_error() -> None:
 
 
 def test_language_model_scores_are_compared_by_their_errors() -> None:
-    def run(number: int, ce: float, kl: float) -> Sae:
+    def run(number: int, ce: float, kl: float) -> ComparedSae:
         errors = {"card_ce_score_error": 0.004, "card_kl_score_error": 0.004}
         return sae(number, latest={"card_ce_score": ce, "card_kl_score": kl} | errors)
 

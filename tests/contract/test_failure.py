@@ -9,7 +9,7 @@ import pytest
 
 from trainer.contract.errors import BadUsage, JobFileError, Problem, UserError
 from trainer.contract.failure import asks_for_json, refusal, show_failure, told_failure
-from trainer.contract.output import Parser
+from trainer.contract.output import SafeParser
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_control_characters_and_invalid_text_are_encoded_as_json(capsys) -> None
 
 def test_bad_usage_prints_safely_and_keeps_its_text_in_json(capsys) -> None:
     with pytest.raises(BadUsage) as refused:
-        Parser(prog="p").parse_args(["\x1b[2J\udcff"])
+        SafeParser(prog="p").parse_args(["\x1b[2J\udcff"])
     assert "\x1b" not in refused.value.told
     show_failure(refused.value)
     error = json.loads(capsys.readouterr().out)["error"]

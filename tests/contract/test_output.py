@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sae_tui.cli_commands import output as shell
 from trainer import cli
 from trainer.contract.errors import BadUsage
-from trainer.contract.output import Parser, run_command
+from trainer.contract.output import SafeParser, run_command
 
 # Includes surrogates, which stand for the bytes of a name that is not UTF-8.
 TEXTS = st.text(st.characters())
@@ -50,7 +50,7 @@ def test_no_output_function_prints_control_characters(text: str) -> None:
 @example(EVIL)
 def test_bad_usage_prints_no_control_characters(text: str) -> None:
     with pytest.raises(BadUsage) as refused:
-        Parser(prog="p").parse_args([f"x{text}"])
+        SafeParser(prog="p").parse_args([f"x{text}"])
     output = refused.value.told
     assert "usage: p" in output
     assert output.replace("\n", "").replace("\t", "").isprintable()

@@ -18,7 +18,7 @@ from trainer.contract.progress import (
     Planned,
     Progress,
     Reached,
-    _Lines,
+    _ProgressLines,
     advance,
     read_reached,
     stage,
@@ -73,7 +73,7 @@ def test_the_stage_may_change_while_another_thread_reads_the_progress() -> None:
 def test_a_suspended_process_writes_one_line_for_all_it_missed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show = _Lines("evaluating")
+    show = _ProgressLines("evaluating")
     for elapsed_s in (3600.0, 3600.5, 3609.9, 3610.0):
         show(Reached("rows"), elapsed_s)
     assert capsys.readouterr().err == 2 * "evaluating: rows\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sae_tui.doctor.base import Box
+from sae_tui.doctor.base import CheckedMachine
 from sae_tui.gpu.none import NoGpus
 from trainer.contract.paths import DataDir
 
@@ -42,9 +42,9 @@ class Sandbox:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
-    def box(self, source: Any = None, *, size: tuple[int, int] | None = (120, 40), **environ: str) -> Box:
+    def box(self, source: Any = None, *, size: tuple[int, int] | None = (120, 40), **environ: str) -> CheckedMachine:
         environ = {"PATH": str(self.programs), "USER": "ada", **environ}
-        box = Box(self.data, source or NoGpus(), environ=environ, root=self.root)
+        box = CheckedMachine(self.data, source or NoGpus(), environ=environ, root=self.root)
         box.size = size
         return box
 

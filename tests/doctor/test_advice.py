@@ -8,7 +8,7 @@ from support.cards import GIB, Cards
 
 from sae_tui.doctor.advice import LEAST_EFFICIENCY, job_report
 from sae_tui.doctor.base import look_at
-from trainer.contract.planning.hardware import CPU, Box, Speeds
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
 from trainer.contract.settings.job_file import parse_job
 
 
@@ -24,8 +24,8 @@ def cards(count: int, gib: float = 80):
     return look_at(Cards(count, memory_bytes=int(gib * GIB)), {}).samples
 
 
-def measured(device: str, precision: str, bus: float, *counts: int) -> Box:
-    speeds = Box()
+def measured(device: str, precision: str, bus: float, *counts: int) -> MeasuredHardware:
+    speeds = MeasuredHardware()
     for count in counts:
         speeds = speeds.with_measured(device, precision, count, Speeds(5e14, 3e12, bus, 1e-5, is_measured=True))
     return speeds

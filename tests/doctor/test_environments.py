@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.environments import TORCH, answer, answering, stand_in
 
-from sae_tui.doctor.base import Box
+from sae_tui.doctor.base import CheckedMachine
 from sae_tui.doctor.environments import both, check_environments, check_trainer_code
 from sae_tui.doctor.torch_build import check_torch
 from sae_tui.gpu.none import NoGpus
@@ -21,8 +21,8 @@ from trainer.contract.paths import DataDir
 OWN = version("sae-tui")
 
 
-def box_of(tmp_path: Path, python: str = "") -> Box:
-    return Box(DataDir(tmp_path / "data"), NoGpus(), root=tmp_path, python=python)
+def box_of(tmp_path: Path, python: str = "") -> CheckedMachine:
+    return CheckedMachine(DataDir(tmp_path / "data"), NoGpus(), root=tmp_path, python=python)
 
 
 def test_both_environments_are_reported_with_the_trainers_torch(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from sae_tui.doctor import examine as module
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.doctor.examine import CHECKS, examine, level_words, summary
 from sae_tui.doctor.storage import check_space
 from sae_tui.gpu.simulated import Simulated
@@ -27,10 +27,10 @@ def test_every_subject_fits_its_column() -> None:
 
 
 def test_a_failing_check_is_a_finding_and_the_others_still_run(sandbox) -> None:
-    def check_weather(box: Box) -> list[Finding]:
+    def check_weather(box: CheckedMachine) -> list[Finding]:
         raise ZeroDivisionError("rain")
 
-    def check_moon(box: Box) -> list[Finding]:
+    def check_moon(box: CheckedMachine) -> list[Finding]:
         return [Finding("ok", "moon", "full")]
 
     weather, moon = examine(sandbox.box(), [check_weather, check_moon])
@@ -42,15 +42,15 @@ def test_a_failing_check_is_a_finding_and_the_others_still_run(sandbox) -> None:
 def test_a_hanging_check_is_named_and_a_hung_data_folder_skips_its_checks(sandbox, monkeypatch) -> None:
     hung = threading.Event()
 
-    def check_first(box: Box) -> Iterator[Finding]:
+    def check_first(box: CheckedMachine) -> Iterator[Finding]:
         yield Finding("ok", "first", "well")
         hung.wait()
 
-    def check_disk(box: Box) -> list[Finding]:
+    def check_disk(box: CheckedMachine) -> list[Finding]:
         hung.wait()
         return []
 
-    def check_moon(box: Box) -> list[Finding]:
+    def check_moon(box: CheckedMachine) -> list[Finding]:
         return [Finding("ok", "moon", "full")]
 
     monkeypatch.setattr(module, "OF_FOLDER", {check_disk, check_space})
@@ -68,11 +68,11 @@ def test_a_hanging_check_is_named_and_a_hung_data_folder_skips_its_checks(sandbo
 def test_findings_are_yielded_one_by_one(sandbox) -> None:
     looked = []
 
-    def check_first(box: Box) -> list[Finding]:
+    def check_first(box: CheckedMachine) -> list[Finding]:
         looked.append(1)
         return [Finding("ok", "first", "well")]
 
-    def check_second(box: Box) -> list[Finding]:
+    def check_second(box: CheckedMachine) -> list[Finding]:
         looked.append(2)
         return [Finding("ok", "second", "well")]
 

@@ -13,7 +13,7 @@ from sae_tui.doctor.base import look_at
 from sae_tui.doctor.job import JobRow, job_rows
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import forecast
-from trainer.contract.planning.hardware import CPU, Box, Speeds
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job_file import parse_job
 
@@ -34,7 +34,9 @@ def cards(count: int, gib: float = 80):
 
 def rows(config=None, samples=None, speeds=None, **options):
     config = config or job()
-    return job_rows(config, config.data_shape(), cards(8) if samples is None else samples, speeds or Box(), **options)
+    return job_rows(
+        config, config.data_shape(), cards(8) if samples is None else samples, speeds or MeasuredHardware(), **options
+    )
 
 
 def test_every_count_and_mode_has_a_row_and_the_chosen_one_comes_first() -> None:
@@ -56,8 +58,10 @@ def test_a_mig_slice_is_not_a_second_gpu(slices_from: int, gpus: dict[int, tuple
 
 
 def test_auto_is_resolved_with_the_measured_speeds() -> None:
-    slow = Box().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
-    fast = Box().with_measured("NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13))
+    slow = MeasuredHardware().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
+    fast = MeasuredHardware().with_measured(
+        "NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13)
+    )
     for speeds in (slow, fast):
         (expected,) = forecast(Workload(job(), 1, job().data_shape(), "NVIDIA H100"), speeds, counts=(2,))
         (chosen,) = [row for row in rows(speeds=speeds) if row.chosen and row.n_gpus == 2]
@@ -129,7 +133,7 @@ def test_cpu_rows_are_one_process_one_per_core_and_the_requested_number(gpus) ->
     assert {row.ranks for row in forecasts} == {1, asked, len(os.sched_getaffinity(0))}
     assert all((row.n_gpus, row.gpus, row.cost) == (0, (), None) for row in forecasts)
     assert all(row.fits is not None for row in forecasts)
-    (expected,) = forecast(Workload(job(), 1, job().data_shape(), CPU), Box(), counts=(1,))
+    (expected,) = forecast(Workload(job(), 1, job().data_shape(), CPU), MeasuredHardware(), counts=(1,))
     assert forecasts[0].seconds == expected.seconds
 
 
@@ -147,7 +151,11 @@ def test_a_model_too_large_to_share_a_gpu_is_planned_on_its_own_gpus(tmp_path) -
             {"data": data | {"model_gpus": model_gpus}, "sae": {"d_sae": 65536}, "train": {"n_steps": 9}}
         )
         assert config, problems
-        return {row.n_gpus: row for row in job_rows(config, config.data_shape(), cards(8, 24), Box()) if row.chosen}
+        return {
+            row.n_gpus: row
+            for row in job_rows(config, config.data_shape(), cards(8, 24), MeasuredHardware())
+            if row.chosen
+        }
 
     assert not any(row.fits for row in told(0).values())
     for model_gpus in ("auto", 6):

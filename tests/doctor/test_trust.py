@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import CheckedMachine, Finding
 from sae_tui.doctor.examine import CHECKS, examine
 from sae_tui.doctor.trust import check_hook, check_links, check_owner, check_readers
 from trainer.contract.paths import DataDir, open_private
@@ -20,7 +20,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 
 
 @pytest.fixture
-def box(sandbox) -> Iterator[Box]:
+def box(sandbox) -> Iterator[CheckedMachine]:
     """Yield a box with a run, in a folder that all users may enter."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -31,7 +31,7 @@ def box(sandbox) -> Iterator[Box]:
         yield sandbox.box()
 
 
-def of_trust(box: Box) -> list[Finding]:
+def of_trust(box: CheckedMachine) -> list[Finding]:
     """Return the findings of the first four checks, which precede the file system checks."""
     return list(examine(box, CHECKS[:4]))
 
@@ -42,15 +42,15 @@ def may_read(file: Path) -> bool:
     return reader.returncode == 0
 
 
-def test_a_new_data_folder_is_private_and_a_missing_one_gives_no_finding(box: Box) -> None:
+def test_a_new_data_folder_is_private_and_a_missing_one_gives_no_finding(box: CheckedMachine) -> None:
     assert [(finding.level, finding.subject) for finding in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
     # Open files do not matter below a folder that no one else may enter.
     box.data.run(7).job_file.chmod(0o644)
     assert [finding.level for finding in of_trust(box)] == ["ok", "ok"]
-    assert of_trust(Box(DataDir(box.data.root / "none"), box._source)) == []
+    assert of_trust(CheckedMachine(DataDir(box.data.root / "none"), box._source)) == []
 
 
-def test_open_files_below_a_closed_folder_are_not_reported(box: Box) -> None:
+def test_open_files_below_a_closed_folder_are_not_reported(box: CheckedMachine) -> None:
     for path in (box.data.root, box.data.root / "runs", box.data.run(7).root):
         path.chmod(0o755)
     box.data.run(7).job_file.chmod(0o644)
@@ -60,7 +60,7 @@ def test_open_files_below_a_closed_folder_are_not_reported(box: Box) -> None:
 
 
 @as_root
-def test_readable_files_are_reported_until_the_remedy_is_applied(box: Box) -> None:
+def test_readable_files_are_reported_until_the_remedy_is_applied(box: CheckedMachine) -> None:
     root, file = box.data.root, box.data.run(7).job_file
     for path in (root, root / "runs", file.parent):
         path.chmod(0o755)
@@ -78,7 +78,7 @@ def test_readable_files_are_reported_until_the_remedy_is_applied(box: Box) -> No
     assert [finding.level for finding in check_readers(box)] == ["ok"]
 
 
-def test_an_intentionally_shared_group_folder_is_a_note(box: Box) -> None:
+def test_an_intentionally_shared_group_folder_is_a_note(box: CheckedMachine) -> None:
     root, file = box.data.root, box.data.run(7).job_file
     for path in (root, root / "runs", file.parent):
         path.chmod(0o2770)
@@ -95,7 +95,7 @@ def test_an_intentionally_shared_group_folder_is_a_note(box: Box) -> None:
 
 
 @as_root
-def test_a_folder_of_another_user_or_writable_by_all_is_an_error(box: Box) -> None:
+def test_a_folder_of_another_user_or_writable_by_all_is_an_error(box: CheckedMachine) -> None:
     root = box.data.root
     root.chmod(0o777)
     (finding,) = check_owner(box)
@@ -112,7 +112,7 @@ def test_a_folder_of_another_user_or_writable_by_all_is_an_error(box: Box) -> No
 
 
 @pytest.mark.parametrize("place", ["trash", "runs", "runs/7/checkpoints"])
-def test_a_link_in_place_of_a_data_folder_is_an_error(box: Box, place: str) -> None:
+def test_a_link_in_place_of_a_data_folder_is_an_error(box: CheckedMachine, place: str) -> None:
     folder = box.data.root / place
     if folder.exists():
         folder.rename(folder.with_name("moved"))
@@ -123,7 +123,7 @@ def test_a_link_in_place_of_a_data_folder_is_an_error(box: Box, place: str) -> N
 
 
 @as_root
-def test_an_untrusted_on_job_end_command_is_reported_with_the_reason(box: Box) -> None:
+def test_an_untrusted_on_job_end_command_is_reported_with_the_reason(box: CheckedMachine) -> None:
     file = box.data.settings_file
     file.write_text('on_job_end = ["id"]\n')
     file.chmod(0o600)

@@ -7,10 +7,10 @@ from contextlib import closing
 import pytest
 from support.box import ENTER, ESC, Box
 
-from sae_tui.jobs.ending import Ending, RankEnding, write_ending
+from sae_tui.jobs.ending import JobEnding, RankEnding, write_ending
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
 NAME = "a sweep whose name is so long that it has no room beside anything else"
@@ -31,9 +31,9 @@ def sweep(box: Box) -> int:
     box.data.run(job_id).create()
     held_out = {"k=8": 0.2184, "k=16": 0.1801, "k=32": 0.1463}
     with closing(SeriesWriter(box.data.run(job_id).metrics_db)) as writer:
-        rows = [Row(f"fvu@{label}", step, 0.11) for label in held_out for step in (10, 20)]
-        rows += [Row(f"heldout_fvu@{label}", 20, value) for label, value in held_out.items()]
-        writer.write([*rows, Row("fvu", 20, 0.11)], Heartbeat("finished", 20, 20, 9, 0.0))
+        rows = [MetricRow(f"fvu@{label}", step, 0.11) for label in held_out for step in (10, 20)]
+        rows += [MetricRow(f"heldout_fvu@{label}", 20, value) for label, value in held_out.items()]
+        writer.write([*rows, MetricRow("fvu", 20, 0.11)], Heartbeat("finished", 20, 20, 9, 0.0))
     return job_id
 
 
@@ -73,7 +73,7 @@ def test_a_failure_is_shown_once_and_fully_with_its_remedy_at_80_by_24(box: Box)
     paths.job_file.write_text(job_file(k=16))
     paths.log(1).write_text(f"begins\n{LAST}\n")
     ranks = (RankEnding(0, None, 15), RankEnding(1, None, 9, error))
-    write_ending(paths.exit_file, Ending(JobState.FAILED, 1.0, error, None, ranks, first_failed=1))
+    write_ending(paths.exit_file, JobEnding(JobState.FAILED, 1.0, error, None, ranks, first_failed=1))
     with closing(Control(box.data.control_db)) as control:
         control.add_event(job_id, "failed", error, "error")
     terminal = box.app(80, 24)

@@ -35,7 +35,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Event
 from trainer.contract.store.states import JobState
 from trainer.parser import make_parser as trainer_parser
@@ -153,7 +153,7 @@ class World:
             beat = Heartbeat(text("phase"), 50, 400, 50 * 8192, 1_700_000_000.0)
             event = Event(timestamp=1_700_000_000.0, level="info", kind=text("event kind"), message=text("event"))
             with closing(SeriesWriter(run.metrics_db)) as writer:
-                writer.write([Row(text("metric"), step, float(step)) for step in (10, 20)], beat, [event])
+                writer.write([MetricRow(text("metric"), step, float(step)) for step in (10, 20)], beat, [event])
             run.log(0).write_text(f"a line {self.texts.log('log')}\nValueError: {self.texts.log('log error')}\n")
             run.log(1).write_text(f"a line {self.texts.log('log of rank 1')}\n")
             run.supervisor_log.write_text(f"a line {self.texts.log('log of the supervisor')}\n")

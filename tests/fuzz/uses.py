@@ -23,7 +23,7 @@ from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards import locks
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.jobs.ending import read_ending
-from sae_tui.jobs.files import Follower
+from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
@@ -294,7 +294,7 @@ def progress(home: Home) -> int:
 def log(home: Home) -> list[str]:
     file = home.path("log")
     remedy(last_line(file))
-    lines = Follower(file).new_lines()
+    lines = LogFollower(file).new_lines()
     assert all(isinstance(line, str) for line in lines)
     return tail(file, 20)
 
@@ -322,7 +322,7 @@ def driver(home: Home) -> list[str]:
         "nvmlDeviceGetName": lambda _: name,
         "nvmlDeviceGetUUID": lambda _: uuid.decode(errors="surrogateescape"),
     }
-    card = nvml._Card(NvmlStub(**answers), 0)  # type: ignore[arg-type]
+    card = nvml._NvmlGpu(NvmlStub(**answers), 0)  # type: ignore[arg-type]
     sample = card.sample(processes=True)
     command_text = printable(command_line(command.decode(errors="surrogateescape").split("\0")))
     visible([sample], "nvml", {"CUDA_VISIBLE_DEVICES": "GPU-5"})

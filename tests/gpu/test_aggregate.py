@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sae_tui.gpu.aggregate import Aggregate, Counted, aggregate
+from sae_tui.gpu.aggregate import Aggregate, ContributingGpus, aggregate
 from sae_tui.gpu.base import GpuSample
 
 FULL = {"utilization": 90, "memory_used_bytes": 8, "memory_total_bytes": 10, "temperature_c": 70}
@@ -14,13 +14,13 @@ def test_sums_and_means_include_only_reported_values_of_healthy_gpus():
         GpuSample(1, "GPU-1", "B", 0.0, **(FULL | {"utilization": 10, "temperature_c": 75})),
         GpuSample(2, "GPU-2", "C", 0.0, **(FULL | {"temperature_c": 99}), healthy=False, reason="lost"),
     ]
-    assert aggregate(cards) == Aggregate(3, 16, 20, 50.0, 200.0, 300.0, cards[1], Counted(2, 2, 1, 2))
+    assert aggregate(cards) == Aggregate(3, 16, 20, 50.0, 200.0, 300.0, cards[1], ContributingGpus(2, 2, 1, 2))
 
 
 def test_a_sensor_missing_on_all_gpus_is_unknown_and_zero_is_a_value():
     assert aggregate([]) == Aggregate(0, None, None, None, None, None, None)
     cold = GpuSample(0, "GPU-0", "A", 0.0, utilization=0, temperature_c=0)
-    assert aggregate([cold]) == Aggregate(1, None, None, 0.0, None, None, cold, Counted(0, 1, 0, 1))
+    assert aggregate([cold]) == Aggregate(1, None, None, 0.0, None, None, cold, ContributingGpus(0, 1, 0, 1))
 
 
 def test_used_and_total_amounts_are_summed_over_the_same_gpus():
@@ -33,7 +33,7 @@ def test_used_and_total_amounts_are_summed_over_the_same_gpus():
     whole = aggregate(cards)
     assert (whole.total_power_w, whole.total_power_limit_w) == (300.0, 700.0)
     assert (whole.total_memory_used_bytes, whole.total_memory_total_bytes) == (8, 10)
-    assert whole.counted == Counted(memory=1, power=1)
+    assert whole.counted == ContributingGpus(memory=1, power=1)
 
 
 def test_power_is_summed_if_no_gpu_has_a_limit():

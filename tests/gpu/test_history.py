@@ -23,10 +23,10 @@ from sae_tui.gpu import history, upkeep
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.gpu.ring import Reading
+from sae_tui.gpu.ring import RingReading
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated, uuid_of
-from sae_tui.gpu.stored import Totals, recent, stored_samples, totals
+from sae_tui.gpu.stored import GpuTotals, recent, stored_samples, totals
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
@@ -389,7 +389,7 @@ def test_recent_returns_the_stored_readings_of_each_gpu(data_dir: DataDir) -> No
     samples = recent(data_dir.gpu_db, HOST, 600)
     assert set(samples) == {uuid_of(0), uuid_of(3)}
     assert [row.timestamp for row in samples[uuid_of(0)]] == [now - 20, now - 19, now - 12, now - 11]
-    assert samples[uuid_of(0)][0] == Reading(now - 20, 50, 1000, 40, 100.0, 2000)
+    assert samples[uuid_of(0)][0] == RingReading(now - 20, 50, 1000, 40, 100.0, 2000)
 
 
 def test_recent_is_empty_if_there_is_no_store_yet(data_dir: DataDir) -> None:
@@ -454,8 +454,8 @@ def test_totals_state_how_many_gpus_they_count(data_dir: DataDir) -> None:
     store(data_dir, 1, [begin + 1], utilization=20, power=None)
     store(data_dir, 2, [begin + 1], utilization=None, memory=None, temperature=70)
     both, one = totals(stored_samples(data_dir.gpu_db, HOST, begin, step_s=5))
-    assert both == Totals(begin, 3, 2000, 4000, 15, 70, 200.0)
-    assert one == Totals(begin + 5, 1, 1000, 2000, 10, 40, 100.0)
+    assert both == GpuTotals(begin, 3, 2000, 4000, 15, 70, 200.0)
+    assert one == GpuTotals(begin + 5, 1, 1000, 2000, 10, 40, 100.0)
 
 
 def test_reading_reports_a_missing_store(data_dir: DataDir) -> None:
@@ -591,7 +591,7 @@ def test_stored_readings_of_another_gpu_are_not_stored_again_for_this_gpu(data_d
         db.execute("UPDATE gpu_metrics SET gpu_uuid = ? WHERE gpu_index = 5", (uuid_of(0),))
     sampler = Sampler(Simulated(1), 0.01)
     recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
-    sampler.ring(0).extend_history([Reading(now - 3, 50), Reading(now - 2, 50)], uuid_of(0))
+    sampler.ring(0).extend_history([RingReading(now - 3, 50), RingReading(now - 2, 50)], uuid_of(0))
     recorder.start()
     until(lambda: len([row for row in rows(data_dir) if row["gpu_uuid"] == uuid_of(0)]) > 20)
     assert recorder.stop(5)

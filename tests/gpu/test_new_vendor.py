@@ -20,7 +20,7 @@ from support.driver import ROOT
 from support.tui import wait_until
 
 from sae_tui.app import SaeApp
-from sae_tui.doctor.base import Box
+from sae_tui.doctor.base import CheckedMachine
 from sae_tui.doctor.driver import check_cards, check_driver, check_visible
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuFacts, GpuPair, SourceUnavailable
@@ -168,7 +168,7 @@ async def test_the_screens_show_the_gpus_and_the_form_offers_them(frames: Path, 
 
 def test_the_doctor_reports_the_driver_and_its_faults(frames: Path, tmp_path: Path) -> None:
     abacus.hang_up(frames, "1.4", c={"fault": "jam"})
-    box = Box(DataDir(tmp_path), load_source("auto"), environ={"ABACUS_FRAMES": "2,1"}, root=tmp_path)
+    box = CheckedMachine(DataDir(tmp_path), load_source("auto"), environ={"ABACUS_FRAMES": "2,1"}, root=tmp_path)
     version, miscounts = check_driver(box)
     assert (version.level, version.sentence) == ("ok", "Abacus driver 1.4; 2 GPUs")
     assert (miscounts.sentence, miscounts.remedy) == ("driver 1.4 miscounts from 9 on", "install driver 2.0")
@@ -179,7 +179,7 @@ def test_the_doctor_reports_the_driver_and_its_faults(frames: Path, tmp_path: Pa
     assert readable.sentence == "1 GPU can be read: Suanpan 13"
     for frame in frames.glob("frame-*"):
         frame.unlink()
-    (none,) = check_driver(Box(DataDir(tmp_path), load_source("auto"), environ={}, root=tmp_path))
+    (none,) = check_driver(CheckedMachine(DataDir(tmp_path), load_source("auto"), environ={}, root=tmp_path))
     assert none.sentence.startswith("the abacus driver sees no frames; there are no GPUs")
 
 
@@ -223,7 +223,7 @@ def test_facts_of_two_vendors_use_the_common_gpu_indices(frames: Path, tmp_path:
     assert machine.facts() == GpuFacts(
         "Abacus 2.1 and NVIDIA 570.1", (12, 8), (None, None, (8, 6), (9, 0)), (0, 0, 4, 4), (GpuPair(2, 3, "PIX"),)
     )
-    version, *_ = check_driver(Box(DataDir(tmp_path), machine, environ={}, root=tmp_path))
+    version, *_ = check_driver(CheckedMachine(DataDir(tmp_path), machine, environ={}, root=tmp_path))
     assert version.sentence == "drivers Abacus 2.1 and NVIDIA 570.1, for CUDA up to 12.8; 4 GPUs"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from sae_tui.gpu.aggregate import Shares, shares
+from sae_tui.gpu.aggregate import CapacityShares, shares
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.past import Past, merge, past
-from sae_tui.gpu.ring import Reading, Ring
+from sae_tui.gpu.past import RecentHistory, merge, past
+from sae_tui.gpu.ring import Ring, RingReading
 
 TOTAL = 100
 LIMIT_W = 400.0
@@ -24,7 +24,7 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
     )  # fmt: skip
 
 
-def of(*cards: Mapping[float, int | None], now: float, n: int = 8) -> Past:
+def of(*cards: Mapping[float, int | None], now: float, n: int = 8) -> RecentHistory:
     """Return the past of GPUs, given the utilisation of each by time."""
     rings = []
     for index, card in enumerate(cards):
@@ -38,7 +38,7 @@ def every_second(first: float, last: float, utilization: int | None = 50) -> dic
     return {first + second: utilization for second in range(round(last - first) + 1)}
 
 
-def drawn(found: Past, index: int, n: int = 8) -> str:
+def drawn(found: RecentHistory, index: int, n: int = 8) -> str:
     """Draw one character per interval: `.` for a gap, else the utilisation in tens."""
     return "".join("." if value is None else str(round(value / 10)) for value in found.column(index, "utilization", n))
 
@@ -119,18 +119,18 @@ def test_a_gpu_without_a_power_limit_is_neither_in_the_sum_nor_in_the_total() ->
 def test_stored_history_is_drawn_before_any_gpu_has_answered() -> None:
     rings = [Ring(), Ring()]
     for ring in rings:
-        ring.extend_history((Reading(90.1 + second, 30, 30, 30, 100.0, TOTAL) for second in range(11)), "GPU-a")
+        ring.extend_history((RingReading(90.1 + second, 30, 30, 30, 100.0, TOTAL) for second in range(11)), "GPU-a")
     assert line(shares(past(dict(enumerate(rings)), 20, interval_s=1.0, now=110.5)).memory) == "3" * 11 + "." * 9
 
 
 def test_without_gpus_or_columns_the_past_is_empty() -> None:
-    assert shares(past({}, 8, interval_s=1.0, now=1.0)) == Shares((), (), (), ())
+    assert shares(past({}, 8, interval_s=1.0, now=1.0)) == CapacityShares((), (), (), ())
     assert of(every_second(1.1, 3.1), now=3.5, n=0).column(0, "utilization", 0) == []
 
 
 def test_readings_from_the_drivers_buffer_fill_only_intervals_without_stored_ones() -> None:
-    stored = [Reading(10.0, 40), Reading(11.0, 41), Reading(14.0, 44)]
-    remembered = [Reading(float(second), 7) for second in range(9, 20)]
+    stored = [RingReading(10.0, 40), RingReading(11.0, 41), RingReading(14.0, 44)]
+    remembered = [RingReading(float(second), 7) for second in range(9, 20)]
     found = merge(stored, remembered, 1.0, now=15.5)
     assert [(reading.timestamp, reading.utilization) for reading in found] == [
         (9, 7), (10, 40), (11, 41), (12, 7), (13, 7), (14, 44), (15, 7)

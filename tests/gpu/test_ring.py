@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.ring import Reading, Ring
+from sae_tui.gpu.ring import Ring, RingReading
 
 
 def sample(timestamp: float, utilization: int | None = 50) -> GpuSample:
@@ -45,7 +45,7 @@ def test_the_oldest_sample_is_overwritten() -> None:
 def test_stored_history_is_placed_before_live_samples() -> None:
     ring = Ring(capacity=5)
     ring.append(sample(100))
-    ring.extend_history([Reading(timestamp, 7) for timestamp in (96, 97, 98, 99, 100, 101)], "GPU-a")
+    ring.extend_history([RingReading(timestamp, 7) for timestamp in (96, 97, 98, 99, 100, 101)], "GPU-a")
     assert ring.column("timestamp", 9) == [96, 97, 98, 99, 100]
     assert ring.column("utilization", 9) == [7, 7, 7, 7, 50]
     assert ring.latest() == sample(100)
@@ -54,27 +54,27 @@ def test_stored_history_is_placed_before_live_samples() -> None:
 def test_history_that_is_read_again_replaces_the_earlier_one() -> None:
     ring = Ring(capacity=5)
     ring.append(sample(100))
-    ring.extend_history([Reading(97, 7)], "GPU-a")
+    ring.extend_history([RingReading(97, 7)], "GPU-a")
     ring.append(sample(101))
-    ring.extend_history([Reading(97, 7), Reading(99, 8)], "GPU-a")
+    ring.extend_history([RingReading(97, 7), RingReading(99, 8)], "GPU-a")
     assert ring.column("timestamp", 9) == [97, 99, 100, 101]
 
 
 def test_only_the_end_of_a_history_longer_than_the_ring_is_kept() -> None:
     ring = Ring(capacity=3)
-    ring.extend_history((Reading(timestamp, 50) for timestamp in range(9)), "GPU-a")
+    ring.extend_history((RingReading(timestamp, 50) for timestamp in range(9)), "GPU-a")
     assert ring.column("timestamp", 9) == [6, 7, 8]
 
 
 def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() -> None:
     ring = Ring(capacity=4)
-    ring.extend_history([Reading(1.0, 50)], "GPU-a")
+    ring.extend_history([RingReading(1.0, 50)], "GPU-a")
     for timestamp in (7, 8, 2):
         ring.append(sample(timestamp))
     rows, position = ring.since(None, "GPU-a")
     assert [row.timestamp for row in rows] == [1, 7, 8, 2]
     ring.append(sample(3))
-    assert ring.since(position, "GPU-a")[0] == [Reading(3, 50, 30, None, None)]
+    assert ring.since(position, "GPU-a")[0] == [RingReading(3, 50, 30, None, None)]
     assert ring.since(position + 1, "GPU-a")[0] == []
     assert len(ring.since(position - 100, "GPU-a")[0]) == 4
 
@@ -82,9 +82,9 @@ def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() 
 def test_stored_history_of_another_gpu_is_not_placed_before_this_ones_readings() -> None:
     ring = Ring()
     ring.append(sample(5))
-    ring.extend_history([Reading(1.0, 50)], "GPU-b")
+    ring.extend_history([RingReading(1.0, 50)], "GPU-b")
     assert ring.column("timestamp") == [5]
-    ring.extend_history([Reading(1.0, 50)], "GPU-a")
+    ring.extend_history([RingReading(1.0, 50)], "GPU-a")
     assert ring.column("timestamp") == [1, 5]
 
 
@@ -97,7 +97,7 @@ def test_another_gpu_at_the_same_index_starts_without_the_old_readings() -> None
         ring.append(each)
     assert ring.column("timestamp") == [2]
     assert ring.since(None, "GPU-a")[0] == []
-    assert ring.since(None, "GPU-b")[0] == [Reading(2, 50, 20, None, None)]
+    assert ring.since(None, "GPU-b")[0] == [RingReading(2, 50, 20, None, None)]
 
 
 def test_a_reader_never_sees_half_a_row(until: Callable[..., Any]) -> None:

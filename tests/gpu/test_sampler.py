@@ -13,7 +13,7 @@ import pytest
 from sae_tui.gpu import faults
 from sae_tui.gpu import sampler as module
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
-from sae_tui.gpu.sampler import Sampler, Status, interval_of, until_next
+from sae_tui.gpu.sampler import Sampler, SamplerStatus, interval_of, until_next
 from sae_tui.gpu.simulated import Simulated, uuid_of
 
 Until = Callable[..., Any]
@@ -59,10 +59,10 @@ def test_every_gpu_is_sampled_and_samples_are_in_index_order(start: Start, until
     until(lambda: sampler.count == 16 and all(len(sampler.ring(i).column("timestamp")) >= 3 for i in range(16)))
     assert [sample.index for sample in sampler.latest()] == list(range(16))
     assert all(sample.healthy for sample in sampler.latest())
-    assert sampler.status is Status.READY
+    assert sampler.status is SamplerStatus.READY
     assert sampler.problem is None
     assert sampler.stop()
-    assert sampler.status is Status.STOPPED
+    assert sampler.status is SamplerStatus.STOPPED
 
 
 def test_the_first_samples_are_taken_at_once(start: Start, until: Until) -> None:
@@ -205,7 +205,7 @@ def test_a_source_that_raises_is_a_row_and_is_read_again(start: Start, until: Un
 
 def test_a_source_that_cannot_be_opened_is_tried_again(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REOPEN_EVERY_S", 0.02)
-    attempts: list[tuple[Status, str]] = []
+    attempts: list[tuple[SamplerStatus, str]] = []
 
     class Late(Source):
         def open(self) -> int:
@@ -216,9 +216,9 @@ def test_a_source_that_cannot_be_opened_is_tried_again(until: Until, monkeypatch
 
     sampler = Sampler(Late(), 60.0)
     sampler.start()
-    until(lambda: sampler.status is Status.READY)
+    until(lambda: sampler.status is SamplerStatus.READY)
     until(lambda: sampler.ring(1).latest())
-    assert attempts[1:] == [(Status.UNAVAILABLE, "the NVIDIA driver is not loaded; load it")] * 4
+    assert attempts[1:] == [(SamplerStatus.UNAVAILABLE, "the NVIDIA driver is not loaded; load it")] * 4
     assert sampler.problem is None
     assert sampler.stop()
 
@@ -231,7 +231,7 @@ def test_a_source_that_hangs_while_opening_blocks_neither_start_nor_stop(start: 
 
     begin = time.monotonic()
     sampler = start(Stuck())
-    assert (sampler.status, sampler.count, sampler.latest()) == (Status.OPENING, 0, ())
+    assert (sampler.status, sampler.count, sampler.latest()) == (SamplerStatus.OPENING, 0, ())
     assert not sampler.stop(timeout=0.2)
     assert time.monotonic() - begin < 0.5
 
@@ -277,10 +277,10 @@ def test_a_source_that_hangs_while_closing_does_not_block_a_pause(start: Start, 
 
 
 def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) -> None:
-    from sae_tui.gpu.ring import Reading
+    from sae_tui.gpu.ring import RingReading
 
     sampler = Sampler(Simulated(1), 0.01)
-    sampler.ring(0).extend_history([Reading(1.0, 77)], uuid_of(0))
+    sampler.ring(0).extend_history([RingReading(1.0, 77)], uuid_of(0))
     sampler.start()
     until(lambda: len(sampler.ring(0).column("utilization")) > 3)
     assert sampler.ring(0).column("utilization")[:2] == [77, 0]
@@ -288,7 +288,7 @@ def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) 
 
 
 def test_the_drivers_buffer_is_read_again_for_another_gpu_at_the_same_index(until: Until) -> None:
-    from sae_tui.gpu.ring import Reading
+    from sae_tui.gpu.ring import RingReading
 
     class Exchanged(Simulated):
         uuid = "GPU-a"
@@ -296,15 +296,15 @@ def test_the_drivers_buffer_is_read_again_for_another_gpu_at_the_same_index(unti
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             return replace(super().sample(index, processes=processes), uuid=self.uuid)
 
-        def buffered(self, index: int) -> tuple[Reading, ...]:
-            return (Reading(1.0 if self.uuid == "GPU-a" else 2.0, 50),)
+        def buffered(self, index: int) -> tuple[RingReading, ...]:
+            return (RingReading(1.0 if self.uuid == "GPU-a" else 2.0, 50),)
 
     source = Exchanged(1)
     sampler = Sampler(source, 0.01)
     sampler.start()
     until(lambda: sampler.count and sampler.buffered(0))
     source.uuid = "GPU-b"
-    until(lambda: sampler.buffered(0) == (Reading(2.0, 50),))
+    until(lambda: sampler.buffered(0) == (RingReading(2.0, 50),))
     assert sampler.buffered(1) == ()
     assert sampler.stop()
 
@@ -360,7 +360,7 @@ def test_a_gpu_keeps_its_unreadable_since_time_while_the_driver_is_away(
     sampler.start()
     until(lambda: sampler.count and sampler.latest()[0].healthy)
     source.is_lost = source.is_away = source.must_reopen = True
-    until(lambda: sampler.status is Status.UNAVAILABLE and "not loaded" in sampler.latest()[0].reason)
+    until(lambda: sampler.status is SamplerStatus.UNAVAILABLE and "not loaded" in sampler.latest()[0].reason)
     since = sampler.latest()[0].unread_since
     assert since is not None
     source.is_away = False

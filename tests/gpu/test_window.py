@@ -15,7 +15,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.past import past
 from sae_tui.gpu.period import Period
-from sae_tui.gpu.ring import Reading, Ring
+from sae_tui.gpu.ring import Ring, RingReading
 from sae_tui.gpu.window import FIELDS, SPANS_S, live_window, stored_past, stored_window
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import open_writer
@@ -94,7 +94,7 @@ def test_another_gpu_or_a_missing_store_has_no_history(db: Path, tmp_path: Path)
 
 def test_the_newest_intervals_are_those_of_the_ring_and_have_the_current_job() -> None:
     ring = Ring()
-    ring.extend_history([Reading(float(second), utilization=second) for second in range(100, 110)], "GPU-a")
+    ring.extend_history([RingReading(float(second), utilization=second) for second in range(100, 110)], "GPU-a")
     recent = past({0: ring}, 5, interval_s=1.0, now=109.5)
     window = live_window(recent, 0, 5, 1.0, 7)
     assert window.columns["utilization"] == [105, 106, 107, 108, 109]

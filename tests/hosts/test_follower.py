@@ -14,7 +14,7 @@ from support.far_side import far_side, runs_of
 from sae_tui.hosts import follower as following
 from sae_tui.hosts.follower import HostFollower
 from sae_tui.hosts.hosts import Hosts
-from sae_tui.hosts.view import HostView, Stage
+from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.panels.far_gpus import FarHost, state_words
 
 GOOD = 'say(HELLO); say({"type": "jobs", "jobs": [JOB, JOB]}); say({"type": "gpus", "cards": [CARD]}); stay()'
@@ -46,7 +46,7 @@ def followed(folder: Path, *programs: str) -> Iterator[Callable[[Callable[[HostV
 
 def test_a_followed_host_has_its_jobs_gpus_and_their_history(tmp_path: Path) -> None:
     hosts = Hosts(["far"], far_side(tmp_path, "print('Welcome!'); " + GOOD))
-    assert hosts.views[0].stage is Stage.CONNECTING
+    assert hosts.views[0].stage is ConnectionStage.CONNECTING
     hosts.start(lambda: None)
     deadline = time.monotonic() + 30
     while not hosts.views[0].cards:
@@ -54,7 +54,7 @@ def test_a_followed_host_has_its_jobs_gpus_and_their_history(tmp_path: Path) -> 
         time.sleep(0.01)
     view = hosts.views[0]
     hosts.stop()
-    assert (view.stage, view.sentence) == (Stage.CONNECTED, "")
+    assert (view.stage, view.sentence) == (ConnectionStage.CONNECTED, "")
     assert [(job.id, job.name, job.host) for job in view.jobs] == [(7, "theirs", "far")]
     assert view.cards[0].holder == "idle"
     assert 40 in hosts.past("far", 5, 1.0).column(0, "utilization", 5)
@@ -65,7 +65,7 @@ def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path
     once = GOOD.replace("stay()", "sys.stdin.readline") + "; sys.exit(255)"
     with followed(tmp_path, once, "sys.exit(255)", GOOD) as wait_for:
         seen = wait_for(lambda view: view.jobs)
-        cut = wait_for(lambda view: view.stage is Stage.CUT)
+        cut = wait_for(lambda view: view.stage is ConnectionStage.CUT)
         assert (cut.sentence, cut.cards) in [("", ()), ("cannot be reached: ssh says nothing", ())]
         assert cut.since >= seen.since
         # The jobs keep their last known values.
@@ -135,13 +135,13 @@ def test_a_silent_host_is_reported_without_values_and_connected_again(tmp_path: 
     speaks = GOOD.replace("stay()", "[(say({'type': 'log'}), time.sleep(0.01)) for _ in iter(int, 1)]")
     with followed(tmp_path, "import time; " + halted, "import time; " + speaks) as wait_for:
         seen = wait_for(lambda view: view.cards)
-        silent = wait_for(lambda view: view.stage is Stage.SILENT)
+        silent = wait_for(lambda view: view.stage is ConnectionStage.SILENT)
         assert (silent.cards, silent.is_connected) == ((), False)
         assert silent.jobs
         assert seen.since <= silent.since <= time.time()
         assert state_words(FarHost(silent, ())).startswith("silent since ")
         monkeypatch.setattr(following, "CUT_AFTER_S", 0.3)
-        cut = wait_for(lambda view: view.stage is Stage.CUT)
+        cut = wait_for(lambda view: view.stage is ConnectionStage.CUT)
         assert cut.sentence.startswith("has sent nothing for ")
         assert cut.since == silent.since
         assert wait_for(lambda view: view.is_connected and view.cards)
@@ -153,7 +153,7 @@ def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Pa
     later = f"import os, time; [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(may_continue)!r}), True)]"
     tail = "[(say({'type': 'gpus', 'cards': [CARD]}), time.sleep(0.01)) for _ in iter(int, 1)]"
     with followed(tmp_path, f"say(HELLO); {later}\n{tail}") as wait_for:
-        wait_for(lambda view: view.stage is Stage.SILENT)
+        wait_for(lambda view: view.stage is ConnectionStage.SILENT)
         may_continue.touch()
         assert wait_for(lambda view: view.cards).is_connected
     assert len(runs_of(tmp_path)) == 1
@@ -162,5 +162,5 @@ def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Pa
 def test_a_login_without_a_greeting_times_out(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "GREETING_S", 0.3)
     with followed(tmp_path, "stay()") as wait_for:
-        view = wait_for(lambda view: view.stage is Stage.FAILED)
+        view = wait_for(lambda view: view.stage is ConnectionStage.FAILED)
         assert view.sentence.startswith("has sent nothing for ")

@@ -13,20 +13,20 @@ from sae_tui.hosts.protocol import (
     LONGEST_LOG_LINE,
     LONGEST_TEXT,
     MOST_JOBS,
-    Card,
     FarJob,
     FarProcess,
-    Gpus,
     Hello,
     Jobs,
     Log,
     Message,
+    RemoteGpu,
+    RemoteGpus,
     decode,
     far_job,
     jobs_message,
     log_messages,
 )
-from sae_tui.hosts.view import HostView, Stage
+from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.jobs.view.reader import JobView, judged_value
 from sae_tui.panels.far_gpus import FarHost, process_lines, state_words
 from sae_tui.panels.gpu_lines import gpu_line
@@ -43,7 +43,7 @@ PROCESSES = st.builds(
     FarProcess, pid=st.integers(1, 2**22), user=TEXTS, name=st.none() | TEXTS, memory_used_bytes=st.none() | COUNTS
 )
 CARDS = st.builds(
-    Card,
+    RemoteGpu,
     index=st.integers(0, 100_000), uuid=TEXTS, name=TEXTS, utilization=st.none() | st.integers(0, 100),
     memory_used_bytes=st.none() | COUNTS, memory_total_bytes=st.none() | COUNTS,
     temperature_c=st.none() | st.integers(-1000, 100_000), power_w=st.none() | st.floats(0, 1e9),
@@ -61,7 +61,7 @@ JOBS = st.builds(
 )  # fmt: skip
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, protocol=st.integers(0, 100_000), version=TEXTS),
-    st.builds(Gpus, cards=st.lists(CARDS, max_size=3).map(tuple), problem=TEXTS),
+    st.builds(RemoteGpus, cards=st.lists(CARDS, max_size=3).map(tuple), problem=TEXTS),
     st.builds(Jobs, jobs=st.lists(JOBS, max_size=3).map(tuple), more=COUNTS, problem=TEXTS),
     st.builds(Log, lines=st.lists(TEXTS, max_size=4).map(tuple)),
 )
@@ -106,7 +106,7 @@ def test_any_invalid_line_is_rejected_with_a_one_line_reason(line) -> None:
 
 
 FIELDS = [
-    *((kind, name) for kind, of in (("gpus", Card), ("jobs", FarJob)) for name in of.__struct_fields__)
+    *((kind, name) for kind, of in (("gpus", RemoteGpu), ("jobs", FarJob)) for name in of.__struct_fields__)
 ]  # fmt: skip
 ODD = [-1, 1.5, 2**64, 10**400, -1e308, "x", "\x1b", None, True, [], [[]], {}, [2**70], "running" * 3]
 
@@ -132,11 +132,11 @@ def test_every_message_can_be_drawn(message) -> None:
 
 def draw(message: Message) -> None:
     """Draw a message as the dashboard does."""
-    if isinstance(message, Gpus):
+    if isinstance(message, RemoteGpus):
         rows = [GpuRow(card.sample(1e9), card.holder, card.use, lambda name, n: []) for card in message.cards]
         for row in rows:
             gpu_line(row, 120)
-        view = HostView("far", Stage.CONNECTED, problem=message.problem, cards=message.cards)
+        view = HostView("far", ConnectionStage.CONNECTED, problem=message.problem, cards=message.cards)
         state_words(FarHost(view, tuple(rows)))
         process_lines(view, 80)
     elif isinstance(message, Jobs):

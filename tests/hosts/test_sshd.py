@@ -16,7 +16,7 @@ from support.tui import record_job
 
 from sae_tui.hosts import follower
 from sae_tui.hosts.hosts import Hosts
-from sae_tui.hosts.view import HostView, Stage
+from sae_tui.hosts.view import ConnectionStage, HostView
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
@@ -47,7 +47,7 @@ def sentence(sshd: Sshd) -> str:
     hosts.start(lambda: None)
     view = wait_for(hosts, lambda view: view.sentence)
     hosts.stop()
-    assert view.stage is Stage.FAILED
+    assert view.stage is ConnectionStage.FAILED
     return view.sentence
 
 
@@ -72,7 +72,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
     hosts = Hosts(["gpu1"], sshd.ssh, demo=True)
     hosts.start(lambda: None)
     first = wait_for(hosts, lambda view: view.jobs and len(view.cards) == 4)
-    assert (first.stage, first.jobs[0].name) == (Stage.CONNECTED, "theirs")
+    assert (first.stage, first.jobs[0].name) == (ConnectionStage.CONNECTED, "theirs")
     assert len(streams(tmp_path / "data")) == 1
     assert hosts.run("gpu1", "hold", str(job_id)).startswith(f"on gpu1: job {job_id} ")
     assert wait_for(hosts, lambda view: view.jobs[0].held)
@@ -82,7 +82,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:
         assert control.open_requests(trains) == {"finish"}
     sshd.cut()
-    assert wait_for(hosts, lambda view: view.stage is Stage.CUT).jobs
+    assert wait_for(hosts, lambda view: view.stage is ConnectionStage.CUT).jobs
     again = wait_for(hosts, lambda view: view.is_connected and view.cards)
     assert again.since >= first.since
     hosts.stop()
@@ -100,7 +100,7 @@ def test_a_silent_host_is_disconnected_and_reconnected(sshd, tmp_path) -> None:
     hosts.start(lambda: None)
     wait_for(hosts, lambda view: view.cards)
     sshd.halt()
-    wait_for(hosts, lambda view: view.stage is Stage.CUT)
+    wait_for(hosts, lambda view: view.stage is ConnectionStage.CUT)
     wait_for(hosts, lambda view: view.is_connected and view.cards)
     hosts.stop()
 

@@ -25,7 +25,7 @@ from support.stores import put_store
 from sae_tui.jobs import detach
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
-from sae_tui.jobs.launch.resume import Plan, resume
+from sae_tui.jobs.launch.resume import ResumePlan, resume
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
@@ -85,7 +85,7 @@ class Box:
         named = tuple((index, f"GPU-{index}") for index in gpus)
         return Placement("cuda" if gpus else "cpu", named, len(gpus) or world_size)
 
-    def resume(self, job_id: int, *overrides: str, gpus: tuple[int, ...] = ()) -> Plan:
+    def resume(self, job_id: int, *overrides: str, gpus: tuple[int, ...] = ()) -> ResumePlan:
         return resume(self.data, job_id, lambda _: self.placement(gpus), overrides, start=start_fake)
 
     def make_store(self) -> None:

@@ -155,7 +155,7 @@ def _writer(run_dir, rank, mute):
     if rank or mute:
         yield lambda *_, **__: None
         return
-    from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+    from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
     from trainer.contract.store.rows import Event
 
     series = SeriesWriter(run_dir / "metrics.db")
@@ -173,7 +173,7 @@ def _writer(run_dir, rank, mute):
                 "tokens_per_s": 1000.0,
                 "memory_bytes": step * 2**20,
             }
-            rows = [Row(name, step, value) for name, value in values.items()]
+            rows = [MetricRow(name, step, value) for name, value in values.items()]
             series.write(rows, Heartbeat(phase, step, total, 100 * step, time.time()))
 
     yield write

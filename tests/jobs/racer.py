@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
@@ -14,7 +14,7 @@ def main(root: str) -> None:
     control = Control(data.control_db)
     print("ready", flush=True)
     for word in sys.stdin:
-        line = Line(data, control, control.job(int(word)))
+        line = QueueEntry(data, control, control.job(int(word)))
         try:
             started = line.try_start()
         except UserError:

@@ -18,12 +18,12 @@ from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.launching import fields_of
 from sae_tui.jobs.launch.memory_need import expected_outlook
 from sae_tui.jobs.launch.placement import Placement, machine, place
-from sae_tui.jobs.queue.order import Card, turns
+from sae_tui.jobs.queue.order import QueueGpu, turns
 from trainer.contract.errors import JobFileError, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import check
-from trainer.contract.planning.choose_mode import Place, settle
-from trainer.contract.planning.hardware import Box, assumed_speeds
+from trainer.contract.planning.choose_mode import PlannedResources, settle
+from trainer.contract.planning.hardware import MeasuredHardware, assumed_speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job, to_table
@@ -93,7 +93,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
     # The doctor, for the same number of these GPUs.
-    rows = job_rows(job, shape, asked.samples, Box(), cuda=asked.cuda)
+    rows = job_rows(job, shape, asked.samples, MeasuredHardware(), cuda=asked.cuda)
     (row,) = [row for row in rows if row.chosen and row.n_gpus == ranks] if ranks != 3 else [None]
     if row:
         assert (row.mode, row.memory_bytes) == (look.mode, look.needs_bytes)
@@ -120,7 +120,9 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     assert again.card_memory_bytes <= row.card_memory_bytes
 
     # The ranks, on GPUs that have exactly the memory that the job waited for.
-    own = settle(Workload(job, ranks, shape), Place(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes))
+    own = settle(
+        Workload(job, ranks, shape), PlannedResources(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes)
+    )
     assert own.fits
     assert own.needs_bytes <= row.card_memory_bytes
 
@@ -131,7 +133,7 @@ def queued(data: DataDir, job: JobConfig, placed: Placement) -> Job:
 
 
 def starts(row: Job, free: list[int]) -> bool:
-    cards = [Card(index, f"GPU-{index}", free_bytes=n_bytes) for index, n_bytes in enumerate(free)]
+    cards = [QueueGpu(index, f"GPU-{index}", free_bytes=n_bytes) for index, n_bytes in enumerate(free)]
     return bool(turns([row], cards, 0.0)[1].cards)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sae_tui.jobs.ending import read_ending
-from sae_tui.jobs.files import Follower
+from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
@@ -23,7 +23,7 @@ from sae_tui.settings import load_settings
 from trainer.contract import files
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.planning.hardware import Box, read_box, write_box
+from trainer.contract.planning.hardware import MeasuredHardware, read_box, write_box
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.runs.checkpoint_manifest import STATE, damage, read_state
 from trainer.contract.runs.log_tail import tail
@@ -48,7 +48,7 @@ def read_every_kind(file: Path, content: bytes) -> None:
     folder = file.parent
     for name in (file.name, STATE, "manifest.json", "record.json"):
         (folder / name).write_bytes(content)
-    assert read_box(file) == Box()
+    assert read_box(file) == MeasuredHardware()
     assert (read_plan(file), read_mark(file), read_ending(file), decode(content)) in [
         (None, None, None, None),
         (None, None, None, ProgressLine()),
@@ -153,10 +153,10 @@ def test_leftovers_of_a_killed_write_are_removed_by_a_later_write_and_by_repair(
     os.symlink(left, data.root / ".box.json.0123456789abcdef")
     (data.root / ".other.json.0123456789abcdef").touch()
     (data.root / ".box.json.mine").touch()
-    write_box(data.box_file, Box())
+    write_box(data.box_file, MeasuredHardware())
     assert left.exists(), "a write that may still go on is left alone"
     monkeypatch.setattr(files, "CUT_OFF_AFTER_S", -1.0)
-    write_box(data.box_file, Box())
+    write_box(data.box_file, MeasuredHardware())
     assert {file.name for file in temporaries(data.root)} == {
         ".box.json.0123456789abcdef", ".other.json.0123456789abcdef", ".box.json.mine",
     }  # fmt: skip
@@ -171,7 +171,7 @@ def test_another_users_unfinished_write_is_left_alone(tmp_path, monkeypatch):
     theirs.touch()
     os.chown(theirs, 12345, 12345)
     monkeypatch.setattr(files, "CUT_OFF_AFTER_S", -1.0)
-    write_box(tmp_path / "box.json", Box())
+    write_box(tmp_path / "box.json", MeasuredHardware())
     assert theirs.exists()
 
 
@@ -181,7 +181,7 @@ def test_a_pipe_in_place_of_a_file_blocks_no_reader(tmp_path):
     data.create()
     for place in (pipe, data.settings_file, data.run(1).job_file, pipe.with_suffix(".offset")):
         os.mkfifo(place)
-    assert (tail(pipe, 5), Follower(pipe).new_lines(), read_mark(pipe)) == ([], [], None)
+    assert (tail(pipe, 5), LogFollower(pipe).new_lines(), read_mark(pipe)) == ([], [], None)
     assert not Ingest(pipe, tmp_path / "metrics.db").poll()
     with pytest.raises(UserError, match="not a plain file"):
         SlurmJob.read(pipe)

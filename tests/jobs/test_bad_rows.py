@@ -21,7 +21,7 @@ from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.cards.occupancy import Occupancy
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.memory_need import measured_peak
-from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.queue.waiting_job import QueueEntry
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
@@ -135,7 +135,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
     assert str(waiting) in job_ids(PARSER.parse_args(["jobs", *flags]))
     reconcile(data)
     with store_access.open_control(data) as control:
-        line = Line(data, control, control.job(waiting))
+        line = QueueEntry(data, control, control.job(waiting))
         assert line.try_start()
         line.locks.release()
         asks = (control.job, control.ranks, control.events, control.open_requests, control.state)
@@ -248,7 +248,7 @@ def test_a_job_that_comes_after_an_unreadable_one_waits_for_it(box, three_jobs):
     spoil(box.data, waiting, "after", f"[{bad}]")
     spoil(box.data, bad, "state", "bogus")
     with store_access.open_control(box.data) as control:
-        assert not Line(box.data, control, control.job(waiting)).try_start()
+        assert not QueueEntry(box.data, control, control.job(waiting)).try_start()
         assert f"comes after job {bad}, but the list of jobs holds no readable row" in control.job(waiting).waits_for
 
 

@@ -23,7 +23,7 @@ from sae_tui.compare.tables import results
 from sae_tui.gpu import stored
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Recorder
-from sae_tui.gpu.ring import Reading, Ring
+from sae_tui.gpu.ring import Ring, RingReading
 from sae_tui.gpu.upkeep import MINUTE_S
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.view.reader import JobReader, JobsReader
@@ -33,7 +33,7 @@ from sae_tui.panels.headline import headline
 from sae_tui.widgets.plot import braille, y_range
 from trainer.contract.process import ProcessRef
 from trainer.contract.store import database
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Event
 
 HUGE = 2**63 - 1
@@ -87,7 +87,7 @@ def two_runs(box, monkeypatch) -> tuple[int, int]:
     for job_id in ids:
         box.data.run(job_id).create()
         writer = SeriesWriter(box.data.run(job_id).metrics_db)
-        rows = [Row(name, step, 0.5) for name in ("loss", "fvu") for step in range(0, 50, 5)]
+        rows = [MetricRow(name, step, 0.5) for name in ("loss", "fvu") for step in range(0, 50, 5)]
         event = Event(timestamp=NOW, level="info", kind="saved", message="step 5")
         writer.write(rows, Heartbeat("training", 50, 100, 500, NOW), [event])
         writer.close()
@@ -148,7 +148,7 @@ def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_run
         run.close()
         writer = SeriesWriter(file)
         writer.rewind(Heartbeat("resuming", 20, 100, 200, NOW))
-        writer.write([Row("loss", 25, 0.25)], None)
+        writer.write([MetricRow("loss", 25, 0.25)], None)
         writer.close()
 
     try_one()
@@ -175,7 +175,7 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
     pristine = box.data.root / "pristine.db"
     shutil.copy(gpu_db, pristine)
     ring = Ring()
-    ring.extend_history([Reading(NOW - 1, 50, 2**30, 40, 100.0)], "GPU-a")
+    ring.extend_history([RingReading(NOW - 1, 50, 2**30, 40, 100.0)], "GPU-a")
     sample = GpuSample(0, "GPU-a", "H100", NOW, memory_total_bytes=2**34)
     sampler = SimpleNamespace(latest=lambda: [sample], ring=lambda _: ring)
 

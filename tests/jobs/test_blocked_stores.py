@@ -24,7 +24,7 @@ from trainer.contract.errors import UserError
 def test_app_doctor_and_commands_name_a_halted_process_that_locks_the_store(box, locked_store):
     job_id = box.record()
     watcher = Watcher(box.data, lambda: None)
-    looks = examined.Box(box.data, NoGpus())
+    looks = examined.CheckedMachine(box.data, NoGpus())
     with locked_store(box.data.control_db) as holder:
         watcher._look(JobsReader(box.data))
         assert watcher.problem == ""  # the process may release the lock in a moment

@@ -14,7 +14,7 @@ import pytest
 from sae_tui.jobs import edits
 from sae_tui.jobs.cards.locks import GpuLocks, lock_holders
 from sae_tui.jobs.queue.after import waiting_for
-from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.queue.waiting_job import QueueEntry
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
 from trainer.contract.errors import UserError
@@ -38,7 +38,7 @@ def in_line(box, **fields) -> int:
 def tries(box, job_id: int) -> str | None:
     """Try to start a job; return its reason to wait, or None if it has started."""
     control = Control(box.data.control_db)
-    line = Line(box.data, control, control.job(job_id))
+    line = QueueEntry(box.data, control, control.job(job_id))
     started = line.try_start()
     line.locks.release()
     control.close()
@@ -121,7 +121,7 @@ def test_a_higher_priority_goes_first_even_if_it_is_set_later(box):
 def test_a_job_whose_row_was_deleted_fails_to_start_without_a_crash(box):
     job_id = in_line(box)
     control = Control(box.data.control_db)
-    line = Line(box.data, control, control.job(job_id))
+    line = QueueEntry(box.data, control, control.job(job_id))
     original = line._cards
 
     def deleted_meanwhile(*arguments):

@@ -17,7 +17,7 @@ import pytest
 
 from sae_tui.jobs import edits, supervisor_log
 from sae_tui.jobs.cards.locks import GpuLocks
-from sae_tui.jobs.ending import Ending
+from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import prepare
 from sae_tui.jobs.reconcile import reconcile
@@ -28,7 +28,7 @@ from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
 LONG = "steps=450"
-STOPPED = Ending(state=JobState.STOPPED, ended=1.0)
+STOPPED = JobEnding(state=JobState.STOPPED, ended=1.0)
 
 
 def edit(box, what, job_id: int, *values: object) -> str:

@@ -13,7 +13,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.cards.availability import Holders, choices, with_strangers
 from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
 from sae_tui.jobs.queue.card_reader import CardReader
-from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
@@ -190,7 +190,7 @@ def test_a_gpu_of_another_users_job_is_shown_as_held_and_never_taken(two_users, 
     assert first.reason.startswith("held by a job of ")
     assert first.reason.endswith(f"(pid {holder.pid})")
     control, job_id = in_line(bob, box, any_gpus=True)
-    line = Line(bob, control, control.job(job_id))
+    line = QueueEntry(bob, control, control.job(job_id))
     assert line.try_start()
     assert line.job.gpu_uuids == ("GPU-1",)
     line.locks.release()
@@ -201,7 +201,7 @@ def test_a_job_that_names_another_users_gpu_waits_until_it_is_released(two_users
     _, bob = two_users
     holder = other_user_holds(lock_folder(bob, "nvml"), "GPU-0")
     control, job_id = in_line(bob, box, gpu_ids=(0,), gpu_uuids=("GPU-0",))
-    line = Line(bob, control, control.job(job_id))
+    line = QueueEntry(bob, control, control.job(job_id))
     assert not line.try_start()
     assert control.job(job_id).waits_for.startswith("GPU 0 is held by a job of ")
     assert control.leases() == []
@@ -217,7 +217,7 @@ def test_a_lock_taken_at_the_last_moment_is_noticed_by_the_second_job(two_users,
     folder = lock_folder(bob, "nvml")
     control, job_id = in_line(bob, box, gpu_ids=(0,), gpu_uuids=("GPU-0",), shares_gpus=True)
     holder = other_user_holds(folder, "GPU-0")
-    line = Line(bob, control, control.job(job_id))
+    line = QueueEntry(bob, control, control.job(job_id))
     # A sharing job may run next to processes of other users, but not next to a job with an exclusive lock.
     assert not line.try_start()
     assert str(holder.pid) in control.job(job_id).waits_for

@@ -13,7 +13,7 @@ import types
 import pytest
 
 from sae_tui.jobs import reconcile as reconcile_module
-from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
 from sae_tui.jobs.upkeep.trash import throw_away
 from trainer.contract.errors import UserError
@@ -226,7 +226,7 @@ def test_a_run_whose_lock_is_held_can_be_neither_resumed_nor_deleted(box, orphan
 
 def test_an_end_that_did_not_reach_the_store_is_read_from_its_file(box):
     job_id = started(box, gone_process())
-    ending = Ending(JobState.FINISHED, 1234.5, output_path="/saes/1")
+    ending = JobEnding(JobState.FINISHED, 1234.5, output_path="/saes/1")
     write_ending(box.data.run(job_id).exit_file, ending)
     assert reconcile(box.data) == [job_id]
     job = box.job(job_id)

@@ -14,7 +14,7 @@ from sae_tui.cli import main
 from sae_tui.doctor.job import job_rows
 from sae_tui.jobs.launch import job_form
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job_file import dump_job, parse_job
 
@@ -45,7 +45,7 @@ def test_the_forecast_for_a_stream_uses_the_number_of_training_tokens(tmp_path: 
     assert re.search(r"effective batch 1984 .* about \d+ s, estimated", reviewed.summary)
     longer = review(DataDir(tmp_path), **{"train.n_tokens": 10**8})
     assert re.search(r"about [\d.]+ (min|h)", longer.summary)
-    assert job_rows(reviewed.job, reviewed.job.data_shape(), [], Box(), cuda=False)
+    assert job_rows(reviewed.job, reviewed.job.data_shape(), [], MeasuredHardware(), cuda=False)
 
 
 def test_a_stream_without_a_length_is_reported_at_the_field_for_it(tmp_path: Path) -> None:

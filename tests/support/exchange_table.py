@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
-The numbers come from the code of `Ranks`, run on tensors without memory. With `--times` it prints modelled times.
+The numbers come from `DistributedGroup`, run on tensors without memory. With `--times` it prints modelled times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer.contract.planning.step_time import reads_parts
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.sources import DataShape
 from trainer.parallel import group as groups
-from trainer.parallel.group import Group, Processes, Ranks
+from trainer.parallel.group import DistributedGroup, Group, Processes
 from trainer.parallel.waiting import HostWaiting
 
 # Shapes A and B of `tests/benchmarks/gpu_step.py`, with 4,096 tokens for each rank.
@@ -67,7 +67,7 @@ MODES = (
 )
 
 
-class CountedRanks(Ranks):
+class CountedRanks(DistributedGroup):
     """One rank of a group whose collectives are only logged."""
 
     def __init__(self, name: str, size: int, log: OpLog) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.parallel import rendezvous, shared_memory
-from trainer.parallel.group import Group, PeerLost, Ranks, _coalescing
+from trainer.parallel.group import DistributedGroup, Group, PeerLost, _coalescing
 from trainer.parallel.process_group import World, join
 
 
@@ -89,10 +89,11 @@ def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
         # Ranks on different machines cannot open rank 0's named memory.
         rendezvous.DOOR += "elsewhere-"
     # As on a GPU: several transfers start together, and a collective adds the parts.
-    setattr(Ranks, "_adds_parts", lambda ranks, tensor: len(tensor) % ranks.size == 0)  # noqa: B010
+    setattr(DistributedGroup, "_adds_parts", lambda ranks, tensor: len(tensor) % ranks.size == 0)  # noqa: B010
     # torch 2.6 fails if there is nothing to transfer.
-    setattr(Ranks, "_at_once", lambda ranks, tensors: _coalescing(ranks._group) if tensors else nullcontext())  # noqa: B010
+    at_once = lambda ranks, tensors: _coalescing(ranks._group) if tensors else nullcontext()  # noqa: E731
+    setattr(DistributedGroup, "_at_once", at_once)  # noqa: B010
     world = join(torch.device("cpu"), rank, size, file)
-    assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)
+    assert type(world.group) is (DistributedGroup if is_apart else shared_memory.SharedRanks)
     tensors = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{file}.{rank}")

@@ -12,7 +12,7 @@ import torch
 
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import parse_extraction
-from trainer.extraction.extraction import Extraction, Result
+from trainer.extraction.extraction import Extraction, ExtractionResult
 from trainer.extraction.peers import Alone, Peers
 
 CPU = torch.device("cpu")
@@ -36,12 +36,12 @@ def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> Ex
 
 def run(
     job: ExtractJob, stop: threading.Event | None = None, advance: Callable[[int], object] = lambda n: None
-) -> Result:
+) -> ExtractionResult:
     """Run an extraction in this process."""
     return Extraction(job, CPU, Alone(stop or threading.Event(), advance)).run()
 
 
-def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | None = None) -> list[Result]:
+def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | None = None) -> list[ExtractionResult]:
     """Run an extraction on several ranks, each a thread of this process, and return each rank's result.
 
     They find each other through files in `folder`, which must be new.

@@ -20,14 +20,14 @@ import torch
 
 from trainer.cli import main
 from trainer.parallel import opening, process_group
-from trainer.parallel.group import Ranks
+from trainer.parallel.group import DistributedGroup
 from trainer.ranks import staging
 
 HANGING, HUNG_FILE = "SAE_TUI_TEST_HANGS", "SAE_TUI_TEST_HUNG_FILE"
 LIMIT_S, STEPS = 3.0, 50
 
 
-class Hanging(Ranks):
+class Hanging(DistributedGroup):
     """A group in which one exchange never returns on some ranks."""
 
     n_sums = 0
@@ -53,5 +53,7 @@ def _hangs() -> bool:
 if __name__ == "__main__":
     # A restarted rank shares the two cores with its peers, so it needs a longer limit.
     opening.LIMIT_S = 60.0 if staging.is_staged() or HUNG_FILE in os.environ else LIMIT_S
-    process_group.__dict__.update(Ranks=Hanging, among_neighbours=lambda *_: None, _may_hang=lambda _device: True)
+    process_group.__dict__.update(
+        DistributedGroup=Hanging, among_neighbours=lambda *_: None, _may_hang=lambda _device: True
+    )
     sys.exit(main())

@@ -9,7 +9,7 @@ from argparse_manpage.manpage import Manpage
 
 from sae_tui.cli_commands.parser import make_parser
 from trainer.contract.exits import Exit
-from trainer.contract.output import Parser
+from trainer.contract.output import SafeParser
 from trainer.parser import PROGRAM
 from trainer.parser import make_parser as make_trainer_parser
 
@@ -34,7 +34,7 @@ def man_pages() -> dict[Path, str]:
     return {FOLDER / "sae-tui.1": of_app, FOLDER / f"{PROGRAM}.1": of_trainer, FOLDER / "sae-tui-trainer.1": also}
 
 
-def _page(parser: Parser, name: str, summary: str) -> str:
+def _page(parser: SafeParser, name: str, summary: str) -> str:
     examples, parser.epilog = parser.epilog or "", None
     page = Manpage(parser, {"project_name": "sae-tui", "manual_title": "sae-tui", "description": summary})
     page.prog, page.date = name, ""

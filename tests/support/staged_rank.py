@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel import opening
-from trainer.parallel.group import Ranks
+from trainer.parallel.group import DistributedGroup
 from trainer.parallel.waiting import waiting
 from trainer.ranks import staging
 
 CPU = torch.device("cpu")
 
 
-class Lossy(Ranks):
+class Lossy(DistributedGroup):
     """A group whose all-gather hangs if `hangs` is set."""
 
     hangs = False

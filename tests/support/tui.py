@@ -15,7 +15,7 @@ from textual.widget import Widget
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.details import GpuDetails
-from sae_tui.gpu.past import Past, past
+from sae_tui.gpu.past import RecentHistory, past
 from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.gpu.upkeep import Retention
@@ -24,7 +24,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Event, Job
 from trainer.contract.store.states import JobState
 
@@ -84,7 +84,7 @@ class StillMonitor:
         sample = self._latest[index]
         return self.source.details(index, sample) if index == self.looked_at and sample.healthy else None
 
-    def past(self, n: int) -> Past:
+    def past(self, n: int) -> RecentHistory:
         return past(dict(enumerate(self._rings)), n, interval_s=1.0, now=self.now)
 
 
@@ -139,12 +139,12 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
         fvu = 0.12 + 0.8 * math.exp(-step / 40)
         values = {"loss": 150 * fvu, "fvu": fvu, "l0": 32.0, "dead_fraction": 0.3 * math.exp(-step / 90)}
         values |= {"heldout_fvu": fvu + 0.05, "heldout_l0": 33.0} if step % 50 == 0 else {}
-        rows += [Row(name, step, value) for name, value in (values | {"lr": 1e-3}).items()]
-        rows += [Row("rank_tokens_per_s", step, 7000 + 300 * rank + step, rank) for rank in range(ranks)]
+        rows += [MetricRow(name, step, value) for name, value in (values | {"lr": 1e-3}).items()]
+        rows += [MetricRow("rank_tokens_per_s", step, 7000 + 300 * rank + step, rank) for rank in range(ranks)]
         for name, value in (("busy_ms", 98.0), ("data_ms", 1.5), ("step_ms", 131.0), ("rank_memory_bytes", 700 << 20)):
             # The first rank is slower.
-            rows += [Row(name, step, value * (1.3 if rank == 0 else 1.0), rank) for rank in range(ranks)]
-        rows += [Row("tokens_per_s", step, 14000.0 + step), Row("memory_bytes", step, 700 << 20)]
+            rows += [MetricRow(name, step, value * (1.3 if rank == 0 else 1.0), rank) for rank in range(ranks)]
+        rows += [MetricRow("tokens_per_s", step, 14000.0 + step), MetricRow("memory_bytes", step, 700 << 20)]
     writer = SeriesWriter(paths.metrics_db)
     beat = Heartbeat("training", steps, 400, steps * 8192, NOW)
     writer.write(rows, beat, [Event(timestamp=NOW, level="info", kind="start", message="2 ranks, ddp, gloo")])

@@ -24,10 +24,10 @@ from trainer.contract.planning.workload import ONE_PROCESS
 from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
-from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.metrics_store import MetricRow
 from trainer.parallel.base import Parallel
 from trainer.ranks import foreground_extraction
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.training.loop import Trainer
 
 D_IN = 16
@@ -48,11 +48,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda family: make_model(root / family, family))
 
 
-class Kept(Progress):
-    """A `Progress` that stores what a trainer reports."""
+class Kept(RunProgress):
+    """A `RunProgress` that stores what a trainer reports."""
 
     def __init__(self) -> None:
-        self.reported: list[Row] = []
+        self.reported: list[MetricRow] = []
         self.events: list[tuple[str, str, str]] = []
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
@@ -128,7 +128,7 @@ def make_job(activations: Path) -> Callable[..., JobConfig]:
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
     """Return a function that makes a trainer in this process, with one rank by default."""
 
-    def make(job: JobConfig, progress: Progress | None = None, **options: Any) -> Trainer:
+    def make(job: JobConfig, progress: RunProgress | None = None, **options: Any) -> Trainer:
         arguments: dict[str, Any] = {
             "stop": threading.Event(),
             "checkpoints": tmp_path / "checkpoints",
@@ -138,7 +138,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
         return Trainer(
             job,
             source=open_source(job),
-            progress=progress or Progress(),
+            progress=progress or RunProgress(),
             **(arguments | options),
         )
 

@@ -24,13 +24,13 @@ from tqdm import tqdm
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.cli import main
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.hardware import CPU, Box, Speeds, write_box
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds, write_box
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job, parse_job
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
 from trainer.parser import make_parser
 from trainer.ranks.devices import Device
 from trainer.ranks.foreground import BAR, Foreground, new_run
@@ -204,7 +204,7 @@ def test_the_progress_bar_shows_held_out_values_as_soon_as_they_are_known(
     spec = RankSpec(run_dir=run_dir, output_dir=run_dir / "sae", attempt=1, world_size=1, device="cpu")
     with new_run(job, run_dir) as lock, contextlib.closing(SeriesWriter(run_dir / "metrics.db")) as writer:
         shown = []
-        for rows in ([Row("fvu", 5, 0.25), Row("l0", 5, 4.0)], [Row("heldout_fvu", 10, 0.275)]):
+        for rows in ([MetricRow("fvu", 5, 0.25), MetricRow("l0", 5, 4.0)], [MetricRow("heldout_fvu", 10, 0.275)]):
             writer.write(rows, Heartbeat("training", 10, 20, 1280, 1.0))
             with tqdm(total=20, file=io.StringIO(), bar_format=BAR) as bar:
                 Foreground(job, spec, lock)._show(bar)
@@ -344,7 +344,7 @@ def test_an_estimate_uses_measured_speeds_or_else_assumed_ones(
     assert forecast["tokens_per_s"] * forecast["seconds"] == pytest.approx(20 * 128 * 2)
     assert line.endswith(f" tokens/s, {forecast['mode']}) by assumed speeds of a usual CPU process")
     slow = Speeds(1e6, 1e6, 1e6, 1.0, is_measured=True)
-    write_box(tmp_path / "box.json", Box().with_measured(CPU, "fp32", 2, slow))
+    write_box(tmp_path / "box.json", MeasuredHardware().with_measured(CPU, "fp32", 2, slow))
     measured, line = estimate()
     assert measured["is_measured"]
     assert measured["seconds"] > 20 > forecast["seconds"]

@@ -45,7 +45,7 @@ SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768,
 class Kernels:
     """A stand-in for Triton's kernels that only allocates their results."""
 
-    Measured = triton_sparse.Measured
+    Measured = triton_sparse.SumBuffers
 
     @staticmethod
     def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any = None) -> Tensor:
@@ -141,17 +141,17 @@ class ErrorKernels:
         return torch.empty_like(y), losses.Sums(error, centred)
 
     @classmethod
-    def nested(cls, parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> triton_errors.Nested:
+    def nested(cls, parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> triton_errors.NestedErrors:
         x_hat, sums = cls.errors_of(y, y, y_mean)
-        return triton_errors.Nested(torch.empty_like(parts), x_hat, sums, sums.error.square.clone())
+        return triton_errors.NestedErrors(torch.empty_like(parts), x_hat, sums, sums.error.square.clone())
 
     @classmethod
     def nested_bags(
         cls, acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor
-    ) -> triton_errors.Nested:
+    ) -> triton_errors.NestedErrors:
         x_hat, sums = cls.errors_of(y, y, y_mean)
         errors = y.new_empty(len(y), n_levels, y.shape[1])
-        return triton_errors.Nested(errors, x_hat, sums, sums.error.square.clone())
+        return triton_errors.NestedErrors(errors, x_hat, sums, sums.error.square.clone())
 
     @classmethod
     def errors_of_bags(

@@ -33,7 +33,7 @@ from trainer.contract.runs.resume import data_notes, stored_job, stored_run, wit
 from trainer.contract.runs.run_job import load_any_run_job
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.training.export_checkpoint import export_checkpoint
 
@@ -166,7 +166,7 @@ def test_a_finished_run_is_left_alone_unless_it_is_made_longer(
 ) -> None:
     finish(run_dir)
     with contextlib.closing(SeriesWriter(run_dir / "metrics.db")) as writer:
-        writer.write([Row("heldout_fvu", 20, 0.25)], Heartbeat("finished", 20, 20, 2560, 1.0))
+        writer.write([MetricRow("heldout_fvu", 20, 0.25)], Heartbeat("finished", 20, 20, 2560, 1.0))
     assert main(["resume", str(run_dir)]) == EXIT_FINISHED
     assert capsys.readouterr().out.startswith("finished already after 20 steps; the SAE is in")
     assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED

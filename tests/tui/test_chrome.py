@@ -26,7 +26,7 @@ from sae_tui.screens.help import HelpScreen, Topic, help_lines
 from sae_tui.settings import load_settings
 from sae_tui.theme import THEMES
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.footer import Entry, Footer, arrange
+from sae_tui.widgets.footer import Footer, FooterKey, arrange
 from trainer.contract.errors import Problem
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
@@ -102,8 +102,12 @@ async def test_without_jobs_new_job_comes_first_and_a_text_field_shows_f1_for_he
 
 @pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120])
 def test_a_key_that_does_not_fit_is_left_out_but_quit_and_help_never_are(width) -> None:
-    left = [Entry("^l", "Launch", "ctrl+l"), Entry("^e", "Edit", "ctrl+e"), Entry("^s", "Save", "ctrl+s")] * 4
-    right = [Entry("q", "Quit", "q"), Entry("?", "Help", "question_mark")]
+    left = [
+        FooterKey("^l", "Launch", "ctrl+l"),
+        FooterKey("^e", "Edit", "ctrl+e"),
+        FooterKey("^s", "Save", "ctrl+s"),
+    ] * 4
+    right = [FooterKey("q", "Quit", "q"), FooterKey("?", "Help", "question_mark")]
     places = arrange(left, right, width)
     assert [entry.key for _, entry in places[-2:]] == ["q", "question_mark"]
     assert all(x + entry.width < width for x, entry in places)

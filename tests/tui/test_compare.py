@@ -14,7 +14,7 @@ from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.screens.compare import CompareScreen
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
 
@@ -145,7 +145,7 @@ async def test_curves_are_extended_while_a_run_continues(make_app, data, jobs) -
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, jobs)
         writer = SeriesWriter(data.run(jobs[1]).metrics_db)
-        writer.write([Row("heldout_fvu", 500, 0.0125)], Heartbeat("training", 500, 600, 500, 0.0))
+        writer.write([MetricRow("heldout_fvu", 500, 0.0125)], Heartbeat("training", 500, 600, 500, 0.0))
         writer.close()
         await wait_until(pilot, lambda: "▲ 2 wide 0.0125" in text(app, Overlay))
 

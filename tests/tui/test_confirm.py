@@ -5,7 +5,7 @@ from textual.app import App
 from textual.screen import Screen
 
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.reading import TextScreen
 
 
 class Recorded(App[None]):
@@ -43,7 +43,7 @@ async def test_a_yes_does_not_count_before_the_question_is_redrawn_after_another
         question = Confirm("Delete everything?")
         await app.push_screen(question, answers.append)
         await pilot.pause()
-        await app.push_screen(Reading("Messages", lambda width: [(("over it", "text"),)]))
+        await app.push_screen(TextScreen("Messages", lambda width: [(("over it", "text"),)]))
         await pilot.pause()
         app.pop_screen()
         assert app.screen is question

@@ -14,7 +14,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.gpu.window import SPANS_S
 from sae_tui.panels.aggregate import AggregatePanel
-from sae_tui.panels.gpu_page import GpuFacts, GpuHistory
+from sae_tui.panels.gpu_page import GpuDetailsView, GpuHistory
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.processes import ProcessTable
 from sae_tui.screens import dashboard
@@ -30,7 +30,7 @@ def text(app, panel) -> str:
 async def shown(pilot, index: int) -> None:
     app = pilot.app
     await wait_until(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.index == index)
-    await wait_until(pilot, lambda: app.screen.query(GpuFacts) and "PCIe" in text(app, GpuFacts))
+    await wait_until(pilot, lambda: app.screen.query(GpuDetailsView) and "PCIe" in text(app, GpuDetailsView))
 
 
 async def test_a_digit_opens_a_gpu_and_brackets_move_to_the_next(make_app, data) -> None:
@@ -40,15 +40,15 @@ async def test_a_digit_opens_a_gpu_and_brackets_move_to_the_next(make_app, data)
         await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("3")
         await shown(pilot, 3)
-        assert "used by mallory (pid 31415," in text(app, GpuFacts)
-        assert "slowed by" in text(app, GpuFacts)
+        assert "used by mallory (pid 31415," in text(app, GpuDetailsView)
+        assert "slowed by" in text(app, GpuDetailsView)
         await wait_until(pilot, lambda: "31415 mallory" in text(app, ProcessTable))
         assert [word in text(app, GpuHistory) for word in ("Utilisation", "of 24.0 GiB", "of 350 W", "Temp")] == [
             True
         ] * 4
         await pilot.press("right_square_bracket")
         await shown(pilot, 0)
-        assert "job 1 (minilm)" in text(app, GpuFacts)
+        assert "job 1 (minilm)" in text(app, GpuDetailsView)
         await pilot.press("left_square_bracket", "left_square_bracket")
         await shown(pilot, 2)
         assert app.session.monitor.looked_at == 2
@@ -110,7 +110,7 @@ async def test_a_lost_gpu_shows_its_reason_at_any_size(make_app, size) -> None:
         await wait_until(pilot, lambda: isinstance(app.screen, GpuScreen))
         await pilot.pause()
         await wait_until(pilot, lambda: "fallen off the bus" in " ".join(text(app, ProcessTable).split()))
-        for panel in (GpuHistory, GpuFacts, ProcessTable):
+        for panel in (GpuHistory, GpuDetailsView, ProcessTable):
             widget = app.screen.query_one(panel)
             for y in range(widget.size.height):
                 assert widget.render_line(y).cell_length == widget.size.width

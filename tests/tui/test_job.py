@@ -12,7 +12,7 @@ from support.tui import record_job, record_metrics, title_of, wait_until
 from textual.screen import Screen
 
 from sae_tui.format import number
-from sae_tui.jobs.ending import Ending, RankEnding, write_ending
+from sae_tui.jobs.ending import JobEnding, RankEnding, write_ending
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CurvePlot
@@ -27,7 +27,7 @@ from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
 
@@ -112,7 +112,7 @@ async def test_new_output_of_the_trainer_is_on_the_screen_within_seconds(make_ap
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
         writer = SeriesWriter(data.run(job_id).metrics_db)
-        writer.write([Row("heldout_fvu", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
+        writer.write([MetricRow("heldout_fvu", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
         with data.run(job_id).log(0).open("a") as log:
             log.write("a new line\n")
         writer.close()
@@ -238,7 +238,7 @@ async def test_a_failed_job_shows_the_failed_rank_its_exception_and_a_remedy(mak
     paths.rank_exit(1, 1).write_text(json.dumps({"error": "x", "traceback": "frame 1\nRuntimeError: CUDA [red]"}))
     paths.log(1).write_text("step 8\nstep 9\n")
     ranks = (RankEnding(0, None, 15), RankEnding(1, 1, None, error))
-    write_ending(paths.exit_file, Ending(JobState.FAILED, 1.0, error, None, ranks, first_failed=1))
+    write_ending(paths.exit_file, JobEnding(JobState.FAILED, 1.0, error, None, ranks, first_failed=1))
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
@@ -299,8 +299,8 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_hidden_for_a_single_sae(ma
         record_metrics(data, job_id)
     writer = SeriesWriter(data.run(sweep).metrics_db)
     values = {"k=8": 0.13, "k=16": 0.22, "k=32": 0.31}
-    writer.write([Row(f"fvu@{label}", step, fvu) for label, fvu in values.items() for step in (10, 20)])
-    writer.write([Row(f"heldout_fvu@{label}", 20, fvu + 0.05) for label, fvu in values.items()])
+    writer.write([MetricRow(f"fvu@{label}", step, fvu) for label, fvu in values.items() for step in (10, 20)])
+    writer.write([MetricRow(f"heldout_fvu@{label}", 20, fvu + 0.05) for label, fvu in values.items()])
     writer.close()
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -338,7 +338,7 @@ async def test_a_sweep_opens_at_its_best_sae_and_the_list_shows_that_saes_values
             "loss@k=8": 30.0,
             "loss@k=32": 12.5,
         }
-        writer.write([Row(name, 20, value) for name, value in fvu.items()], Heartbeat("training", 20, 40, 9, 0.0))
+        writer.write([MetricRow(name, 20, value) for name, value in fvu.items()], Heartbeat("training", 20, 40, 9, 0.0))
         writer.close()
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -419,17 +419,21 @@ async def test_the_first_curve_is_the_held_out_fvu_in_front_of_a_dimmed_batch_fv
         screen = await opened(pilot, app, job_id)
         plot = screen.query_one("#curve-fvu")
 
-        async def styles_after(rows: list[Row], step: int) -> set[str]:
+        async def styles_after(rows: list[MetricRow], step: int) -> set[str]:
             with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
                 writer.write(rows, Heartbeat("training", step, 400, 100 * step, 0.0))
             await wait_until(pilot, lambda: str(step) in plot.plain.splitlines()[-1].split())
             spans = [span for line in plot._lines for span in line]
             return {style for text, style in spans if any(0x2800 < ord(char) < 0x2900 for char in text)}
 
-        assert await styles_after([Row("fvu", step, 0.4 - step / 1000) for step in (10, 50, 90)], 90) == {"dim"}
+        assert await styles_after([MetricRow("fvu", step, 0.4 - step / 1000) for step in (10, 50, 90)], 90) == {"dim"}
         assert "~0.31 (batch)" in plot.plain.splitlines()[0]
         assert "FVU ~0.31" in screen.query_one(Headline).plain
-        measured = [Row("heldout_fvu", 100, 0.38), Row("heldout_fvu", 200, 0.36), Row("fvu", 200, 0.2)]
+        measured = [
+            MetricRow("heldout_fvu", 100, 0.38),
+            MetricRow("heldout_fvu", 200, 0.36),
+            MetricRow("fvu", 200, 0.2),
+        ]
         assert await styles_after(measured, 200) == {"dim", "spark"}
         assert plot.plain.splitlines()[0].strip() == "held-out FVU 0.36 · batch 0.2"
         assert "held-out FVU 0.36" in screen.query_one(Headline).plain
@@ -439,7 +443,9 @@ async def test_one_dead_latent_is_drawn_near_zero_in_percent(make_app, data) -> 
     job_id = record_job(data, "alive", JobState.RUNNING)
     data.run(job_id).create()
     writer = SeriesWriter(data.run(job_id).metrics_db)
-    writer.write([Row("dead_fraction", step, 1 / 1536) for step in (10, 20)], Heartbeat("training", 20, 40, 9, 0.0))
+    writer.write(
+        [MetricRow("dead_fraction", step, 1 / 1536) for step in (10, 20)], Heartbeat("training", 20, 40, 9, 0.0)
+    )
     writer.close()
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -480,7 +486,7 @@ def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> N
     paths.rank_exit(1, 0).write_text(json.dumps({"error": error, "traceback": traceback}))
     paths.log(0).write_text(log)
     ranks = (RankEnding(0, 1, None, error),)
-    write_ending(paths.exit_file, Ending(JobState.FAILED, 1.0, error, None, ranks, first_failed=0))
+    write_ending(paths.exit_file, JobEnding(JobState.FAILED, 1.0, error, None, ranks, first_failed=0))
     control = Control(data.control_db)
     control.add_event(job_id, "failed", error, "error")
     control.close()
@@ -560,6 +566,6 @@ async def test_a_key_shows_every_metric_of_a_job_and_escape_returns(make_app, da
         await pilot.press("escape")
         assert app.screen is screen
         writer = SeriesWriter(data.run(job_id).metrics_db)
-        writer.write([Row("heldout_fvu", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
+        writer.write([MetricRow("heldout_fvu", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
         writer.close()
         await wait_until(pilot, lambda: "75%" in screen.query_one(Headline).plain, seconds=5)

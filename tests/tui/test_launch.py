@@ -19,7 +19,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.launch import job_form, kept_draft
-from sae_tui.jobs.launch.inspecting import Finding, Inspected, Inspections
+from sae_tui.jobs.launch.inspecting import DataFinding, Inspected, Inspections
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.inspection import inspection_lines
 from sae_tui.panels.jobs import JobsPanel
@@ -28,7 +28,7 @@ from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
-from sae_tui.widgets.reading import Page, Reading
+from sae_tui.widgets.reading import Page, TextScreen
 from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
@@ -899,11 +899,11 @@ async def test_a_key_reports_problems_of_the_stored_activations(make_app, monkey
         await wait_until(pilot, lambda: app.notices and "it cannot be read" in app.notices[-1].message)
 
 
-INSPECTED = Inspected(100, 4, "F16", 100, 0.5, 1.0, 2.0, (Finding("warning", "3 rows are odd", "leave them out"),))
+INSPECTED = Inspected(100, 4, "F16", 100, 0.5, 1.0, 2.0, (DataFinding("warning", "3 rows are odd", "leave them out"),))
 
 
 def on_page(app, words: str) -> bool:
-    return isinstance(app.screen, Reading) and any(words in page.plain for page in app.screen.query(Page))
+    return isinstance(app.screen, TextScreen) and any(words in page.plain for page in app.screen.query(Page))
 
 
 def test_an_inspection_is_shown_in_full_at_any_width() -> None:

@@ -9,7 +9,7 @@ from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.cards.availability import GpuChoice, fit
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Review
-from sae_tui.jobs.launch.memory_need import Measured, Need, Room
+from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.memory_bar import MemoryBar, memory_lines, short
@@ -25,7 +25,7 @@ GIB = 2**30
 SIZES = [(80, 24), (120, 40)]
 PARTS = Memory(3 * GIB, 3 * GIB, 6 * GIB, 2 * GIB, GIB, GIB, GIB // 2)
 REMEDIES = ('train.precision = "bf16"', 'parallel.mode = "tensor"', "train.batch_size = 1024")
-LACKING = Need(PARTS, 1, Measured(41, 12 * GIB, "cuda"), REMEDIES, judged_lacking=True)
+LACKING = Need(PARTS, 1, PeakMemory(41, 12 * GIB, "cuda"), REMEDIES, judged_lacking=True)
 
 
 async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
@@ -40,13 +40,13 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     return screen, panel
 
 
-def drawn(need: Need, room: Room, width: int) -> list[str]:
+def drawn(need: Need, room: FreeMemory, width: int) -> list[str]:
     return ["".join(text for text, _ in line) for line in memory_lines(" 3  Review", need, room, width)]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_part_is_a_segment_whose_letter_the_legend_explains(width) -> None:
-    bar, legend, *_ = drawn(LACKING, Room(24 * GIB, "GPU 1"), width)
+    bar, legend, *_ = drawn(LACKING, FreeMemory(24 * GIB, "GPU 1"), width)
     assert [char for char in bar.partition("✓")[0].split("Review")[1] if char.isalpha()] == list("WGOAERC")
     assert "✓ 16.5 GiB of 24.0 GiB free on GPU 1" in bar
     assert bar.index("│") > bar.index("C")
@@ -66,7 +66,7 @@ def test_every_part_is_a_segment_whose_letter_the_legend_explains(width) -> None
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_job_that_does_not_fit_is_marked_in_the_bar_with_its_remedies(width) -> None:
-    bar, _, *sentences = drawn(LACKING, Room(9 * GIB, "GPU 2"), width)
+    bar, _, *sentences = drawn(LACKING, FreeMemory(9 * GIB, "GPU 2"), width)
     assert "✗ 16.5 GiB of 9.0 GiB free on GPU 2" in bar
     assert bar.index("O") < bar.index("│") < bar.index("A")
     assert all(len(line) <= width for line in sentences)
@@ -76,8 +76,8 @@ def test_a_job_that_does_not_fit_is_marked_in_the_bar_with_its_remedies(width) -
 
 
 def test_much_free_memory_is_an_arrow_and_unknown_memory_gives_no_verdict() -> None:
-    assert "→ ✓ 16.5 GiB of 80.0 GiB" in drawn(LACKING, Room(80 * GIB, "GPU 0"), 80)[0]
-    bar = drawn(LACKING, Room(), 80)[0]
+    assert "→ ✓ 16.5 GiB of 80.0 GiB" in drawn(LACKING, FreeMemory(80 * GIB, "GPU 0"), 80)[0]
+    bar = drawn(LACKING, FreeMemory(), 80)[0]
     assert bar.endswith(" 16.5 GiB")
     assert not set("│→✓✗") & set(bar)
 
@@ -85,7 +85,7 @@ def test_much_free_memory_is_an_arrow_and_unknown_memory_gives_no_verdict() -> N
 def test_the_memory_of_processes_is_added_up() -> None:
     assert (
         "✗ 4 × 16.5 GiB of 60.0 GiB free on this machine"
-        in drawn(Need(PARTS, 4), Room(60 * GIB, "this machine"), 80)[0]
+        in drawn(Need(PARTS, 4), FreeMemory(60 * GIB, "this machine"), 80)[0]
     )
 
 
@@ -142,7 +142,7 @@ async def test_with_an_invalid_form_only_the_heading_is_shown_and_the_layout_sta
 
 
 async def test_cpu_processes_are_compared_with_the_memory_of_the_machine(make_app, monkeypatch) -> None:
-    free = [Room(2 * GIB, "this machine")]
+    free = [FreeMemory(2 * GIB, "this machine")]
     monkeypatch.setattr(job_form, "room_on_cpu", lambda: free[0])
     monitor = StillMonitor(1)
     monitor._latest = ()
@@ -156,7 +156,7 @@ async def test_cpu_processes_are_compared_with_the_memory_of_the_machine(make_ap
         screen.query_one(GpuPicker).choose_cpu(2)
         await wait_until(pilot, lambda: "✓ 2 × " in panel.plain)
         # Another process fills the memory.
-        free[0] = Room(2**20, "this machine")
+        free[0] = FreeMemory(2**20, "this machine")
         screen.show_gpus()
         assert "✗ 2 × " in panel.plain
         await wait_until(pilot, lambda: screen.form.review.need.judged_lacking)

@@ -24,7 +24,7 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.filter import Found
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.lines import LineView
-from sae_tui.widgets.reading import Page, Reading
+from sae_tui.widgets.reading import Page, TextScreen
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
@@ -113,7 +113,7 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
         await pilot.press("end", "enter")
-        await wait_until(pilot, lambda: isinstance(app.screen, Reading) and app.screen.query(Page))
+        await wait_until(pilot, lambda: isinstance(app.screen, TextScreen) and app.screen.query(Page))
         page = app.screen.query_one(Page)
         await wait_until(pilot, lambda: "environment" in page.plain)
         assert f"started by   {os.getpid()}" in page.plain

@@ -16,7 +16,7 @@ from trainer.activations.base import Pair, in_fp32, of_each_hook
 from trainer.activations.micro_batches import Cut, Stretch
 from trainer.activations.outliers import Outliers
 from trainer.activations.row_readers import Exchange
-from trainer.activations.training_data import Mark, Read, TrainingData
+from trainer.activations.training_data import Mark, ReadRows, TrainingData
 from trainer.activations.transfer import Sent, Transfer, transfer_to
 from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     of_all: int
 
 
-class Coming(NamedTuple):
+class BatchInTransfer(NamedTuple):
     """A batch that was read: its rows in transfer to the device, a stream's position after it, and its tokens."""
 
     sent: Sent
@@ -42,7 +42,7 @@ class Coming(NamedTuple):
 class Arriving(NamedTuple):
     """A batch that was read, and its exchange among the ranks that each read a part of it."""
 
-    coming: Coming
+    coming: BatchInTransfer
     exchange: Exchange
 
 
@@ -70,7 +70,7 @@ class Batches:
         self._data, self._outliers, self._replaces = data, outliers, replaces
         self._device = device
         self._cut, self._start, self._transfer = cut, start, transfer or transfer_to(device)
-        self._ready: queue.Queue[Coming | BaseException] = queue.Queue(READ_AHEAD)
+        self._ready: queue.Queue[BatchInTransfer | BaseException] = queue.Queue(READ_AHEAD)
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
@@ -94,7 +94,7 @@ class Batches:
             self._arriving.append(self._begin())
         coming, exchange = self._arriving.popleft()
         pair = exchange.finish()
-        self._data.note_trained(Read(*pair, coming.mark))
+        self._data.note_trained(ReadRows(*pair, coming.mark))
         hooks = of_each_hook(pair, self._data.n_hooks)
         if self._device.type == "cpu":
             # On a GPU, the kernel that scales the rows also converts them to fp32.
@@ -145,7 +145,7 @@ class Batches:
                 empty = self._transfer.begin()
                 x, y, mark = self._data.read(step_start + stretch.start, stretch.length, empty)
                 if self._has_place():
-                    self._ready.put(Coming(self._transfer.send((x, y)), mark, stretch))
+                    self._ready.put(BatchInTransfer(self._transfer.send((x, y)), mark, stretch))
         except BaseException as error:
             if self._has_place():
                 self._ready.put(error)

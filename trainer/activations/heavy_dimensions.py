@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contract.settings.job import Data
+from trainer.contract.settings.job import DataSettings
 from trainer.contract.wording import join_words, plural
 
 # The largest standard deviation of a scaled dimension, as a multiple of the median over dimensions.
@@ -65,7 +65,7 @@ def named(numbers: Sequence[int], d: int) -> str:
     return f"{plural(len(numbers), 'dimension')} of {d} ({'number' if len(numbers) == 1 else 'numbers'} {words})"
 
 
-def dimension_scales(rows: Tensor, data: Data) -> Tensor:
+def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
     """Return a job's factor for each dimension of rows [n, d], fp32 [d]: at most 1, and 0 to leave it out.
 
     Scaling limits each standard deviation to `WIDEST` times the median over dimensions that vary. So ordinary

@@ -32,7 +32,7 @@ from trainer.activations.shuffle_buffer import Chunk, ShuffleBuffer, StreamRows
 from trainer.activations.split import BLOCK, Split, TooFewTexts, halves_of, split_of
 from trainer.activations.texts import keys_of, seed_key
 from trainer.contract.errors import UserError
-from trainer.contract.runs.checkpoint_manifest import BufferPlace, State
+from trainer.contract.runs.checkpoint_manifest import BufferPlace, CheckpointState
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
@@ -53,7 +53,7 @@ MOST_READ, LEAST_OF_TEXTS = 16, 0.25
 HALVES = (0, 1)
 
 
-class Read(NamedTuple):
+class ReadRows(NamedTuple):
     """The rows of a batch in their stored dtype, and a stream's position after them."""
 
     x: Tensor
@@ -140,7 +140,7 @@ class TrainingData(ABC):
         """Go back to the position after the last batch passed to `note_trained`; discard batches read ahead."""
 
     @abstractmethod
-    def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
+    def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
         """Return this rank's next n rows; `position` counts the tokens of all ranks before the first of these rows.
 
         The rows are read into memory from `empty` if possible. With several `readers`, return only this rank's part of
@@ -148,7 +148,7 @@ class TrainingData(ABC):
         """
 
     @abstractmethod
-    def note_trained(self, rows: Read) -> None:
+    def note_trained(self, rows: ReadRows) -> None:
         """Note that a batch is being trained on."""
 
     @abstractmethod
@@ -167,7 +167,9 @@ class TrainingData(ABC):
         return ""
 
 
-def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State | None = None) -> TrainingData:
+def open_data(
+    source: Source, job: JobConfig, parallel: Parallel, resumed: CheckpointState | None = None
+) -> TrainingData:
     """Return the training data of one rank; `resumed` is the state of the checkpoint that the run is resumed from.
 
     Raise `UserError` if a stream cannot continue from this state, or if rows cannot be held out as the job asks.
@@ -240,10 +242,10 @@ class IndexedData(TrainingData):
     def rewind(self) -> None:
         """Do nothing: any position can be read."""
 
-    def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
-        return Read(*self._source.pairs(own_rows(self._order.stretch(position, n), self.readers), empty))
+    def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
+        return ReadRows(*self._source.pairs(own_rows(self._order.stretch(position, n), self.readers), empty))
 
-    def note_trained(self, rows: Read) -> None:
+    def note_trained(self, rows: ReadRows) -> None:
         """Do nothing: rows can be read again."""
 
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
@@ -383,7 +385,7 @@ class StreamData(TrainingData):
     def rewind(self) -> None:
         self._is_filled = False
 
-    def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
+    def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
         if not self._is_filled:
             self._buffer.fill(self._place)
             self._is_filled = True
@@ -392,9 +394,9 @@ class StreamData(TrainingData):
             raise self._ended()
         finite = torch.stack([are_finite(*pair) for pair in of_each_hook((x, y), self.n_hooks)]).all(dim=0)
         bad = numbers[~finite.numpy()]
-        return Read(x, y, Mark(position, self._buffer.place, int(bad.min()) if len(bad) else None))
+        return ReadRows(x, y, Mark(position, self._buffer.place, int(bad.min()) if len(bad) else None))
 
-    def note_trained(self, rows: Read) -> None:
+    def note_trained(self, rows: ReadRows) -> None:
         assert rows.mark is not None
         self._place = rows.mark.place
         # Only the first one is reported, and every batch may have one, so the list must not grow.

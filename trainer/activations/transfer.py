@@ -15,7 +15,7 @@ from trainer.activations.base import Empty, Pair, empty_rows, to_device
 AHEAD = 2
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's queue of work."""
 
     def synchronize(self) -> None:
@@ -26,7 +26,7 @@ class Sent(NamedTuple):
     """A batch in transfer; on a GPU it is complete once the device has passed `arrival`."""
 
     pair: Pair
-    arrival: Event | None = None
+    arrival: DeviceEvent | None = None
 
 
 class Transfer:
@@ -57,10 +57,10 @@ class Lane(Protocol):
     def copy(self, rows: Tensor) -> Tensor:
         """Queue a copy to the device and return it; copies run in order."""
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         """Return the point after the last queued copy."""
 
-    def meet(self, arrival: Event, rows: tuple[Tensor, ...]) -> None:
+    def meet(self, arrival: DeviceEvent, rows: tuple[Tensor, ...]) -> None:
         """Make the training queue wait for `arrival`, and keep the copies' memory until training has used it."""
 
 
@@ -82,7 +82,7 @@ class CudaLane:
         with torch.cuda.stream(self._stream):
             return rows.to(self._device, non_blocking=True)
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -107,7 +107,7 @@ class Overlapped(Transfer):
     def __init__(self, device: torch.device, lane: Lane) -> None:
         super().__init__(device)
         self._lane = lane
-        self._places = itertools.cycle([_Place(lane), _Place(lane)])
+        self._places = itertools.cycle([_PinnedBuffer(lane), _PinnedBuffer(lane)])
         self._place = next(self._places)
 
     def begin(self) -> Empty:
@@ -129,14 +129,14 @@ class Overlapped(Transfer):
         return sent.pair
 
 
-class _Place:
+class _PinnedBuffer:
     """A pinned buffer for the rows of one batch; it grows to the size of the largest batch."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._memory: list[Tensor] = []
         self._n_used = 0
-        self.copied: Event | None = None
+        self.copied: DeviceEvent | None = None
 
     def clear(self) -> None:
         """Wait until the content has been copied, and mark the buffer as empty."""

@@ -35,8 +35,8 @@ from trainer.contract.runs.checkpoint_manifest import (
     TENSORS,
     Best,
     BufferPlace,
+    CheckpointState,
     Position,
-    State,
     best_first,
     damage,
     manifest_of,
@@ -79,7 +79,7 @@ class Checkpoints:
         """Return the folder of the checkpoint at this position; it need not exist."""
         return self._folder / f"step-{position.step:08d}"
 
-    def best(self) -> State | None:
+    def best(self) -> CheckpointState | None:
         """Return the state of the checkpoint with the lowest held-out FVU; None if no checkpoint has one."""
         best = best_first(newest_first(self._folder))
         return read_state(best[0]) if best else None
@@ -105,7 +105,7 @@ class Checkpoints:
         with fill_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
-            state = State(
+            state = CheckpointState(
                 position,
                 measured,
                 self._d_out,

@@ -31,7 +31,7 @@ class OutputLost(UserError):
     """Standard output can no longer be written."""
 
 
-class Parser(argparse.ArgumentParser):
+class SafeParser(argparse.ArgumentParser):
     """A parser that replaces control characters in its messages: arguments may be file names chosen by other users."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -221,10 +221,10 @@ def _descriptor() -> int | None:
 
 def _bar_or_line(what: str) -> Callable[[Reached | None, float], None]:
     """Return a function that shows progress on standard error; calling it with None ends it."""
-    return _Bar(what) if sys.stderr.isatty() else _Lines(what)
+    return _Bar(what) if sys.stderr.isatty() else _ProgressLines(what)
 
 
-class _Lines:
+class _ProgressLines:
     """Prints a line every 10 s."""
 
     def __init__(self, what: str) -> None:

@@ -16,16 +16,16 @@ from trainer.contract.runs.report_card import FIRES_ON, Card, summary
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.series import CRITERION, error_of, held_out
 from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
-from trainer.contract.store.metrics_store import FINISHED, JUDGING, Row
+from trainer.contract.store.metrics_store import FINISHED, JUDGING, MetricRow
 from trainer.evaluation.card import timer, write_card
 from trainer.evaluation.contexts import Contexts, contexts_of, texts_of
 from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.exported import ExportedSae, read_exported
-from trainer.evaluation.rows import BATCH, Rows, StopAsked
+from trainer.evaluation.rows import BATCH, EvaluationRows, StopAsked
 from trainer.extraction.token_bytes import read_tokens
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.saes.sparse_acts import Acts, DenseActs
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
@@ -48,7 +48,7 @@ class Cards:
         job: JobConfig,
         source: Source,
         parallel: Parallel,
-        progress: Progress,
+        progress: RunProgress,
         stop: threading.Event,
     ) -> None:
         self._trainer, self._job, self._source = trainer, job, source
@@ -73,7 +73,7 @@ class Cards:
             self._progress.event("card", message, level)
             if fvu_error is not None:
                 names = {f"{ERROR_NAME}@{label}" if label else ERROR_NAME, *([] if place else [ERROR_NAME])}
-                self._progress.rows([Row(name, self._at.step, fvu_error) for name in sorted(names)])
+                self._progress.rows([MetricRow(name, self._at.step, fvu_error) for name in sorted(names)])
         self._progress.beat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
@@ -103,7 +103,7 @@ class Cards:
         most = most_rows(self._at.tokens, self._parallel.world_size)
         hook = self._trainer.learners[label].hook
         own, outliers, copies = self._held_out().of_hook(hook), self._trainer.outliers[hook], self._trainer.copies[hook]
-        rows = Rows(own, outliers, self._job, device, most, self._stop, copies)
+        rows = EvaluationRows(own, outliers, self._job, device, most, self._stop, copies)
         source, sae = self._source.of_hook(hook), read_exported(folder, device)
         card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
         try:

@@ -21,7 +21,7 @@ from trainer.contract.runs.features import CARD, FEATURES, is_of_weights
 from trainer.contract.runs.report_card import (
     BINS_PER_DECADE,
     Card,
-    Data,
+    EvaluationData,
     Figures,
     Part,
     SampledLatent,
@@ -99,7 +99,7 @@ def timer(step: int, device: torch.device) -> Callable[..., Part]:
     return part
 
 
-def rows_part(timed: Callable[..., Part], figures: Figures, data: Data) -> Part:
+def rows_part(timed: Callable[..., Part], figures: Figures, data: EvaluationData) -> Part:
     settings = {"held_out": data.is_held_out, "max_norm": data.max_norm}
     return timed(figures.n_tokens, "rows", text=data.place, settings=settings)
 
@@ -136,7 +136,7 @@ Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 {"".join(_latents(card.latents))}"""
 
 
-def _left_out(data: Data) -> str:
+def _left_out(data: EvaluationData) -> str:
     """Return the part of a sentence that lists the rows left out of all figures."""
     others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []

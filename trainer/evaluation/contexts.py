@@ -22,7 +22,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import FEATURES, NO_TOKEN, Features
 from trainer.contract.settings.shards import TENSOR, inspect_shards
 from trainer.contract.settings.tokens_of_data import META, shard_tells_tokens
-from trainer.extraction.shard_writer import Origin, order_of_shard
+from trainer.extraction.shard_writer import RowOrigin, order_of_shard
 from trainer.saes.sparse_acts import Acts, SparseActs
 from trainer.training.learner import Learner
 
@@ -36,14 +36,14 @@ N_NEAREST = 5
 _AT_ONCE = 1024
 
 
-class Text(NamedTuple):
+class TokenRows(NamedTuple):
     """Rows x [n, d_in] in text order, with the token, position and document of each row."""
 
     x: Tensor
-    origin: Origin
+    origin: RowOrigin
 
 
-class Entries(NamedTuple):
+class ActivationEntries(NamedTuple):
     """All nonzero activations, as tensors [n] sorted by latent and then row, and the number of rows that count."""
 
     latents: Tensor
@@ -59,14 +59,14 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
     return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
 
 
-def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[Text]:
+def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
     """Yield the rows of a folder's shards in text order, up to `most`; stop at a shard that records no tokens."""
     meta, room = read_json(place / META, dict[str, object]) or {}, most
     for shard in inspect_shards(place).shards:
         if room <= 0 or not shard_tells_tokens(shard.file):
             return
         with safe_open(shard.file, "pt") as tensors:
-            origin = Origin(*(tensors.get_tensor(name).int() for name in Origin._fields))
+            origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
             x = tensors.get_tensor(TENSOR)
         if any(of_rows.shape != (len(x),) for of_rows in origin):
             return
@@ -76,7 +76,7 @@ def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[Text]:
                 return
             first = order_of_shard(seed, shard.file.stem, len(x)).argsort()[:room]
         room -= len(first)
-        yield Text(x[first], Origin(*(one[first] for one in origin)))
+        yield TokenRows(x[first], RowOrigin(*(one[first] for one in origin)))
 
 
 class Contexts:
@@ -91,7 +91,7 @@ class Contexts:
         self._best, self._token_ids, self._acts = _no_contexts(d_sae, 0)
         self.n_rows = 0
 
-    def add(self, text: Text, entries: Entries) -> None:
+    def add(self, text: TokenRows, entries: ActivationEntries) -> None:
         """Add a text, with the activations of the latents in it."""
         self.n_rows += entries.n_rows
         if not len(entries.values):
@@ -142,7 +142,7 @@ class Contexts:
 
 
 def contexts_of(
-    acts_of: Callable[[Tensor], Acts], texts: Iterable[Text], outliers: Outliers, d_sae: int, n_contexts: int
+    acts_of: Callable[[Tensor], Acts], texts: Iterable[TokenRows], outliers: Outliers, d_sae: int, n_contexts: int
 ) -> Contexts | None:
     """Return the contexts in which latents fire most, or None if there is no text.
 
@@ -162,7 +162,7 @@ def _no_contexts(d_sae: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> Entries:
+def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> ActivationEntries:
     """Return the nonzero activations on rows [n, d_in] of one text, without outliers and rows that are not finite."""
     parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
     n_rows = 0
@@ -175,7 +175,7 @@ def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outlie
             parts.append((latents, places[tokens] + first, values))
     latents, numbers, values = (torch.cat(column) for column in zip(*parts, strict=True))
     order = (latents * len(rows) + numbers).argsort()
-    return Entries(latents[order], numbers[order], values[order], n_rows)
+    return ActivationEntries(latents[order], numbers[order], values[order], n_rows)
 
 
 def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +190,7 @@ def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
     return latents.long(), tokens.long(), values.float()
 
 
-def _best_by_document(entries: Entries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
+def _best_by_document(entries: ActivationEntries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
     """Find each latent's strongest entry in each document, and keep the best `n` entries of each latent.
 
     Return the indices of these entries, and the rank of each within its latent.
@@ -209,7 +209,7 @@ def _best_by_document(entries: Entries, document: Tensor, d_sae: int, n: int) ->
     return best[rank < n], rank[rank < n]
 
 
-def _windows(origin: Origin, entries: Entries, which: Tensor) -> tuple[Tensor, Tensor]:
+def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens around entries, [n, WIDTH], and the activation of the entry's latent on each token."""
     n_rows, here = len(origin.token_ids), entries.rows[which][:, None]
     offsets = torch.arange(-BEFORE, AFTER + 1)

@@ -25,7 +25,7 @@ from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import recovery
-from trainer.evaluation.rows import Rows
+from trainer.evaluation.rows import EvaluationRows
 from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
 from trainer.training.thresholds import SET_ON
 
@@ -59,7 +59,7 @@ def cards_in(
     if run and (saved := newest_first(run.checkpoints)):
         # The data may have grown: hold out the same rows as at the start of the run.
         continue_from(source, job, read_state(saved[0]).data_before)
-    rows = Rows.of_hooks(source, job, device)
+    rows = EvaluationRows.of_hooks(source, job, device)
     hooks = {label: job.hook_number(member) for label, member in members(job).items()}
     for folder in folders:
         label = str(folder.relative_to(path)) if folder != path else ""
@@ -98,7 +98,7 @@ def _run_beside(path: Path) -> RunPaths | None:
 def card_of(
     sae: ExportedSae,
     folder: Path,
-    rows: Rows,
+    rows: EvaluationRows,
     source: Source,
     *,
     name: str,

@@ -31,8 +31,8 @@ from trainer.contract.runs.report_card import (
     ROWS,
     Card,
     Part,
+    PatchedModel,
     Probing,
-    Spliced,
 )
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import ends_of
@@ -43,12 +43,12 @@ from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.settings.sources import SourceKnobs
 from trainer.contract.settings.tokens_of_data import folder_of
 from trainer.evaluation.card import rows_part, timer
-from trainer.evaluation.contexts import MOST_ROWS, Text, acts_of, contexts_of, moved_alone, texts_of
+from trainer.evaluation.contexts import MOST_ROWS, TokenRows, acts_of, contexts_of, moved_alone, texts_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.figures import recovery
 from trainer.evaluation.probe_sets import TextSet, read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
-from trainer.evaluation.rows import Rows
+from trainer.evaluation.rows import EvaluationRows
 from trainer.evaluation.rows_with_tokens import rows_with_tokens
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.model_stream import job_of_stream
@@ -98,7 +98,7 @@ def evaluations_of(
     if job.data.held_out(source.n_tokens):
         # The data may have grown: hold out the same rows as in training.
         continue_from(source, job, state.data_before)
-    rows = Rows.of_hooks(source, job, device)
+    rows = EvaluationRows.of_hooks(source, job, device)
     tensors, position = load(checkpoint)
     with usable(checkpoint), contextlib.ExitStack() as stored:
         hooks = _Hooks(job, source, device, model, sets, stored)
@@ -106,7 +106,7 @@ def evaluations_of(
             folder = output_of(run_dir) / label
             weights = weights_of(folder) if exported_tokens(folder) == position.tokens else ""
             version = of_weights(folder, weights, position.tokens) if keeps_rows and weights else None
-            one = _Measured(learner, rows[learner.hook], hooks, partial(timer, position.step, device))
+            one = _PartTimer(learner, rows[learner.hook], hooks, partial(timer, position.step, device))
             facts = {
                 "name": job.name,
                 "label": label,
@@ -172,10 +172,12 @@ class _Hooks:
         return self._stored.enter_context(rows_with_tokens(self._knobs[hook], self._device))
 
 
-class _Measured:
+class _PartTimer:
     """Measures one SAE part by part; `begin` starts the timer of a part."""
 
-    def __init__(self, learner: Learner, rows: Rows, hooks: _Hooks, begin: Callable[[], Callable[..., Part]]) -> None:
+    def __init__(
+        self, learner: Learner, rows: EvaluationRows, hooks: _Hooks, begin: Callable[[], Callable[..., Part]]
+    ) -> None:
         self._learner, self._rows, self._hooks, self._begin = learner, rows, hooks, begin
 
     def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
@@ -230,7 +232,7 @@ def _with(card: Card, name: str, part: Part, **figures: Any) -> Card:
     return msgspec.structs.replace(card, parts=card.parts | {name: part}, **figures)
 
 
-def _counted(texts: Iterable[Text]) -> Iterator[Text]:
+def _counted(texts: Iterable[TokenRows]) -> Iterator[TokenRows]:
     for text in texts:
         yield text
         advance(len(text.x))
@@ -245,7 +247,7 @@ def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
     raise UserError("--model: the data is not of one extraction; give the job file of the one meant instead of auto")
 
 
-def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> Spliced:
+def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> PatchedModel:
     mean = source.meta.get("mean" if source.d_out is None else "mean_out")
     is_row = isinstance(mean, list) and len(mean) == learner.sae.d_out
     return model.measure(partial(_reconstruct, learner), torch.tensor(mean) if is_row else None, n_tokens)

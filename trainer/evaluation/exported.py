@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.activations.training_data import HALVES
 from trainer.saes.sparse_acts import DenseActs
-from trainer.sharing.base import NOTHING_GIVEN, Given, Shared, scales_in
+from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, scales_in
 from trainer.sharing.finding import in_folder
 from trainer.training.thresholds import OF_HALVES
 
@@ -20,7 +20,7 @@ from trainer.training.thresholds import OF_HALVES
 class ExportedSae:
     """An SAE that runs on raw rows in fp32, with its `architecture` and its number of `tokens` in training."""
 
-    def __init__(self, shared: Shared, device: torch.device) -> None:
+    def __init__(self, shared: SharedSae, device: torch.device) -> None:
         self.metadata = shared.metadata
         self.architecture = shared.trained_as or shared.architecture
         self.d_in, self.d_sae = shared.d_in, shared.d_sae

@@ -38,7 +38,7 @@ class Grouped(NamedTuple):
     of: str
 
 
-class Counted(msgspec.Struct, frozen=True):
+class RowFigures(msgspec.Struct, frozen=True):
     """The error, spread and L0 of each row, and the number of rows on which each latent fires."""
 
     error: Tensor
@@ -109,7 +109,7 @@ def measure(
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
     of_all = torch.zeros(2, dtype=torch.float64)
     sums = Rebuilt()
-    counted: list[Counted] = []
+    counted: list[RowFigures] = []
     d_in = 0
     for x, y in batches():
         acts, x_hat = reconstruct(x, y)
@@ -120,9 +120,9 @@ def measure(
         fires = acts.values > 0
         per_row = acts.per_token(fires.to(x_hat.dtype))
         error, spread = (target - rebuilt).square().sum(1), (target - mean * factors).square().sum(1)
-        counted.append(Counted(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
+        counted.append(RowFigures(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
-    rows = Counted(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
+    rows = RowFigures(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
     groups = grouped(error, spread) if grouped else Grouped(error, spread, "")
     figures = _figures(rows, sums, d_in, w_dec if scales is None else w_dec * scales, groups)
     if scales is None:
@@ -139,7 +139,7 @@ def _mean(batches: Iterable[Tensor]) -> Tensor:
     return total / n
 
 
-def _figures(rows: Counted, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: Grouped) -> Figures:
+def _figures(rows: RowFigures, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: Grouped) -> Figures:
     n, density = len(rows.error), rows.fired / len(rows.error)
     fvu = float(rows.error.sum() / rows.spread.sum().clamp(min=1e-300))
     dead = float((density == 0).double().mean())

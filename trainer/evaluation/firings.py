@@ -13,7 +13,7 @@ from trainer.activations.outliers import Outliers
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
 from trainer.evaluation.contexts import acts_of, entries_of, texts_of
-from trainer.evaluation.rows import Rows
+from trainer.evaluation.rows import EvaluationRows
 from trainer.sharing.base import Firings
 from trainer.training.learner import Learner
 
@@ -26,7 +26,7 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
     folders = [folder_of(knobs) for knobs in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
-    rows = Rows.of_hooks(open_source(job), job, torch.device("cpu"))
+    rows = EvaluationRows.of_hooks(open_source(job), job, torch.device("cpu"))
 
     def firings(learner: Learner) -> Firings:
         folder = folders[learner.hook]

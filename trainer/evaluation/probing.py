@@ -109,7 +109,7 @@ def by_difference(acts: Any, labels: Ints) -> Ints:
     return order
 
 
-class Split(NamedTuple):
+class ProbeSplit(NamedTuple):
     """The indices of the training rows of a probe, in random order, and of its test rows, with their labels."""
 
     train: Ints
@@ -118,17 +118,17 @@ class Split(NamedTuple):
     y_test: Ints
 
 
-def _split(labels: Sequence[int], seed: int) -> Split:
+def _split(labels: Sequence[int], seed: int) -> ProbeSplit:
     """Split a balanced set into training and test rows, which are balanced too."""
     generator, y = np.random.default_rng(seed), np.array(labels)
     of_classes = [generator.permutation(np.flatnonzero(y == label)) for label in (0, 1)]
     n_test = round(len(of_classes[0]) * TEST_SHARE)
     train = generator.permutation(np.concatenate([one[n_test:] for one in of_classes]))
     test = np.concatenate([one[:n_test] for one in of_classes])
-    return Split(train, test, y[train], y[test])
+    return ProbeSplit(train, test, y[train], y[test])
 
 
-def _auc_of(x: Floats, split: Split) -> float:
+def _auc_of(x: Floats, split: ProbeSplit) -> float:
     return auc_of_probe(x[split.train], split.y_train, x[split.test], split.y_test)
 
 

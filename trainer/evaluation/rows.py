@@ -20,14 +20,14 @@ from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import HALVES, HookRows, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.progress import track
-from trainer.contract.runs.report_card import ROWS, Data, Figures
+from trainer.contract.runs.report_card import ROWS, EvaluationData, Figures
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.exported import ExportedSae
 from trainer.evaluation.figures import Grouped, Reconstruct, by_label, measure
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
-from trainer.training.row_sample import Sampler
+from trainer.training.row_sample import RowSampler
 
 # Rows in one forward pass of an SAE.
 BATCH = 1024
@@ -39,7 +39,7 @@ class StopAsked(UserError):
     """A stop was requested while an SAE was measured."""
 
 
-class Rows:
+class EvaluationRows:
     """The held-out rows of a run, or about `most` of them, evenly spaced; a sample of all rows if none are held out.
 
     Each pass of `batches` leaves out and counts outliers and rows that are not finite. It raises `StopAsked` once
@@ -70,11 +70,11 @@ class Rows:
         self.sums: RowSums | None = None
 
     @classmethod
-    def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[Rows]:
+    def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[EvaluationRows]:
         """Return the rows of a job's data for each of its hooks."""
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
-        found = [Sampler(one, device).find_outliers(job) for one in hooks]
+        found = [RowSampler(one, device).find_outliers(job) for one in hooks]
         # A training run reports the same estimate at its start, with the same seed.
         copies = [copies_in(one, job.train.seed) for one in hooks]
         every = zip(hooks, found, copies, strict=True)
@@ -112,7 +112,7 @@ class Rows:
 
     def measure(
         self, sae: Sae | ExportedSae, reconstruct: Reconstruct, w_dec: Tensor, place: str, *, is_trained_on: bool = True
-    ) -> tuple[Figures, Data]:
+    ) -> tuple[Figures, EvaluationData]:
         """Measure an SAE on the rows, and describe them; raise `UserError` if there is no row."""
         try:
             batches = partial(self.batches, sae.measuring_half)
@@ -138,9 +138,9 @@ class Rows:
 
     def describe(
         self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True
-    ) -> Data:
+    ) -> EvaluationData:
         """Describe the rows; `scales` [d_out] are the dimension scales of the SAE's training."""
-        inputs, targets = _Moments(), _Moments()
+        inputs, targets = _RunningMoments(), _RunningMoments()
         for x, y in self.batches():
             inputs.add(x)
             if y is not x:
@@ -152,7 +152,7 @@ class Rows:
             # FVUs at different scales cannot be compared, so the identity of the rows includes the scales.
             at_scales = hashlib.sha256(scales.cpu().numpy().tobytes()).hexdigest()[:16]
             self.sums = msgspec.structs.replace(self.sums, rows=f"{self.sums.rows} {at_scales}")
-        return Data(
+        return EvaluationData(
             place=place,
             is_held_out=self.n_held_out > 0,
             n_held_out=self.n_held_out,
@@ -193,7 +193,7 @@ class Rows:
             yield inputs, inputs if y is x else y[:: self._every], labels
 
 
-class _Moments:
+class _RunningMoments:
     """Accumulates the mean and the variance of each dimension of rows that arrive in parts."""
 
     def __init__(self) -> None:

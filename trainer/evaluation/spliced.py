@@ -26,7 +26,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.progress import advance, stage
 from trainer.contract.runs.evaluation_time import MODEL_TOKENS
-from trainer.contract.runs.report_card import IN_MODEL, PART_TITLES, AllTokens, Spliced
+from trainer.contract.runs.report_card import IN_MODEL, PART_TITLES, AllTokens, PatchedModel
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
@@ -35,8 +35,8 @@ from trainer.evaluation.logit_lens import moved_tokens
 from trainer.evaluation.text_rows import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.language_model import LanguageModel, NoLoss
-from trainer.extraction.packing import PADDING, Batch, batches
-from trainer.extraction.state import State
+from trainer.extraction.packing import PADDING, ContextBatch, batches
+from trainer.extraction.state import ExtractionState
 
 # Tokens in one forward pass. Two copies of their logits are held in fp32.
 TOKENS_AT_ONCE = 1024
@@ -49,7 +49,7 @@ _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64
 Change = Callable[[Tensor, Tensor], Tensor]
 
 
-class Sums:
+class LossSums:
     """Cross-entropy and KL divergence, summed over the tokens that count."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Sums:
         self._ce, self._kl = [_NOTHING], [_NOTHING]
         self._n_ce = self._n_kl = 0
 
-    def add(self, reading: Reading, logits: Tensor) -> None:
+    def add(self, reading: ReadContexts, logits: Tensor) -> None:
         """Add a forward pass with `logits` [n_contexts, n_tokens, n_ids]."""
         ce = cross_entropy(logits[:, :-1].flatten(0, 1), reading.ids[:, 1:].flatten(), reduction="none")
         self._ce.append(_with_texts(ce[reading.predicts.flatten()], reading.documents[:, :-1][reading.predicts]))
@@ -98,7 +98,7 @@ def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return by_label(documents.numpy(), values)
 
 
-class Reading(NamedTuple):
+class ReadContexts(NamedTuple):
     """A batch of contexts that the unchanged model has read, [n_contexts, n_tokens] each.
 
     `counts` marks rows like the extracted rows. `predicts` [n_contexts, n_tokens - 1] marks the counted rows whose next
@@ -112,7 +112,7 @@ class Reading(NamedTuple):
     log_probabilities: Tensor
 
 
-class View:
+class PatchedSums:
     """The sums for one choice of counted rows: for the unchanged model, for each change, and for the rows themselves.
 
     `known` has the sums of changes that were measured with another SAE on the same text. They are not measured again.
@@ -123,11 +123,11 @@ class View:
         reconstruct: Reconstruct,
         names: Sequence[str],
         mean: Tensor | None = None,
-        known: Mapping[str, Sums] = MappingProxyType({}),
+        known: Mapping[str, LossSums] = MappingProxyType({}),
     ) -> None:
         self._reconstruct = reconstruct
-        self.clean, self.rows = Sums(), Rebuilt()
-        self.of_each = {name: known.get(name) or Sums() for name in names}
+        self.clean, self.rows = LossSums(), Rebuilt()
+        self.of_each = {name: known.get(name) or LossSums() for name in names}
         changes: dict[str, Change] = {"sae": self._with_sae, "zeros": lambda _, rows: torch.zeros_like(rows)}
         if mean is not None:
             changes["mean"] = lambda _, rows: mean.to(rows).expand_as(rows)
@@ -139,12 +139,12 @@ class View:
         return x_hat
 
     @property
-    def without_sae(self) -> dict[str, Sums]:
+    def without_sae(self) -> dict[str, LossSums]:
         """The sums that are the same for every SAE."""
         return {name: sums for name, sums in self.of_each.items() if name != "sae"}
 
     def losses(self) -> dict[str, Any]:
-        """Return cross-entropies, KL divergences and scores, named as in `Spliced`."""
+        """Return cross-entropies, KL divergences and scores, named as in `PatchedModel`."""
         clean, sae, zeros = self.clean, self.of_each["sae"], self.of_each["zeros"]
         ce_zeros, kl_zeros = zeros.ce_by_text, zeros.kl_by_text
         return {
@@ -175,8 +175,8 @@ class SplicedModel:
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
         # For each number of tokens: the text, and the sums of its ablations for both views.
-        self._texts: dict[int, tuple[list[Batch], bool]] = {}
-        self._ablated: dict[int, tuple[dict[str, Sums], dict[str, Sums]]] = {}
+        self._texts: dict[int, tuple[list[ContextBatch], bool]] = {}
+        self._ablated: dict[int, tuple[dict[str, LossSums], dict[str, LossSums]]] = {}
         try:
             self._model, self.has_loss = LanguageModel(only, device, whole=True), True
         except NoLoss:
@@ -196,7 +196,7 @@ class SplicedModel:
         return {"context": self._job.text.context, "skip_first": self._job.extract.skip_first}
 
     @torch.inference_mode()
-    def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
+    def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> PatchedModel:
         """Measure an SAE on about `n_tokens` tokens: first replace the extracted rows, then all rows as in SAELens.
 
         `reconstruct` takes rows [n, d_in] in fp32 and their targets; `mean` [d_out] is the mean of the targets, the
@@ -209,7 +209,10 @@ class SplicedModel:
             self._texts[wanted] = self._batches(wanted)
         text, is_unseen = self._texts[wanted]
         known = self._ablated.get(wanted, ({}, {}))
-        own, whole = View(reconstruct, names, mean, known[0]), View(reconstruct, names[:2], known=known[1])
+        own, whole = (
+            PatchedSums(reconstruct, names, mean, known[0]),
+            PatchedSums(reconstruct, names[:2], known=known[1]),
+        )
         left_out = self._left_out()
         n_passes = 1 + len(own.changes) + (len(whole.changes) if left_out else 0)
         stage(PART_TITLES[IN_MODEL], len(text) * n_passes)
@@ -227,7 +230,7 @@ class SplicedModel:
             raise UserError("text.path: the text has no row to splice; give more text")
         self._ablated[wanted] = own.without_sae, whole.without_sae
         of_all = whole if left_out else own
-        return Spliced(
+        return PatchedModel(
             text=self._job.text.path or str(self._job.text.dataset),
             is_unseen=is_unseen,
             left_out=left_out,
@@ -245,14 +248,14 @@ class SplicedModel:
         names = [*([first] if knobs.skip_first else []), *([] if knobs.keep_special else ["special tokens"])]
         return " and ".join(names)
 
-    def _splice(self, view: View, batch: Batch, reading: Reading) -> None:
+    def _splice(self, view: PatchedSums, batch: ContextBatch, reading: ReadContexts) -> None:
         """Run the model on a batch with each change of a view."""
         for name, change in view.changes.items():
             with self._model.replacing(partial(_replaced, reading.counts, change)):
                 view.of_each[name].add(reading, self._model.logits(batch))
             advance()
 
-    def _everything(self, reading: Reading, batch: Batch) -> Reading:
+    def _everything(self, reading: ReadContexts, batch: ContextBatch) -> ReadContexts:
         """Return the reading with every token counted."""
         counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
         return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
@@ -269,13 +272,13 @@ class SplicedModel:
         w_u = self._model.unembedding() if self._in_stream and self.has_loss else None
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
-    def _batches(self, n_tokens: int) -> tuple[list[Batch], bool]:
+    def _batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
         """Return batches of about `n_tokens` tokens, and whether their text was not extracted.
 
         They come from after the extracted part of the text, or from its beginning if no text is left.
         """
         output = self._job.extract.output
-        state = read_json(Path(output) / STATE, State) if output else None
+        state = read_json(Path(output) / STATE, ExtractionState) if output else None
         extracted = (state.batch + 1) * contexts_at_once(self._job) if state else 0
         n_contexts = -(-n_tokens // self._job.text.context)
         unseen = list(self._contexts(extracted, n_contexts)) if state else []
@@ -283,17 +286,17 @@ class SplicedModel:
         at_once = max(1, TOKENS_AT_ONCE // self._job.text.context)
         return list(batches(contexts, at_once, fills=not self._model.packs)), bool(unseen)
 
-    def _contexts(self, first: int, n: int) -> Iterator[Batch]:
+    def _contexts(self, first: int, n: int) -> Iterator[ContextBatch]:
         return itertools.islice(contexts_of(self._job, self._model), first, first + n)
 
-    def _read(self, batch: Batch) -> tuple[Reading, Tensor]:
+    def _read(self, batch: ContextBatch) -> tuple[ReadContexts, Tensor]:
         """Run the unchanged model on a batch; return the reading to compare with, and the logits."""
         logits = self._model.logits(batch)
         device = logits.device
         ids, positions, documents = (torch.from_numpy(one).to(device) for one in batch)
         special = torch.isin(ids, self._special.to(device)) & (not self._job.extract.keep_special)
         counts = (positions != PADDING) & ~special & (positions >= self._job.extract.skip_first)
-        return Reading(ids, documents, counts, _predicts(counts, documents), log_softmax(logits, -1)), logits
+        return ReadContexts(ids, documents, counts, _predicts(counts, documents), log_softmax(logits, -1)), logits
 
 
 def _predicts(counts: Tensor, documents: Tensor) -> Tensor:
@@ -319,7 +322,7 @@ def job_of_data(folder: Path) -> ExtractJob:
     The folder may come from another user, so it cannot allow a model's own code to run; only a job file can.
     """
     output = folder.parent
-    state = read_json(output / STATE, State)
+    state = read_json(output / STATE, ExtractionState)
     table: dict[str, Any] = {"kind": "extract"}
     for path, value in (state.job if state else {}).items():
         section, _, name = path.partition(".")

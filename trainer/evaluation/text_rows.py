@@ -13,7 +13,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.progress import advance
 from trainer.contract.settings.knobs import show
 from trainer.extraction.language_model import LanguageModel
-from trainer.extraction.packing import Batch, Tokenizer
+from trainer.extraction.packing import ContextBatch, Tokenizer
 
 # Tokens in one forward pass of the model.
 TOKENS_AT_ONCE = 4096
@@ -59,7 +59,7 @@ def _of_one_length(pieces: Sequence[Sequence[int]]) -> Iterator[list[int]]:
             yield some
 
 
-def _batch(pieces: list[list[int]]) -> Batch:
+def _batch(pieces: list[list[int]]) -> ContextBatch:
     ids = np.array(pieces, np.int64)
     positions = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
-    return Batch(ids, positions, np.zeros_like(ids))
+    return ContextBatch(ids, positions, np.zeros_like(ids))

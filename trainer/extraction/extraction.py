@@ -25,15 +25,15 @@ from trainer.contract.wording import distinct_sizes, plural
 from trainer.extraction.kept_rows import KeptPlaces, kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
 from trainer.extraction.meta import facts_of_all, facts_of_hook
-from trainer.extraction.packing import Batch, batches, pack, separate
+from trainer.extraction.packing import ContextBatch, batches, pack, separate
 from trainer.extraction.peers import Alone, Stopped
 from trainer.extraction.read_ahead import ReadAhead
-from trainer.extraction.shard_writer import Blocks, Origin, ShardsBegun, add_sums
+from trainer.extraction.shard_writer import RowOrigin, ShardBuffer, ShardsBegun, add_sums
 from trainer.extraction.state import (
     FIRST,
     OUTLIERS,
     SPECIAL,
-    State,
+    ExtractionState,
     forget_parts,
     merged,
     part_folder,
@@ -47,7 +47,7 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.runtime.out_of_memory import is_shortage
 
 
-class Result(msgspec.Struct):
+class ExtractionResult(msgspec.Struct):
     """The result of an extraction: a folder for each hook, the rows in each, and the rows left out by reason.
 
     `tokens_per_s` is the reading speed since this process started. When the extraction has finished, rank 0 counts the
@@ -61,40 +61,40 @@ class Result(msgspec.Struct):
     tokens_per_s: float | None
 
 
-class Asked(NamedTuple):
+class BatchToRead(NamedTuple):
     """A batch to read, with its number, the tokens whose rows are kept, and the origin of these rows."""
 
     number: int
-    batch: Batch
+    batch: ContextBatch
     kept: KeptPlaces
-    origin: Origin
+    origin: RowOrigin
 
 
-class Coming(NamedTuple):
+class RowsInTransfer(NamedTuple):
     """A batch whose rows [n, d_in] and norms [n] for each hook are being copied from the device."""
 
-    asked: Asked
+    asked: BatchToRead
     rows: list[HostCopy]
     norms: list[HostCopy]
 
 
-class Chosen(NamedTuple):
+class KeptRows(NamedTuple):
     """The rows of a batch for each hook [n, d_in], the indices of the kept rows (None: all), and their origin."""
 
     rows: list[Tensor]
     at: Tensor | None
-    origin: Origin
+    origin: RowOrigin
 
-    def cut(self, first: int, last: int) -> Chosen:
+    def cut(self, first: int, last: int) -> KeptRows:
         """Return the kept rows from `first` up to, but not including, `last`."""
-        origin = Origin(*(one[first:last] for one in self.origin))
+        origin = RowOrigin(*(one[first:last] for one in self.origin))
         if self.at is not None:
-            return Chosen(self.rows, self.at[first:last], origin)
-        return Chosen([of_hook[first:last] for of_hook in self.rows], None, origin)
+            return KeptRows(self.rows, self.at[first:last], origin)
+        return KeptRows([of_hook[first:last] for of_hook in self.rows], None, origin)
 
 
 class Writing(NamedTuple):
-    """A shard of each hook that is being written, and the progress to save once it is written: see `State`."""
+    """A shard of each hook that is being written, and the `ExtractionState` to save once it is written."""
 
     shards: ShardsBegun
     batch: int
@@ -102,7 +102,7 @@ class Writing(NamedTuple):
     left_out: dict[str, int]
 
 
-def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[[str], object]) -> Result:
+def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[[str], object]) -> ExtractionResult:
     """Run or resume an extraction and return its result; `tell` is called with progress messages.
 
     With several processes, each reads its share of the text. Raise `UserError` with a remedy if something fails.
@@ -127,7 +127,7 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
         raise UserError(f"extract.batch_tokens: memory has run out; {cure}") from None
 
 
-def contexts_of(job: ExtractJob, model: LanguageModel) -> Iterator[Batch]:
+def contexts_of(job: ExtractJob, model: LanguageModel) -> Iterator[ContextBatch]:
     """Yield the contexts of a job's text, each as a batch of one; every call yields the same contexts."""
     tokens = model.tokenizer.tokens(documents(job.text))
     return (pack if model.packs else separate)(tokens, job.text.context)
@@ -155,7 +155,7 @@ class Extraction:
         self._refuse_other_dtype()
         folders = [job.folder(hook) for hook in job.model.hooks]
         rank = peers.rank if peers.size > 1 else None
-        self._blocks = Blocks(folders, job.extract.shard_rows, job.extract.seed, rank)
+        self._blocks = ShardBuffer(folders, job.extract.shard_rows, job.extract.seed, rank)
         self._share = share_of(job.extract.n_tokens, peers.rank, peers.size)
         # Batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each batch at once.
         self._ahead = 0 if device.type == "cpu" else 1
@@ -165,7 +165,7 @@ class Extraction:
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
 
-    def run(self) -> Result:
+    def run(self) -> ExtractionResult:
         """Extract until there are enough rows, the text ends, or a stop is requested; return the result."""
         with contextlib.ExitStack() as locks, contextlib.suppress(Stopped):
             self._peers.begin(lambda: self._prepare(locks))
@@ -225,9 +225,9 @@ class Extraction:
             self._peers.extra(self._state.lacking)
         return True
 
-    def _coming(self, batches: Iterator[Asked]) -> Iterator[Coming]:
+    def _coming(self, batches: Iterator[BatchToRead]) -> Iterator[RowsInTransfer]:
         """Yield the model's rows for each batch while it reads the next ones; end early if a stop is requested."""
-        ahead: deque[Coming] = deque()
+        ahead: deque[RowsInTransfer] = deque()
         for asked in batches:
             if self._peers.is_stopped:
                 return
@@ -236,12 +236,12 @@ class Extraction:
                 yield ahead.popleft()
         yield from ahead
 
-    def _begin(self, asked: Asked) -> Coming:
+    def _begin(self, asked: BatchToRead) -> RowsInTransfer:
         """Start the model's forward pass on a batch."""
         rows = self._rows(asked.batch, asked.kept.places)
-        return Coming(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
+        return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
-    def _read_batch(self, coming: Coming) -> None:
+    def _read_batch(self, coming: RowsInTransfer) -> None:
         """Keep the rows of a batch that this process's share still needs, then the rows that other processes lack."""
         number, kept = coming.asked.number, coming.asked.kept
         if self._writing and self._writing.shards.is_done:
@@ -262,28 +262,28 @@ class Extraction:
     def _n_missing(self) -> int:
         return self._share + (self._extra or 0) - self._n_kept
 
-    def _batches(self) -> Iterator[Asked]:
+    def _batches(self) -> Iterator[BatchToRead]:
         """Yield this process's batches with their numbers, from the saved position on; every call yields the same."""
         own = enumerate(self._all_batches(self._peers.rank, self._peers.size))
         for number, batch in itertools.islice(own, self._first[0], None):
             kept = kept_places(batch, self.model.tokenizer.special, self._job.extract)
-            origin = Origin(*(torch.from_numpy(one).flatten()[kept.places].int() for one in batch))
-            yield Asked(number, batch, kept, origin)
+            origin = RowOrigin(*(torch.from_numpy(one).flatten()[kept.places].int() for one in batch))
+            yield BatchToRead(number, batch, kept, origin)
 
-    def _all_batches(self, rank: int = 0, size: int = 1) -> Iterator[Batch]:
+    def _all_batches(self, rank: int = 0, size: int = 1) -> Iterator[ContextBatch]:
         contexts = itertools.islice(contexts_of(self._job, self.model), rank, None, size)
         return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
-    def _choose(self, coming: Coming) -> tuple[Chosen, int]:
+    def _choose(self, coming: RowsInTransfer) -> tuple[KeptRows, int]:
         """Wait for the rows of a batch; return them with the indices to keep, and the number of outliers."""
         fits = self._within_limits([one.read() for one in coming.norms])
         rows, n_outliers = [one.read() for one in coming.rows], int((~fits).sum())
         if not n_outliers:
-            return Chosen(rows, None, coming.asked.origin), 0
+            return KeptRows(rows, None, coming.asked.origin), 0
         at = torch.nonzero(fits).flatten()
-        return Chosen(rows, at, Origin(*(one[at] for one in coming.asked.origin))), n_outliers
+        return KeptRows(rows, at, RowOrigin(*(one[at] for one in coming.asked.origin))), n_outliers
 
-    def _rows(self, batch: Batch, places: Tensor) -> list[Tensor]:
+    def _rows(self, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
 
     def _within_limits(self, norms: list[Tensor]) -> Tensor:
@@ -323,7 +323,7 @@ class Extraction:
             limits.append(most * float(finite.median()) if most else torch.finfo(torch.float32).max)
         return limits
 
-    def _take(self, number: int, chosen: Chosen, first: int) -> int:
+    def _take(self, number: int, chosen: KeptRows, first: int) -> int:
         """Add rows of a batch, from index `first` on, until no more are needed; store each full shard.
 
         Return the index after the last added row.
@@ -384,7 +384,7 @@ class Extraction:
             self._state.is_finished = True
             write_state(self._folder, self._state)
 
-    def _finish(self) -> Result:
+    def _finish(self) -> ExtractionResult:
         """Wait for the other processes; rank 0 also writes the metadata of all rows next to them."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
@@ -426,7 +426,7 @@ def _norms(rows: list[Tensor]) -> list[Tensor]:
     return [of_hook.float().norm(dim=1) for of_hook in rows]
 
 
-def result_of(job: ExtractJob, state: State, word: str, rate: float | None = None) -> Result:
+def result_of(job: ExtractJob, state: ExtractionState, word: str, rate: float | None = None) -> ExtractionResult:
     """Return the result of an extraction from its state."""
     outputs = {hook: str(job.folder(hook)) for hook in job.model.hooks}
-    return Result(word, outputs, state.n_stored, state.left_out, rate)
+    return ExtractionResult(word, outputs, state.n_stored, state.left_out, rate)

@@ -20,14 +20,14 @@ _MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "mlp_block")
 Taken = Callable[[int, Tensor], None]
 
 
-class Point(NamedTuple):
+class HookPoint(NamedTuple):
     """The path of a module, and whether its input or its output is read."""
 
     path: str
     of_input: bool
 
 
-class Blocks(NamedTuple):
+class BlockList(NamedTuple):
     """The blocks of a model: the path of their list, and their number."""
 
     path: str
@@ -39,14 +39,14 @@ class Blocks(NamedTuple):
         return int(match[1]) if match else None
 
 
-def find_blocks(model: nn.Module) -> Blocks:
+def find_blocks(model: nn.Module) -> BlockList:
     """Return the list of a model's blocks: the longest list of modules of one class.
 
     Lists inside a block are ignored, since a block may have more experts than the model has blocks. Raise `UserError`
     if the model has no such list.
     """
     lists = [
-        Blocks(path, len(module))
+        BlockList(path, len(module))
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
     ]
@@ -56,7 +56,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     return max(outermost, key=lambda blocks: blocks.n)
 
 
-def find_point(model: nn.Module, blocks: Blocks, hook: Hook) -> Point:
+def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
     """Return the module at which a hook reads; raise `UserError` if the model has no such module."""
     if hook.path:
         paths = dict(model.named_modules())
@@ -64,19 +64,19 @@ def find_point(model: nn.Module, blocks: Blocks, hook: Hook) -> Point:
         nested = f"{getattr(model, 'base_model_prefix', '')}.{hook.path}"
         if hook.path not in paths and nested not in paths:
             raise UserError(f"model.hooks: the model has no module {show(hook.path)}; it has {_examples(model)}")
-        return Point(hook.path if hook.path in paths else nested, of_input=False)
+        return HookPoint(hook.path if hook.path in paths else nested, of_input=False)
     if hook.layer >= blocks.n:
         raise UserError(f"model.hooks: {hook.name}: the model has blocks 0 to {blocks.n - 1}")
     path = f"{blocks.path}.{hook.layer}"
     if hook.site in ("resid_pre", "resid_post"):
-        return Point(path, of_input=hook.site == "resid_pre")
+        return HookPoint(path, of_input=hook.site == "resid_pre")
     block = model.get_submodule(path)
     inside = _branch(block, hook.site)
     if inside is None:
         children = ", ".join(name for name, _ in block.named_children())
         message = f"the blocks of this model have no {hook.site}; name a module by its path, in {path}: {children}"
         raise UserError(f"model.hooks: {hook.name}: {message}")
-    return Point(f"{path}.{inside}", of_input=hook.site == "mlp_in")
+    return HookPoint(f"{path}.{inside}", of_input=hook.site == "mlp_in")
 
 
 def _branch(block: nn.Module, site: str) -> str | None:
@@ -99,14 +99,14 @@ def _is_berts(block: nn.Module) -> bool:
     return {"attention", "intermediate", "output"} <= {name for name, _ in block.named_children()}
 
 
-def name_of(model: nn.Module, blocks: Blocks, hook: Hook) -> str:
+def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
     """Return TransformerLens's name for a hook in this model, or our own name if TransformerLens has none."""
     if hook.site == "resid_post" and _is_berts(model.get_submodule(f"{blocks.path}.{hook.layer}")):
         return f"blocks.{hook.layer}.{POST_NORM}"
     return hook.transformer_lens or hook.name
 
 
-def output_paths(model: nn.Module, points: Sequence[Point], read: Callable[[], object]) -> list[str | None]:
+def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[], object]) -> list[str | None]:
     """Return for each point the path of a module whose output is the tensor there, or None if no module outputs it.
 
     `read()` must run the model. It is called if a point is the input of a module, to find the module that produces
@@ -134,7 +134,7 @@ def output_paths(model: nn.Module, points: Sequence[Point], read: Callable[[], o
 
 
 @contextlib.contextmanager
-def taking(model: nn.Module, points: Sequence[Point], take: Taken) -> Iterator[None]:
+def taking(model: nn.Module, points: Sequence[HookPoint], take: Taken) -> Iterator[None]:
     """Call `take(number, tensor)` with the tensor at each point while the context lasts.
 
     The model continues with the same tensor, and may change it once `take` has returned.
@@ -147,7 +147,7 @@ def taking(model: nn.Module, points: Sequence[Point], take: Taken) -> Iterator[N
             handle.remove()
 
 
-def _watch(module: nn.Module, point: Point, number: int, take: Taken) -> Any:
+def _watch(module: nn.Module, point: HookPoint, number: int, take: Taken) -> Any:
     def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         take(number, arguments[0] if arguments else named["hidden_states"])
 
@@ -162,7 +162,7 @@ def _watch(module: nn.Module, point: Point, number: int, take: Taken) -> Any:
 
 
 @contextlib.contextmanager
-def replacing(model: nn.Module, point: Point, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replacing(model: nn.Module, point: HookPoint, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace the tensor at a point by `change(tensor)` while the context lasts."""
 
     def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -185,7 +185,7 @@ def replacing(model: nn.Module, point: Point, change: Callable[[Tensor], Tensor]
         handle.remove()
 
 
-def drop_blocks_above(model: nn.Module, blocks: Blocks, points: Sequence[Point]) -> int:
+def drop_blocks_above(model: nn.Module, blocks: BlockList, points: Sequence[HookPoint]) -> int:
     """Remove the blocks above the highest point, and return the number of blocks left.
 
     Remove none if a point lies outside the blocks.

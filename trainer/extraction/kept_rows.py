@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.settings.extract import Extract
-from trainer.extraction.packing import PADDING, Batch
+from trainer.extraction.packing import PADDING, ContextBatch
 
 
 class KeptPlaces(NamedTuple):
@@ -20,7 +20,7 @@ class KeptPlaces(NamedTuple):
     n_first: int
 
 
-def kept_places(batch: Batch, special_ids: Sequence[int], settings: Extract) -> KeptPlaces:
+def kept_places(batch: ContextBatch, special_ids: Sequence[int], settings: Extract) -> KeptPlaces:
     """Select the tokens of a batch by `skip_first` and `keep_special`."""
     ids, positions = (torch.from_numpy(one).flatten() for one in batch[:2])
     is_token = positions != PADDING

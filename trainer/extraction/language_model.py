@@ -23,7 +23,7 @@ from trainer.contract.settings.knobs import show
 from trainer.contract.settings.language import Model, lack_of_model
 from trainer.contract.settings.model_size import model_size
 from trainer.extraction.hook_points import (
-    Blocks,
+    BlockList,
     drop_blocks_above,
     find_blocks,
     find_point,
@@ -34,7 +34,7 @@ from trainer.extraction.hook_points import (
     taking,
 )
 from trainer.extraction.model_files import refuse_odd_config, refuse_odd_files
-from trainer.extraction.packing import PADDING, Batch, Ids, Tokenizer
+from trainer.extraction.packing import PADDING, ContextBatch, Ids, Tokenizer
 from trainer.extraction.spread import spread
 from trainer.extraction.unembedding import find_ending, folded
 from trainer.runtime.device_queue import queued_copy
@@ -60,7 +60,7 @@ class NoLoss(UserError):
     """Logits are needed from a model that predicts no next token."""
 
 
-class _Read(Exception):
+class _AllHooksRead(Exception):
     """Ends a forward pass early, once all hooks have their rows."""
 
 
@@ -117,13 +117,13 @@ class LanguageModel:
     def _read_a_little(self) -> None:
         self._forward(self._little(), packed=False)
 
-    def _little(self) -> Batch:
+    def _little(self) -> ContextBatch:
         """Return a batch of one document with twelve tokens."""
         ids = (np.arange(12) * 7 + 11) % self._n_ids
-        return Batch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
+        return ContextBatch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
 
     @torch.inference_mode()
-    def rows(self, batch: Batch, places: Tensor) -> list[Tensor]:
+    def rows(self, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         """Read a batch and return for each hook its rows [n, d] at `places`, indices into the flattened batch.
 
         Raise `UserError` for ids that the model does not know, and for a hook without one row for each token.
@@ -140,16 +140,16 @@ class LanguageModel:
             except ValueError as error:
                 raise UserError(f"model.hooks: {self.points[number].path} {error}; choose another module") from None
             if self._is_whole and len(taken) == len(self.points):
-                raise _Read
+                raise _AllHooksRead
 
-        with contextlib.suppress(_Read), taking(self._model, self.points, take):
+        with contextlib.suppress(_AllHooksRead), taking(self._model, self.points, take):
             self._forward(batch, packed=self.packs)
         for number, point in enumerate(self.points):
             if number not in taken:
                 raise UserError(f"model.hooks: {point.path} is not run when the model reads; choose another module")
         return [taken[number] for number in range(len(self.points))]
 
-    def logits(self, batch: Batch) -> Tensor:
+    def logits(self, batch: ContextBatch) -> Tensor:
         """Return the logits [n_contexts, n_tokens, n_ids] in fp32; only a `whole` model has them."""
         self._require_known(batch.ids)
         return self._forward(batch, packed=self.packs).float()
@@ -189,7 +189,7 @@ class LanguageModel:
         if unknown := ids[(ids < 0) | (ids >= self._n_ids)].tolist():
             raise UserError(f"text.column: holds the token id {unknown[0]}; the model's are 0 to {self._n_ids - 1}")
 
-    def _forward(self, batch: Batch, *, packed: bool) -> Tensor:
+    def _forward(self, batch: ContextBatch, *, packed: bool) -> Tensor:
         """Return the model's output [n_contexts, n_tokens, d] for a batch; a packed batch has no padding."""
         is_token = batch.documents != PADDING
         given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
@@ -221,7 +221,7 @@ class LanguageModel:
         others = np.where(of_first, (ids + self._n_ids // 2) % self._n_ids, ids)
         second = ~of_first[0]
         try:
-            alone = Batch(ids[:1, second], positions[:1, second], documents[:1, second])
+            alone = ContextBatch(ids[:1, second], positions[:1, second], documents[:1, second])
             single = self._forward(alone, packed=False)[0]
         except _REFUSALS as error:
             if is_shortage(error):
@@ -231,7 +231,7 @@ class LanguageModel:
         if "position_ids" not in self._accepted:
             return False
         try:
-            one, other = (self._forward(Batch(of, positions, documents), packed=True) for of in (ids, others))
+            one, other = (self._forward(ContextBatch(of, positions, documents), packed=True) for of in (ids, others))
         except _REFUSALS:
             return False
         seconds = torch.from_numpy(~of_first).to(one.device)
@@ -272,7 +272,7 @@ def _window_before(config: Any, context: int) -> int | None:
     return window if depends and isinstance(window, int) and window < context else None
 
 
-def _require_weights(model: Any, blocks: Blocks, missing: set[str]) -> None:
+def _require_weights(model: Any, blocks: BlockList, missing: set[str]) -> None:
     """Raise `UserError` if the files lack parameters of the blocks, which would be random."""
     present = {name for name, _ in model.named_parameters()}
     lacking = sorted(name for name in missing & present if blocks.number(name) is not None)

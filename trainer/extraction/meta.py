@@ -8,7 +8,7 @@ from typing import Any
 from trainer.contract.settings.extract import ExtractJob
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.provenance import tokenizer_hash, weights_facts
-from trainer.extraction.shard_writer import ShardFile, Sums
+from trainer.extraction.shard_writer import DimensionSums, ShardFile
 from trainer.extraction.text import is_data_set
 
 
@@ -50,7 +50,7 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
 
 
 def facts_of_hook(
-    job: ExtractJob, number: int, model: LanguageModel, sums: Sums, shards: list[ShardFile], limit: float
+    job: ExtractJob, number: int, model: LanguageModel, sums: DimensionSums, shards: list[ShardFile], limit: float
 ) -> dict[str, Any]:
     """Return the metadata of the rows of hook `number`; `limit` is the largest norm allowed for a kept row.
 

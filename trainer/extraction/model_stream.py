@@ -16,12 +16,12 @@ from trainer.activations.base import Pair, StreamSource, to_device
 from trainer.contract.errors import UserError
 from trainer.contract.settings.extract import Extract, ExtractJob
 from trainer.contract.settings.hooks import ends_of, parse_hook
-from trainer.contract.settings.language import Model, Text
+from trainer.contract.settings.language import Model, TextSettings
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import LanguageModel
-from trainer.extraction.packing import Batch, batches
+from trainer.extraction.packing import ContextBatch, batches
 from trainer.extraction.read_ahead import ReadAhead
 from trainer.extraction.readers import Readers
 from trainer.parallel.group import Group, gather_rows
@@ -49,7 +49,7 @@ class ModelStream(StreamSource):
         self.place, self.shuffle_tokens = knobs.place, knobs.shuffle_tokens
         self._of_hooks = [self]
         self._readers: Readers | None = None
-        self._batches: ReadAhead[Batch] | None = None
+        self._batches: ReadAhead[ContextBatch] | None = None
         self._documents = _NO_DOCUMENTS
         hook, target = map(parse_hook, ends_of(knobs.hook))
         self.meta = {
@@ -81,7 +81,9 @@ class ModelStream(StreamSource):
         self._model = models[0]
         # Batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each batch at once.
         self._ahead = 0 if device.type == "cpu" else 1
-        self._models = [_Reader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models]
+        self._models = [
+            _BatchReader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models
+        ]
         for number, stream in enumerate(self._of_hooks):
             stream.meta |= self._told_by_model(number)
         self.restore({"batch": 0})
@@ -153,20 +155,20 @@ class ModelStream(StreamSource):
             self._readers.close()
         if self._batches:
             self._batches.close()
-        self._readers, self._n_given, self._coming = None, state["batch"], deque[_Coming]()
+        self._readers, self._n_given, self._coming = None, state["batch"], deque[_StreamRows]()
         self._ready, self._coming_documents = deque[tuple[Pair, Tensor]](), deque[Tensor]()
         first = self._n_given + self._peers.index
         self._batches = ReadAhead(itertools.islice(self._all_batches(), first, None, self._peers.size))
         self._own_batches = self._noting_documents(self._batches)
 
-    def _noting_documents(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _noting_documents(self, batches: Iterator[ContextBatch]) -> Iterator[ContextBatch]:
         """Yield the batches, and record the documents of their rows."""
         for batch in batches:
             places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
             self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[places])
             yield batch
 
-    def _all_batches(self) -> Iterator[Batch]:
+    def _all_batches(self) -> Iterator[ContextBatch]:
         contexts = itertools.islice(contexts_of(self._job, self._model), self._rank, None, self._n_ranks)
         return batches(contexts, contexts_at_once(self._job), fills=not self._model.packs)
 
@@ -177,7 +179,7 @@ def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
         return LanguageModel(job, device)
 
 
-class _Coming(NamedTuple):
+class _StreamRows(NamedTuple):
     """Rows that are being copied from a device; `y` is None if the targets are the inputs."""
 
     x: HostCopy
@@ -189,7 +191,7 @@ class _Coming(NamedTuple):
         return x, x if self.y is None else self.y.read()
 
 
-class _Reader(NamedTuple):
+class _BatchReader(NamedTuple):
     """Reads batches with a language model, and returns the rows of all inputs, and of all targets if there are any."""
 
     model: LanguageModel
@@ -198,7 +200,7 @@ class _Reader(NamedTuple):
     n_hooks: int
     has_targets: bool
 
-    def rows_of(self, batch: Batch) -> Pair:
+    def rows_of(self, batch: ContextBatch) -> Pair:
         places = kept_places(batch, self.model.tokenizer.special, self.job.extract).places
         of_hooks = self.model.rows(batch, places)
         for hook, rows in zip(self.job.model.hooks, of_hooks, strict=True):
@@ -207,12 +209,12 @@ class _Reader(NamedTuple):
         x = _side_by_side(of_hooks[: self.n_hooks])
         return x, _side_by_side(of_hooks[self.n_hooks :]) if self.has_targets else x
 
-    def begin(self, batch: Batch) -> _Coming:
+    def begin(self, batch: ContextBatch) -> _StreamRows:
         """Start the model's forward pass on a batch."""
         x, y = self.rows_of(batch)
-        return _Coming(HostCopy(x), None if y is x else HostCopy(y))
+        return _StreamRows(HostCopy(x), None if y is x else HostCopy(y))
 
-    def rows_on_cpu(self, batch: Batch) -> Pair:
+    def rows_on_cpu(self, batch: ContextBatch) -> Pair:
         """Read a batch in the thread of this model's device, and return its rows on the CPU.
 
         Raise `UserError` if the device runs out of memory, since a smaller SAE or training batch would not help.
@@ -236,7 +238,7 @@ def job_of_stream(knobs: ModelKnobs, hooks: list[str]) -> ExtractJob:
     """Return the extraction that would store the same rows; it has no output folder."""
     return ExtractJob(
         model=Model(knobs.model, hooks, knobs.revision, knobs.dtype, knobs.remote_code),
-        text=Text(knobs.text, knobs.dataset, knobs.subset, knobs.split, knobs.column, knobs.context),
+        text=TextSettings(knobs.text, knobs.dataset, knobs.subset, knobs.split, knobs.column, knobs.context),
         extract=Extract(
             output="",
             batch_tokens=knobs.batch_tokens,

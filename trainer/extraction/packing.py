@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
     after: list[int]
 
 
-class Batch(NamedTuple):
+class ContextBatch(NamedTuple):
     """A batch of contexts, as arrays of int64 [n_contexts, n_tokens].
 
     `positions` restart at 0 with each document, and `documents` are the documents' numbers; padding has `PADDING` in
@@ -103,7 +103,7 @@ class Tokenizer:
         return list(encoded["input_ids"])
 
 
-def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
+def pack(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
     """Yield contexts of `length` tokens, each as a batch of one, filled with pieces of documents end to end.
 
     The last context may be shorter.
@@ -125,7 +125,7 @@ def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
         yield _context(pieces)
 
 
-def separate(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
+def separate(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
     """Yield contexts of at most `length` tokens, each as a batch of one with a piece of a single document."""
     for number, (ids, before, after) in enumerate(documents):
         n = length - len(before) - len(after)
@@ -133,27 +133,27 @@ def separate(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
             yield _context([(number, before + ids[at : at + n] + after)])
 
 
-def batches(contexts: Iterable[Batch], n: int, *, fills: bool) -> Iterator[Batch]:
+def batches(contexts: Iterable[ContextBatch], n: int, *, fills: bool) -> Iterator[ContextBatch]:
     """Yield batches of up to `n` contexts, in order.
 
     With `fills`, shorter contexts are padded at the end; without it, all contexts of a batch have the same length.
     """
-    groups: Iterable[Iterable[Batch]] = [contexts]
+    groups: Iterable[Iterable[ContextBatch]] = [contexts]
     if not fills:
         groups = (of_one_length for _, of_one_length in itertools.groupby(contexts, lambda context: context.ids.size))
     for group in groups:
         remaining = iter(group)
         while some := list(itertools.islice(remaining, n)):
-            yield Batch(
+            yield ContextBatch(
                 *(_stack([context[field][0] for context in some], 0 if field == 0 else PADDING) for field in range(3))
             )
 
 
-def _context(pieces: list[tuple[int, list[int]]]) -> Batch:
+def _context(pieces: list[tuple[int, list[int]]]) -> ContextBatch:
     ids = np.concatenate([np.asarray(piece, np.int64) for _, piece in pieces])
     positions = np.concatenate([np.arange(len(piece)) for _, piece in pieces])
     documents = np.concatenate([np.full(len(piece), number) for number, piece in pieces])
-    return Batch(ids[None], positions[None], documents[None])
+    return ContextBatch(ids[None], positions[None], documents[None])
 
 
 def _stack(rows: list[Ids], filling: int) -> Ids:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from trainer.activations.base import Pair
-from trainer.extraction.packing import Batch
+from trainer.extraction.packing import ContextBatch
 
 # Batches that each device reads in advance: one that it is reading, and one that is done.
 AHEAD = 2
-Read = Callable[[Batch], Pair]
-_Tasks = queue.SimpleQueue[tuple[Batch, Future[Pair]] | None]
+Read = Callable[[ContextBatch], Pair]
+_Tasks = queue.SimpleQueue[tuple[ContextBatch, Future[Pair]] | None]
 
 
 class Readers:
@@ -25,7 +25,7 @@ class Readers:
     is deleted. They are daemon threads, which do not keep the process alive.
     """
 
-    def __init__(self, reads: Sequence[Read], batches: Iterator[Batch]) -> None:
+    def __init__(self, reads: Sequence[Read], batches: Iterator[ContextBatch]) -> None:
         self._batches, self._n_begun = batches, 0
         self._pending: deque[Future[Pair]] = deque()
         self._tasks = [_Tasks() for _ in reads]

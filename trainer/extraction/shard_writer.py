@@ -41,7 +41,7 @@ _BYTES_BESIDE = 12
 _MOST_THREADS = 16
 
 
-class Origin(NamedTuple):
+class RowOrigin(NamedTuple):
     """The token id of each row, its position in the piece of the document, and the document number; int32 [n] each."""
 
     token_ids: Tensor
@@ -49,7 +49,7 @@ class Origin(NamedTuple):
     document: Tensor
 
 
-class Sums(msgspec.Struct):
+class DimensionSums(msgspec.Struct):
     """The sum and the sum of squares of each dimension over all rows of a hook, in float64."""
 
     n: int
@@ -79,7 +79,7 @@ class Block:
 
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
-        self.origins: list[Origin] = []
+        self.origins: list[RowOrigin] = []
         # Copies of rows that may still be in progress.
         self.coming: list[Future[None]] = []
 
@@ -87,15 +87,15 @@ class Block:
     def n_free(self) -> int:
         return len(self.memory[0]) - self.n
 
-    def origin(self) -> Origin:
+    def origin(self) -> RowOrigin:
         """Return the origin of all rows."""
-        return Origin(*(torch.cat([of[field] for of in self.origins]) for field in range(3)))
+        return RowOrigin(*(torch.cat([of[field] for of in self.origins]) for field in range(3)))
 
 
 class ShardsBegun:
     """A shard of each hook that is being written."""
 
-    def __init__(self, writing: list[Future[tuple[ShardFile, Sums]]], free: Callable[[], object]) -> None:
+    def __init__(self, writing: list[Future[tuple[ShardFile, DimensionSums]]], free: Callable[[], object]) -> None:
         self._writing, self._free = writing, free
 
     @property
@@ -103,7 +103,7 @@ class ShardsBegun:
         """Whether `end` would return without waiting."""
         return all(one.done() for one in self._writing)
 
-    def end(self) -> list[tuple[ShardFile, Sums]]:
+    def end(self) -> list[tuple[ShardFile, DimensionSums]]:
         """Wait for the shards, and return them with the sums of their rows; call this only once.
 
         Raise `UserError` if a shard cannot be written; then none of them may be used.
@@ -113,7 +113,7 @@ class ShardsBegun:
         return [one.result() for one in self._writing]
 
 
-class Blocks:
+class ShardBuffer:
     """Collects rows until there are enough for a shard of each hook, then shuffles and writes them."""
 
     def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
@@ -126,7 +126,7 @@ class Blocks:
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
-    def add(self, rows: list[Tensor], origin: Origin, chosen: Tensor | None = None) -> None:
+    def add(self, rows: list[Tensor], origin: RowOrigin, chosen: Tensor | None = None) -> None:
         """Add rows [n, d_in] of each hook, for the same tokens; the caller must not change them any more.
 
         If indices `chosen` [n] are given, add only these rows. `origin` covers only the added rows.
@@ -139,7 +139,7 @@ class Blocks:
             for raw, memory in zip(raws, block.memory, strict=True):
                 at = slice(done, last) if chosen is None else chosen[done:last].numpy()
                 block.coming.append(self._workers.submit(_copy, raw, at, memory[block.n : block.n + last - done]))
-            block.origins.append(Origin(*(one[done:last] for one in origin)))
+            block.origins.append(RowOrigin(*(one[done:last] for one in origin)))
             block.n += last - done
             done = last
         self.n_waiting += n
@@ -152,7 +152,7 @@ class Blocks:
         """Return the bytes that one row of all hooks takes on the disk."""
         return sum(of_hook.shape[1] * of_hook.element_size() + _BYTES_BESIDE for of_hook in rows)
 
-    def write(self, number: int) -> list[tuple[ShardFile, Sums]]:
+    def write(self, number: int) -> list[tuple[ShardFile, DimensionSums]]:
         """Write the next shard of each hook, and return them with the sums of their rows.
 
         Raise `UserError` if a shard cannot be written; then none with this number may be used.
@@ -165,7 +165,7 @@ class Blocks:
         self.n_waiting -= block.n
         name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
         order = order_of_shard(self._seed, name, block.n)
-        origin = Origin(*(one[order] for one in block.origin()))
+        origin = RowOrigin(*(one[order] for one in block.origin()))
         files = [folder / f"{name}.safetensors" for folder in self._folders]
         writing = [
             self._writers.submit(self._write, file, block, hook, order, origin) for hook, file in enumerate(files)
@@ -185,7 +185,9 @@ class Blocks:
             self._waiting.append(Block(memory, [of_hook.dtype for of_hook in rows]))
         return self._waiting[-1]
 
-    def _write(self, file: Path, block: Block, hook: int, order: Tensor, origin: Origin) -> tuple[ShardFile, Sums]:
+    def _write(
+        self, file: Path, block: Block, hook: int, order: Tensor, origin: RowOrigin
+    ) -> tuple[ShardFile, DimensionSums]:
         for one in block.coming:
             one.result()
         dtype, raw = block.dtypes[hook], block.memory[hook]
@@ -306,14 +308,14 @@ class RunningSums:
             self.total += exact.sum(0)
             self._squares += np.einsum("ij,ij->j", exact, exact)
 
-    def sums(self, n: int) -> Sums:
+    def sums(self, n: int) -> DimensionSums:
         """Return the sums over all `n` rows."""
-        return Sums(n, self.total.tolist(), self._squares.tolist())
+        return DimensionSums(n, self.total.tolist(), self._squares.tolist())
 
 
-def add_sums(first: Sums | None, second: Sums) -> Sums:
+def add_sums(first: DimensionSums | None, second: DimensionSums) -> DimensionSums:
     """Return the sums over the rows of both arguments."""
     if first is None:
         return second
     pairs = zip((first.total, first.squares), (second.total, second.squares), strict=True)
-    return Sums(first.n + second.n, *([a + b for a, b in zip(*pair, strict=True)] for pair in pairs))
+    return DimensionSums(first.n + second.n, *([a + b for a, b in zip(*pair, strict=True)] for pair in pairs))

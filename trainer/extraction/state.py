@@ -15,12 +15,12 @@ from trainer.contract.json_file import read_json, write_json
 from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity, lack_of_output
 from trainer.contract.settings.knobs import show
 from trainer.contract.wording import plural
-from trainer.extraction.shard_writer import ShardFile, Sums, add_sums
+from trainer.extraction.shard_writer import DimensionSums, ShardFile, add_sums
 
 SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
 
 
-class State(msgspec.Struct):
+class ExtractionState(msgspec.Struct):
     """The progress of an extraction, saved after each shard; with several processes, each saves its own.
 
     The extraction continues with batch number `batch`, of which `offset` rows are stored. `left_out` counts the rows
@@ -35,7 +35,7 @@ class State(msgspec.Struct):
     offset: int
     left_out: dict[str, int]
     shards: list[list[ShardFile]]
-    sums: list[Sums | None]
+    sums: list[DimensionSums | None]
     is_finished: bool = False
     n_ranks: int = 1
     lacking: int = 0
@@ -45,7 +45,7 @@ class State(msgspec.Struct):
         return sum(shard.n_tokens for shard in self.shards[0])
 
 
-def stored_state(job: ExtractJob, n_ranks: int = 1) -> State:
+def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
     """Return this job's progress in its output folder; raise `UsageError` if the folder holds another extraction.
 
     With several processes, this is the sum of their progress.
@@ -77,13 +77,13 @@ def part_folder(job: ExtractJob, rank: int, n_ranks: int) -> Path:
     return output if n_ranks == 1 else output / PARTS / str(rank)
 
 
-def part_state(job: ExtractJob, rank: int, n_ranks: int) -> State:
+def part_state(job: ExtractJob, rank: int, n_ranks: int) -> ExtractionState:
     """Return the saved progress of one process."""
-    state = read_json(part_folder(job, rank, n_ranks) / STATE, State)
+    state = read_json(part_folder(job, rank, n_ranks) / STATE, ExtractionState)
     return state if state and state.n_stored else _new_state(identity(job), n_ranks)
 
 
-def write_state(folder: Path, state: State) -> None:
+def write_state(folder: Path, state: ExtractionState) -> None:
     """Save the progress of an extraction; raise `UserError` if it cannot be written."""
     try:
         write_json(folder / STATE, state)
@@ -91,14 +91,14 @@ def write_state(folder: Path, state: State) -> None:
         raise not_written(folder, error.strerror or str(error), error.errno) from None
 
 
-def merged(parts: list[State]) -> State:
+def merged(parts: list[ExtractionState]) -> ExtractionState:
     """Return the state of several processes together."""
     hooks = range(len(parts[0].shards))
-    sums: list[Sums | None] = [None for _ in hooks]
+    sums: list[DimensionSums | None] = [None for _ in hooks]
     for part, hook in itertools.product(parts, hooks):
         if (own := part.sums[hook]) is not None:
             sums[hook] = add_sums(sums[hook], own)
-    return State(
+    return ExtractionState(
         job=parts[0].job,
         dtype=next((part.dtype for part in parts if part.dtype), ""),
         limits=next((part.limits for part in parts if part.limits), []),
@@ -121,17 +121,17 @@ def _by_name(shard: ShardFile) -> str:
     return shard.name
 
 
-def _read(output: Path) -> State | None:
-    state = read_json(output / STATE, State)
+def _read(output: Path) -> ExtractionState | None:
+    state = read_json(output / STATE, ExtractionState)
     if state is None or state.n_ranks == 1 or state.is_finished:
         return state
-    parts = [read_json(output / PARTS / str(rank) / STATE, State) for rank in range(state.n_ranks)]
+    parts = [read_json(output / PARTS / str(rank) / STATE, ExtractionState) for rank in range(state.n_ranks)]
     return merged([part or _new_state(state.job, state.n_ranks) for part in parts])
 
 
-def _new_state(asked: dict[str, Any], n_ranks: int) -> State:
+def _new_state(asked: dict[str, Any], n_ranks: int) -> ExtractionState:
     counts, n_hooks = dict.fromkeys((SPECIAL, FIRST, OUTLIERS), 0), len(asked["model.hooks"])
-    return State(asked, "", [], 0, 0, counts, [[] for _ in range(n_hooks)], [None] * n_hooks, n_ranks=n_ranks)
+    return ExtractionState(asked, "", [], 0, 0, counts, [[] for _ in range(n_hooks)], [None] * n_hooks, n_ranks=n_ranks)
 
 
 def _refuse_strangers(job: ExtractJob) -> None:

@@ -13,7 +13,7 @@ from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
 from trainer.contract.files import open_plain
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.language import TEXT_SUFFIXES, Text, lack_of_text
+from trainer.contract.settings.language import TEXT_SUFFIXES, TextSettings, lack_of_text
 
 # A text, the messages of a chat, or token ids.
 Document = str | list[dict[str, Any]] | list[int]
@@ -38,7 +38,7 @@ _LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
 _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; cut it into several"
 
 
-def documents(text: Text) -> Iterator[Document]:
+def documents(text: TextSettings) -> Iterator[Document]:
     """Yield the documents of a text; raise `UserError` if it cannot be read."""
     if text.path is None:
         yield from _of_rows(_hub_rows(text), text, str(text.dataset))
@@ -79,7 +79,7 @@ def _files(root: Path) -> list[Path]:
     return files
 
 
-def _of_file(file: Path, text: Text) -> Iterator[Document]:
+def _of_file(file: Path, text: TextSettings) -> Iterator[Document]:
     try:
         if file.suffix == ".parquet":
             yield from _of_rows(_parquet_rows(file, text.column), text, str(file))
@@ -214,7 +214,7 @@ def _decoded(value: Any) -> Any:
         return value.decode("utf-8", "surrogateescape")
 
 
-def _hub_rows(text: Text) -> Iterator[Any]:
+def _hub_rows(text: TextSettings) -> Iterator[Any]:
     """Yield the rows of a data set on the hub while it is downloaded, without storing it."""
     datasets = _load_datasets()
     try:
@@ -224,7 +224,7 @@ def _hub_rows(text: Text) -> Iterator[Any]:
         raise UserError(f"text.dataset: {text.dataset} cannot be read: {first_line(error)}") from None
 
 
-def _saved_rows(root: Path, text: Text) -> Iterator[Any]:
+def _saved_rows(root: Path, text: TextSettings) -> Iterator[Any]:
     """Yield the rows of a data set that `save_to_disk` of the datasets library has written."""
     datasets = _load_datasets()
     try:
@@ -248,7 +248,7 @@ def _load_datasets() -> Any:
     return datasets
 
 
-def _of_rows(rows: Iterator[Any], text: Text, place: str) -> Iterator[Document]:
+def _of_rows(rows: Iterator[Any], text: TextSettings, place: str) -> Iterator[Document]:
     """Yield the document in the requested column of each row; skip rows with no value there."""
     column = None if text.column == "auto" else text.column
     for number, row in enumerate(rows):

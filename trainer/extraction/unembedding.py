@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.extraction.hook_points import Blocks
+from trainer.extraction.hook_points import BlockList
 
 # The size of the values in the rows that probe a norm, and a relative tolerance: a norm subtracts the mean if its
 # output changes by less than this when a constant is added to a row.
 _SIZE, _ROUNDING = 64.0, 1e-2
 
 
-class Ending(NamedTuple):
+class Unembedding(NamedTuple):
     """The final norm or None, and the weight [n_ids, d_model] of the unembedding."""
 
     norm: nn.Module | None
     weight: Tensor
 
 
-def find_ending(model: Any, blocks: Blocks, read: Callable[[], object]) -> Ending | None:
+def find_ending(model: Any, blocks: BlockList, read: Callable[[], object]) -> Unembedding | None:
     """Find the norm and the unembedding after the last block by observing a run of `read`.
 
     Return None if there is more than a norm between the last block and the unembedding.
@@ -40,9 +40,9 @@ def find_ending(model: Any, blocks: Blocks, read: Callable[[], object]) -> Endin
         return None
     (_, residual), (logits_of, _) = flows[last], flows[unembedding]
     if _same(residual, logits_of):
-        return Ending(None, weight)
+        return Unembedding(None, weight)
     fitting = [one for one in norms if one in flows and _same(flows[one][0], residual)]
-    return next((Ending(one, weight) for one in fitting if _same(flows[one][1], logits_of)), None)
+    return next((Unembedding(one, weight) for one in fitting if _same(flows[one][1], logits_of)), None)
 
 
 def _scales(module: nn.Module) -> bool:
@@ -75,7 +75,7 @@ def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, T
 
 
 @torch.inference_mode()
-def folded(ending: Ending) -> Tensor:
+def folded(ending: Unembedding) -> Tensor:
     """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
 
     The result includes the norm's weight and its subtraction of the mean, if any, as in TransformerLens (`fold_ln`). It

@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.contract.paths import box_file
 from trainer.contract.planning.check_job import check_division, chosen_indices, wanted_devices
-from trainer.contract.planning.forecast import NO_ROOM, Room
+from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
@@ -113,8 +113,8 @@ def busy_sentence(load: float, n_cores: int) -> str | None:
     return f"{plural(n_cores, 'core')}, load {load:.0f}: expect about {times:.0f} times as long"
 
 
-def _room(job: JobConfig, gpus: list[Device]) -> Room:
+def _room(job: JobConfig, gpus: list[Device]) -> DeviceMemory:
     """Return the total memory of the smallest GPU of a job; if the job names no GPUs, it gets the largest ones."""
     named, devices = chosen_indices(job), wanted_devices(job)
     sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
-    return Room(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else NO_ROOM
+    return DeviceMemory(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else NO_ROOM

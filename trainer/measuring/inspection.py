@@ -19,7 +19,7 @@ from trainer.activations.shards import Shards
 from trainer.activations.training_data import HowHeldOut, IndexedData
 from trainer.contract.progress import stage
 from trainer.contract.runs.report_card import copies_sentence, held_out_words
-from trainer.contract.settings.job import MAX_NORM, Data
+from trainer.contract.settings.job import MAX_NORM, DataSettings
 from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.settings.sources import ShardKnobs
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, gibibytes, join_words, plural, zero_rows
@@ -40,7 +40,7 @@ _SMALLEST_FP16 = 2.0**-14
 _ROWS_AT_ONCE = 4096
 
 
-class Finding(msgspec.Struct, frozen=True):
+class InspectionFinding(msgspec.Struct, frozen=True):
     """A fact or problem of the data, with a remedy; the remedy is "" if nothing needs to be done."""
 
     severity: Literal["ok", "note", "warning", "error"]
@@ -80,7 +80,7 @@ class Inspection(msgspec.Struct, frozen=True):
     n_held_out: int = 0
     n_texts: int = 0
     copies: float | None = None
-    findings: list[Finding] = []
+    findings: list[InspectionFinding] = []
 
 
 def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspection:
@@ -99,7 +99,7 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     heavy = heavy_dimensions(variance)
     scale = float(variance.sum().sqrt())
     knobs = ShardKnobs(str(path))
-    wanted, how = Data(knobs).held_out(source.n_tokens), HowHeldOut(knobs.usual_hold_out(), 0)
+    wanted, how = DataSettings(knobs).held_out(source.n_tokens), HowHeldOut(knobs.usual_hold_out(), 0)
     data = IndexedData(source, wanted, seed, Group(), how)
     facts = Inspection(
         n_tokens=source.n_tokens,
@@ -124,7 +124,7 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
         n_texts=data.n_texts,
         copies=copies_in(data.of_hook(0), seed),
     )
-    notes = [Finding("note", note) for note in shard_set.notes]
+    notes = [InspectionFinding("note", note) for note in shard_set.notes]
     return msgspec.structs.replace(facts, findings=[*_findings(facts, max_norm), *notes])
 
 
@@ -144,7 +144,7 @@ def table(facts: Inspection) -> str:
     return "\n".join(lines if facts.findings else [*lines, "nothing is wrong with them"])
 
 
-def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
+def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
     """Yield the findings."""
     of_rows = f"of {plural(facts.n_looked_at, 'row')}"
     are_all_the_same = facts.constant_dimensions == facts.d_in
@@ -152,50 +152,52 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
         sentence = f"{facts.not_finite:,} {of_rows} hold a NaN, an infinity or values too large for fp32"
         is_accident = facts.not_finite <= MOST_BAD_ROWS * facts.n_looked_at
         remedy = f"they are left out of training, up to {MOST_BAD_ROWS:.0%}; {CURE}" if is_accident else CURE
-        yield Finding("warning" if is_accident else "error", sentence, remedy)
+        yield InspectionFinding("warning" if is_accident else "error", sentence, remedy)
     yield from _of_size(facts)
     if facts.zero_rows > MANY_ZERO * facts.n_looked_at:
         sentence = zero_rows(facts.zero_rows / facts.n_looked_at, plural(facts.n_looked_at, "row"))
-        yield Finding("warning", sentence, f"set {DROP_ZERO_ROWS} to leave them out")
+        yield InspectionFinding("warning", sentence, f"set {DROP_ZERO_ROWS} to leave them out")
     if facts.outliers:
         ratio = facts.largest_norm / facts.median_norm
         sentence = f"{facts.outliers:,} {of_rows} have more than {times:g} × the median norm, up to {ratio:.0f} ×"
-        yield Finding("warning", sentence, "they are left out of training unless data.max_norm is 0")
+        yield InspectionFinding("warning", sentence, "they are left out of training unless data.max_norm is 0")
     if are_all_the_same:
-        yield Finding("error", "all rows are the same", "extract them again")
+        yield InspectionFinding("error", "all rows are the same", "extract them again")
     elif facts.constant_dimensions:
         are = "is" if facts.constant_dimensions == 1 else "are"
         sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} {are} the same in every row"
-        yield Finding("warning", sentence, "see that the hook is the one you mean")
+        yield InspectionFinding("warning", sentence, "see that the hook is the one you mean")
     if facts.heavy_dimensions:
         heavy = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share)
-        yield Finding("warning", heavy.sentence(), heavy.remedy)
+        yield InspectionFinding("warning", heavy.sentence(), heavy.remedy)
     if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and not are_all_the_same:
         sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
-        yield Finding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
+        yield InspectionFinding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
     if (sentence := copies_sentence(facts.copies)) and not are_all_the_same:
-        yield Finding("warning", sentence, "remove repeated texts or files, so that no row is on both sides")
+        yield InspectionFinding("warning", sentence, "remove repeated texts or files, so that no row is on both sides")
     if facts.gamma > LARGE_GAMMA:
         sentence = f"the mean is {facts.gamma:.1f} times as long as rows are away from it"
-        yield Finding("note", sentence, 'keep sae.b_dec_init and sae.normalize, which take it off, and avoid "zeros"')
+        yield InspectionFinding(
+            "note", sentence, 'keep sae.b_dec_init and sae.normalize, which take it off, and avoid "zeros"'
+        )
     if facts.n_tokens < 20 * facts.d_in:
         sentence = f"{facts.n_tokens:,} rows are few for d_in {facts.d_in}: an SAE will learn them by heart"
-        yield Finding("warning", sentence, "extract more of them")
+        yield InspectionFinding("warning", sentence, "extract more of them")
 
 
-def _of_size(facts: Inspection) -> Iterator[Finding]:
+def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
     """Yield problems with the magnitude of the values.
 
     Training rescales the values, but in fp32. It cannot handle rows beyond the range of fp32, nor restore lost digits.
     """
     remedy = "multiply them by a constant before they are stored"
     if facts.scale > LARGEST_SPREAD:
-        yield Finding("error", f"rows are {facts.scale:.2g} away from their mean: too large for fp32", remedy)
+        yield InspectionFinding("error", f"rows are {facts.scale:.2g} away from their mean: too large for fp32", remedy)
     elif 0 < facts.scale < SMALLEST_VALUE * facts.d_in**0.5:
-        yield Finding("error", f"rows are {facts.scale:.2g} away from their mean: too small for fp32", remedy)
+        yield InspectionFinding("error", f"rows are {facts.scale:.2g} away from their mean: too small for fp32", remedy)
     if facts.subnormal > MANY_SUBNORMAL:
         sentence = f"{facts.subnormal:.0%} of the values that are not 0 are below 6e-05, where fp16 loses digits"
-        yield Finding("warning", sentence, "extract them again in bf16 or fp32")
+        yield InspectionFinding("warning", sentence, "extract them again in bf16 or fp32")
 
 
 def _duplicates(rows: Tensor) -> int:

@@ -39,7 +39,7 @@ class LatentAxis(NamedTuple):
     ids: Tensor
 
 
-class Follower(NamedTuple):
+class TiedParameter(NamedTuple):
     """A parameter that adds `share` times the transposed update of another parameter to its own update."""
 
     parameter: nn.Parameter
@@ -99,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
     # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
     # The follower of each leading parameter. Only the `by_rows` step applies it; else the caller of `step` does.
-    followers: Mapping[nn.Parameter, Follower] = MappingProxyType({})
+    followers: Mapping[nn.Parameter, TiedParameter] = MappingProxyType({})
     # If true, the learning rate is not decayed at the end of training.
     is_schedule_free = False
 

@@ -12,7 +12,7 @@ import torch
 
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import hardware, memory, step_time
-from trainer.contract.planning.choose_mode import Place, Settled, settle
+from trainer.contract.planning.choose_mode import PlannedResources, Settled, settle
 from trainer.contract.planning.hardware import AUTO, CPU, Speeds, assumed_speeds, read_box, write_box
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.rates import full_rate
@@ -74,7 +74,7 @@ def arrange(
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     work = Workload(job, world.size, shape, _name_of_all(world, name))
     free = _free_of_all(world, work, may_take)
-    place = Place(slowest(speeds), min(free) if free else None)
+    place = PlannedResources(slowest(speeds), min(free) if free else None)
     settled = settle(work, place)
     room = _room(settled, free)
     shares = _shares(settled, speeds, room)
@@ -131,7 +131,7 @@ def _room(settled: Settled, free: Sequence[int]) -> list[float] | None:
     return [max(0, n_bytes - beside) / whole for n_bytes in free] if n_columns > 1 else None
 
 
-def _most_tokens(settled: Settled, place: Place) -> int:
+def _most_tokens(settled: Settled, place: PlannedResources) -> int:
     """Return the largest micro-batch in tokens that fits into a rank's memory: 4 to 1 times an even share."""
     even_share = settled.work.micro_batch
     for times in (4.0, 3.0, 2.0, 1.5, 1.25):

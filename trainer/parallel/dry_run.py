@@ -48,7 +48,7 @@ class Echo(Group):
         return gathered
 
 
-class Shared(Protocol):
+class ExchangingPart(Protocol):
     """The part of an SAE that exchanges with other ranks."""
 
     data: Group
@@ -58,7 +58,7 @@ class Shared(Protocol):
 
 
 @contextlib.contextmanager
-def dry_run(sae: Shared) -> Iterator[None]:
+def dry_run(sae: ExchangingPart) -> Iterator[None]:
     """Replace the groups of an SAE by echoes within the context, and treat all its latents as dead.
 
     Dead latents need extra memory, which would otherwise be allocated only later in a run.

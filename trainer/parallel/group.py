@@ -146,7 +146,7 @@ class Processes(Group):
         return self.receive_from(rank, like.new_empty(shape)).cpu()
 
 
-class Ranks(Processes):
+class DistributedGroup(Processes):
     """A group of processes on any machines that uses the collectives of `torch.distributed`."""
 
     sent_bytes: int | None = None

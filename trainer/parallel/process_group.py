@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.errors import UserError
-from trainer.parallel.group import Group, Ranks, peers_expected
+from trainer.parallel.group import DistributedGroup, Group, peers_expected
 from trainer.parallel.opening import open_connections
 from trainer.parallel.shared_memory import SharedRanks, among_neighbours
 from trainer.parallel.waiting import HostWaiting, Waiting, waiting
@@ -103,7 +103,7 @@ class Joined(Connected):
             for members in groups:
                 connected = dist.new_group(list(members), timeout=self._patience)
                 if self.group.index in members:
-                    own = self._by_memory(members, self.device, self._time) or Ranks(connected, self._time)
+                    own = self._by_memory(members, self.device, self._time) or DistributedGroup(connected, self._time)
         return own
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ def join(
             timeout=patience,
             device_id=device if on_gpu else None,
         )
-        ranks = Ranks(None, time)
+        ranks = DistributedGroup(None, time)
         if _may_hang(device):
             # With torchrun's variables, the store is hosted by torchrun's agent or, in older versions, by rank 0.
             first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

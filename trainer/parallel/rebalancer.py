@@ -26,7 +26,7 @@ MUCH_MEMORY = 10**9
 MUCH_WORK = 1.1
 
 
-class Event(NamedTuple):
+class HistoryEvent(NamedTuple):
     """An entry in the job's history."""
 
     kind: str
@@ -34,10 +34,10 @@ class Event(NamedTuple):
     level: str = "info"
 
 
-class Verdict(NamedTuple):
+class RebalanceDecision(NamedTuple):
     """The events to report after an interval, and new shares if a change is worthwhile."""
 
-    events: list[Event]
+    events: list[HistoryEvent]
     shares: Shares | None
 
 
@@ -54,7 +54,7 @@ class Balancer:
         self._told: set[int] = set()
         self._seen: deque[tuple[float, list[float]]] = deque()
 
-    def look(self, totals: dict[str, Tensor], seconds: float) -> Verdict:
+    def look(self, totals: dict[str, Tensor], seconds: float) -> RebalanceDecision:
         """Evaluate an interval that lasted `seconds`; return the events to report and the new shares, if any.
 
         `totals` holds `busy_ms`, `data_ms`, `core_share` and `foreign_bytes`, each a vector with one value per rank.
@@ -63,11 +63,11 @@ class Balancer:
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
         if len(self._work()) != len(times):
             # Ranks that train different SAEs cannot be compared and have no work to share.
-            return Verdict([], None)
+            return RebalanceDecision([], None)
         if not self._rebalance:
-            return Verdict(self._stragglers(times, totals, seconds), None)
+            return RebalanceDecision(self._stragglers(times, totals, seconds), None)
         self._remember(seconds, [work / time for work, time in zip(self._work(), times, strict=True)])
-        return Verdict(self._stragglers(times, totals, seconds), self._better())
+        return RebalanceDecision(self._stragglers(times, totals, seconds), self._better())
 
     def adopt(self, shares: Shares) -> None:
         """Switch to new shares and discard the measurements made with the old ones."""
@@ -91,7 +91,7 @@ class Balancer:
     def _seen_s(self) -> float:
         return sum(seconds for seconds, _ in self._seen)
 
-    def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[Event]:
+    def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[HistoryEvent]:
         """Return an event for each rank that has now been late for long enough to report, or has caught up again."""
         typical, events = statistics.median_low(times), []
         for rank, time in enumerate(times):
@@ -100,12 +100,12 @@ class Balancer:
             self._late[rank] = (n_late + 1, late_s + seconds) if is_late else (0, 0.0)
             if rank in self._told and not is_late:
                 self._told.remove(rank)
-                events.append(Event("straggler", f"rank {rank} keeps up with the others again"))
+                events.append(HistoryEvent("straggler", f"rank {rank} keeps up with the others again"))
             elif rank not in self._told and self._late[rank] >= (PATIENCE, 0) and self._late[rank][1] >= PATIENCE_S:
                 self._told.add(rank)
                 cause = _cause(rank, totals, self._work()[rank])
                 message = f"rank {rank} takes {time / typical:.1f}× as long as the others: {cause}"
-                events.append(Event("straggler", message, "warning"))
+                events.append(HistoryEvent("straggler", message, "warning"))
         return events
 
     def _better(self) -> Shares | None:

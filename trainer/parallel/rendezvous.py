@@ -26,7 +26,7 @@ ENDED = "the connection to another rank was lost (its process has ended)"
 AWAKE_S = 500e-6
 
 
-class Line:
+class ProcessBarrier:
     """A barrier for processes: each one sends a byte to the first rank, which answers when it has all bytes."""
 
     def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
@@ -94,7 +94,9 @@ class Line:
         return connection.recv(1)
 
 
-def join(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+def join(
+    store: Store, size: int, index: int, n_bytes: int, timeout_s: float
+) -> tuple[ProcessBarrier, mmap.mmap] | None:
     """Return a barrier of `size` ranks and `n_bytes` of memory that they share.
 
     Return None if a rank is on another machine or the memory cannot be created. The ranks find each other through
@@ -105,7 +107,7 @@ def join(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) ->
     return _join_line(store, size, index, timeout_s)
 
 
-def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[ProcessBarrier, mmap.mmap] | None:
     """Create the barrier and the memory on the first rank; the memory has no name, so it disappears with the ranks."""
     with contextlib.ExitStack() as stack:
         door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
@@ -118,7 +120,7 @@ def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple
             connections = sorted(connecting.result(timeout_s), key=_index_of)
             for connection in connections:
                 socket.send_fds(connection, [b"."], [memory.fileno()])
-        return Line(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
+        return ProcessBarrier(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
 
 
 def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
@@ -164,7 +166,7 @@ def _index_of(connection: socket.socket) -> int:
     return int.from_bytes(connection.recv(INDEX_BYTES))
 
 
-def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[ProcessBarrier, mmap.mmap] | None:
     """Connect to the first rank; return the barrier and the shared memory, or None if a rank cannot join."""
     number, connection = store.get("number").decode(), socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
@@ -183,7 +185,7 @@ def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[L
         if not descriptors:
             raise ConnectionResetError("its process has ended")
     with os.fdopen(descriptors[0], "r+b") as memory:
-        return Line([connection], timeout_s, is_first=False), mmap.mmap(memory.fileno(), 0)
+        return ProcessBarrier([connection], timeout_s, is_first=False), mmap.mmap(memory.fileno(), 0)
 
 
 def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from trainer.parallel.group import Processes, dense, exchanging, own_part, packs, part_sizes, split_by, wide
-from trainer.parallel.rendezvous import Line, join
+from trainer.parallel.rendezvous import ProcessBarrier, join
 from trainer.parallel.waiting import Waiting
 
 # Bytes that a rank writes for other ranks at a time; small enough to stay in a cache.
@@ -29,7 +29,7 @@ class SharedRanks(Processes):
     # Bytes that this rank has written for other ranks.
     sent_bytes: int = 0
 
-    def __init__(self, size: int, index: int, waiting: Waiting, line: Line, memory: mmap.mmap) -> None:
+    def __init__(self, size: int, index: int, waiting: Waiting, line: ProcessBarrier, memory: mmap.mmap) -> None:
         super().__init__(size, index, waiting)
         self._line = line
         # Double buffering: a rank that writes to one area has finished reading the other.
@@ -37,7 +37,7 @@ class SharedRanks(Processes):
         self._n_times = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        return [_Sums(self, list(tensors))]
+        return [_PendingSums(self, list(tensors))]
 
     def add_up(self, tensors: list[Tensor]) -> None:
         """Replace every tensor by its sum over the group."""
@@ -166,7 +166,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class _Sums:
+class _PendingSums:
     """A handle for sums that are computed only in `wait`."""
 
     def __init__(self, ranks: SharedRanks, tensors: list[Tensor]) -> None:

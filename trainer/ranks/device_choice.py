@@ -13,7 +13,7 @@ from trainer.contract.errors import JobFileError, UsageError, errors
 from trainer.contract.output import complain
 from trainer.contract.paths import box_file
 from trainer.contract.planning.check_job import Machine, check, chosen_indices, takes_slices, wanted_devices
-from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.gpu_vendors import is_slice, refusal_of_slices
 from trainer.contract.planning.hardware import CPU, read_box, slowest
 from trainer.contract.printable import printable
@@ -61,7 +61,7 @@ def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankS
     GPU memory used by other processes is not considered.
     """
     name = slowest(gpu.name for gpu in gpus) if gpus else CPU
-    room = Room(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    room = DeviceMemory(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
     return with_model_placed(spec, job, name, read_box(box_file()), room)
 
 

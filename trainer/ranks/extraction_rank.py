@@ -10,13 +10,13 @@ import torch
 
 from trainer.contract.json_file import write_json
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.store.metrics_store import LOADING_MODEL, Row
-from trainer.extraction.extraction import Result, extract
+from trainer.contract.store.metrics_store import LOADING_MODEL, MetricRow
+from trainer.extraction.extraction import ExtractionResult, extract
 from trainer.extraction.peers import Alone, Peers
 from trainer.extraction.state import stored_state
 from trainer.metrics.pace import memory_bytes
 from trainer.reporting import rank_log
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 
 # Interval in seconds between tokens/s values and between log lines.
 ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
@@ -27,7 +27,13 @@ PEERS = "peers"
 
 
 def extract_rows(
-    job: ExtractJob, rank: int, size: int, device: torch.device, folder: Path, progress: Progress, stop: threading.Event
+    job: ExtractJob,
+    rank: int,
+    size: int,
+    device: torch.device,
+    folder: Path,
+    progress: RunProgress,
+    stop: threading.Event,
 ) -> bool:
     """Extract this rank's part; return True when there are enough rows or the text has ended, False after a stop.
 
@@ -47,7 +53,7 @@ def extract_rows(
 class Reporter:
     """Reports to the store and the log how many of the `n_wanted` rows are kept, starting at `n_kept`."""
 
-    def __init__(self, progress: Progress, device: torch.device, n_wanted: int, n_kept: int) -> None:
+    def __init__(self, progress: RunProgress, device: torch.device, n_wanted: int, n_kept: int) -> None:
         self._progress, self._device, self._n_wanted = progress, device, n_wanted
         self._n_before, self._line_at = n_kept, 0.0
         # Start of the current interval; None until the first batch is done, since the model loads before it.
@@ -62,16 +68,16 @@ class Reporter:
         if now - self._since < ROW_EVERY_S:
             return
         rate = (n_kept - self._n_before) / (now - self._since)
-        self._progress.rows([Row("tokens_per_s", n_kept, rate), self._memory(n_kept)])
+        self._progress.rows([MetricRow("tokens_per_s", n_kept, rate), self._memory(n_kept)])
         self._n_before, self._since = n_kept, now
         if now >= self._line_at:
             self._line_at = now + LINE_EVERY_S
             rank_log.say(f"row {n_kept:,}/{self._n_wanted:,}  {rate:,.0f} rows/s")
 
-    def _memory(self, n_kept: int) -> Row:
-        return Row("memory_bytes", n_kept, memory_bytes(self._device))
+    def _memory(self, n_kept: int) -> MetricRow:
+        return MetricRow("memory_bytes", n_kept, memory_bytes(self._device))
 
-    def end(self, result: Result) -> None:
+    def end(self, result: ExtractionResult) -> None:
         """Report the result of the extraction."""
         left_out = "".join(f", left out {n:,} {reason}" for reason, n in result.left_out.items() if n)
         sentence = f"{result.state}: {result.n_tokens:,} rows for each hook{left_out}"

@@ -29,7 +29,7 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
 from trainer.contract.settings.knobs import show
 from trainer.contract.wording import join_words, plural
-from trainer.extraction.extraction import Result, extract, result_of
+from trainer.extraction.extraction import ExtractionResult, extract, result_of
 from trainer.extraction.peers import Alone
 from trainer.extraction.state import stored_state
 from trainer.ranks.device_choice import chosen, here
@@ -51,7 +51,7 @@ def run(job: ExtractJob, *, as_json: bool) -> int:
     return EXIT_FINISHED if result.state == "finished" else EXIT_STOPPED
 
 
-def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
+def _run_alone(job: ExtractJob, gpus: list[Device]) -> ExtractionResult:
     """Extract in this process."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS):
@@ -67,7 +67,7 @@ def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
         return extract(job, torch.device("cuda" if gpus else "cpu"), peers, _tell)
 
 
-def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> Result:
+def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> ExtractionResult:
     """Extract in several processes, with a temporary run folder inside the output folder."""
     state, output = stored_state(job, size), Path(job.extract.output)
     if state.is_finished:
@@ -90,7 +90,7 @@ def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> Result:
             gpu_vendor=torch_vendor() if gpus else "",
         )
         Foreground(job, spec, lock).run()
-        result = read_json(paths.attempt(1) / PEERS / RESULT, Result)
+        result = read_json(paths.attempt(1) / PEERS / RESULT, ExtractionResult)
         shutil.rmtree(paths.root, ignore_errors=True)
     return result or result_of(job, stored_state(job, size), "stopped")
 
@@ -125,7 +125,7 @@ def _of_hook(hook: str, folder: Path) -> Iterator[str]:
         yield f"  also called {join_words(others)}"
 
 
-def _print(job: ExtractJob, result: Result, *, as_json: bool) -> None:
+def _print(job: ExtractJob, result: ExtractionResult, *, as_json: bool) -> None:
     if as_json:
         show_text(json.dumps(msgspec.to_builtins(result)) + "\n")
         return

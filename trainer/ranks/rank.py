@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.parallel.process_group import World
-    from trainer.reporting.progress import Progress
+    from trainer.reporting.progress import RunProgress
 
 # A rank that was asked to stop and makes no progress for this long is stuck.
 STUCK_AFTER_S = 60.0
@@ -90,14 +90,14 @@ def _train(
     on_met: Callable[[], object],
 ) -> bool:
     """Train or extract; return True if the run is finished, False if it stopped with a checkpoint."""
-    from trainer.reporting.progress import Progress
+    from trainer.reporting.progress import RunProgress
 
     paths = RunPaths(spec.run_dir)
     job = job or load_any_run_job(paths.job_file, read=read_own_text)
     if isinstance(job, JobConfig):
         job = with_model_gpus(job, spec.n_devices, spec.model_gpus)
     finish = threading.Event()
-    progress = _reporting(spec, job, paths, stop, finish) if rank == 0 else Progress()
+    progress = _reporting(spec, job, paths, stop, finish) if rank == 0 else RunProgress()
     try:
         # While rank 0 saves, the other ranks wait in the next step; if it fails, they end too.
         others_s = patience_s(job, spec.world_size)
@@ -116,7 +116,7 @@ def _train(
 
 def _reporting(
     spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event
-) -> Progress:
+) -> RunProgress:
     """Return the progress writer of rank 0, for the run's store and the mirrors configured in the job."""
     from trainer.reporting.mirroring import with_mirrors
 
@@ -127,7 +127,9 @@ def _reporting(
     return with_mirrors(progress, job, paths.root, begins.step if begins else 0)
 
 
-def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event) -> Progress:
+def _progress(
+    spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event
+) -> RunProgress:
     """Return a progress writer for the run's store or, if the store is on another host, for a file.
 
     For a resumed run, delete the history after the step at which it resumes.
@@ -163,7 +165,7 @@ def _run(
     rank: int,
     job: AnyJob,
     paths: RunPaths,
-    progress: Progress,
+    progress: RunProgress,
     stop: threading.Event,
     finish: threading.Event,
     on_met: Callable[[], object],
@@ -222,13 +224,13 @@ def _run(
 
     def of_thread(group: Threads) -> bool:
         from trainer.reporting import rank_log
-        from trainer.reporting.progress import Progress
+        from trainer.reporting.progress import RunProgress
 
         rank_log.muted.is_on = group.index > 0
         device = rank_device(spec, group.index)
         group.waiting = waiting(device)
         world = World(device, group, group.waiting)
-        return _train_with(world, spec, job, paths, Progress() if group.index else progress, stop, finish)
+        return _train_with(world, spec, job, paths, RunProgress() if group.index else progress, stop, finish)
 
     return on_all(spec.world_size, of_thread)[0]
 
@@ -238,7 +240,7 @@ def _train_with(
     spec: RankSpec,
     job: JobConfig,
     paths: RunPaths,
-    progress: Progress,
+    progress: RunProgress,
     stop: threading.Event,
     finish: threading.Event,
     own_devices: Sequence[torch.device] = (),
@@ -285,7 +287,7 @@ def _train_with(
 class Compiling:
     """Reports the kernels that Triton compiles before the first step of a run that begins at `step`."""
 
-    def __init__(self, progress: Progress, step: int, tokens: int) -> None:
+    def __init__(self, progress: RunProgress, step: int, tokens: int) -> None:
         self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
 
     def begin(self, number: int) -> None:
@@ -302,7 +304,7 @@ class Compiling:
             rank_log.say(f"compiling {of_all} kernels, first time on this machine")
 
 
-def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -> None:
+def _compile(world: World, spec: RankSpec, job: JobConfig, progress: RunProgress) -> None:
     """Compile and try all kernels before the first step, with a heartbeat for each.
 
     The first time on a machine this takes one or two minutes, and without heartbeats the run would appear to hang. The
@@ -323,7 +325,7 @@ def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -
     )
 
 
-def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
+def _tell_plan(plan: Plan, file: Path, progress: RunProgress) -> None:
     """Write the plan to the attempt's folder, the run's history and the log; failures do not stop the run."""
     from trainer.reporting import rank_log
 
@@ -334,7 +336,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
         rank_log.say(f"plan: {plan.sentence()}")
 
 
-def _report_staged(spec: RankSpec, progress: Progress) -> None:
+def _report_staged(spec: RankSpec, progress: RunProgress) -> None:
     """Report that transfers go through host memory, and record that for later jobs."""
     # Cluster nodes would write to the file of the host that submitted the job.
     if spec.by_files or not spec.box_file:
@@ -445,7 +447,7 @@ def _hold_signals() -> None:
 
 
 def _stop_on_sigterm(
-    stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int, first: Path | None = None
+    stop: threading.Event, progress: RunProgress, stuck_after_s: float, parent: int, first: Path | None = None
 ) -> None:
     """Start a thread that waits for `STOP_SIGNALS`; a handler would not run while the main thread waits for a peer."""
     arguments = (stop, progress, stuck_after_s, parent, first)
@@ -453,7 +455,7 @@ def _stop_on_sigterm(
 
 
 def _await_sigterm(
-    stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int, first: Path | None
+    stop: threading.Event, progress: RunProgress, stuck_after_s: float, parent: int, first: Path | None
 ) -> None:
     """Request a stop at each stop signal; after the first, watch for training that is stuck or orphaned."""
     signal.sigwait(STOP_SIGNALS)
@@ -465,7 +467,7 @@ def _await_sigterm(
         stop.set()
 
 
-def _end_if_stuck(progress: Progress, stuck_after_s: float, parent: int, first: Path | None) -> None:
+def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, first: Path | None) -> None:
     """Wait until training is stuck or orphaned, then exit the process."""
 
     def is_alone() -> bool:
@@ -496,7 +498,7 @@ def _leave(reason: str) -> NoReturn:
     os._exit(EXIT_FAILED)
 
 
-def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+def wait_until_stuck(progress: RunProgress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
     """Return once step and phase have not changed for `after_s` seconds, or once `is_over()` is true.
 
     Saving and waiting for disk space are not limited.

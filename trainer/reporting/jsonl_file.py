@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.paths import open_private
-from trainer.contract.store.metrics_store import Heartbeat, Row
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow
 from trainer.contract.store.progress_line import ProgressLine, encode, stored_rows
 from trainer.contract.store.rows import Event
 from trainer.reporting.progress import Wanted
@@ -45,7 +45,7 @@ class LineFile:
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
         self._path, self._rewind, self._cut = path, rewind, False
 
-    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
+    def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
         self._append(encode(ProgressLine(stored_rows(rows), heartbeat, tuple(events), self._rewind)))
         self._rewind = None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.store.database import StoreCorrupt, check_whole, file_identity, set_aside
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Event
 
 
@@ -20,7 +20,7 @@ class SeriesFile:
         self._identity: tuple[int, int] | None = None
         self._touched: tuple[int, int] | None = None
 
-    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
+    def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
         """Write one flush in a single transaction; raise `StoreError` if that fails."""
         if self._writer is None:
             self._writer = SeriesWriter(self.path)

@@ -12,10 +12,10 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.series import PER_RANK
-from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.metrics_store import MetricRow
 from trainer.reporting.backlog import Backlog
 from trainer.reporting.mirrors.base import Mirror, MirroredRun, mirrored_run
-from trainer.reporting.progress import MOST_ROWS, Progress
+from trainer.reporting.progress import MOST_ROWS, RunProgress
 
 HAND_OVER_S = 2.0
 # How long a tool that is still uploading may delay the end of a run.
@@ -24,14 +24,14 @@ CLOSE_S = 20.0
 Tell = Callable[[str, str], None]
 
 
-class MirroredProgress(Progress):
+class MirroredProgress(RunProgress):
     """Passes all reports to `stored`, and sends the metrics to the mirrors too."""
 
-    def __init__(self, stored: Progress, mirrors: Sequence[MirrorThread]) -> None:
+    def __init__(self, stored: RunProgress, mirrors: Sequence[MirrorThread]) -> None:
         super().__init__()
         self._stored, self._mirrors = stored, mirrors
 
-    def rows(self, rows: Iterable[Row]) -> None:
+    def rows(self, rows: Iterable[MetricRow]) -> None:
         rows = list(rows)
         self._stored.rows(rows)
         for mirror in self._mirrors:
@@ -60,7 +60,7 @@ class MirroredProgress(Progress):
         self._stored.close()
 
 
-def with_mirrors(progress: Progress, job: JobConfig, folder: Path, first_step: int) -> Progress:
+def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step: int) -> RunProgress:
     """Return a progress that also sends metrics to the job's mirrors; `progress` itself if the job has none."""
 
     def tell(message: str, level: str) -> None:
@@ -85,12 +85,12 @@ class MirrorThread:
     def __init__(self, name: str, run: MirroredRun, tell: Tell) -> None:
         self._name, self._run, self._tell = name, run, tell
         self._dealer = Dealer(list(run.settings))
-        self._rows: Backlog[Row] = Backlog(MOST_ROWS)
+        self._rows: Backlog[MetricRow] = Backlog(MOST_ROWS)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"mirror {name}", daemon=True)
         self._thread.start()
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[MetricRow]) -> None:
         if self._thread.is_alive():
             self._rows.add(rows)
 
@@ -137,7 +137,7 @@ class Dealer:
         self._labels = labels
         self._of_saes: set[str] = set()
 
-    def out(self, rows: Iterable[Row]) -> dict[tuple[str, int], dict[str, float]]:
+    def out(self, rows: Iterable[MetricRow]) -> dict[tuple[str, int], dict[str, float]]:
         """Return the values by label and step; values of the whole run are added to every SAE."""
         values: dict[tuple[str, int], dict[str, float]] = {}
         for row in rows:

@@ -19,9 +19,9 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.store.database import StoreCorrupt
-from trainer.contract.store.follower import Follower
+from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.job_store import ENDING, Control
-from trainer.contract.store.metrics_store import Heartbeat, Row
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow
 from trainer.contract.store.rows import Event
 from trainer.reporting.backlog import Backlog
 from trainer.reporting.metrics_file import SeriesFile
@@ -53,7 +53,7 @@ class Requests:
 
     def __init__(self, control_db: Path, job_id: int) -> None:
         self._job_id = job_id
-        self._follower = Follower(control_db, lambda path: Control(path, readonly=True))
+        self._follower = StoreFollower(control_db, lambda path: Control(path, readonly=True))
         self._wanted = Wanted()
 
     def wanted(self) -> Wanted:
@@ -67,13 +67,13 @@ class Requests:
         self._wanted = Wanted(frozenset(asked & ENDING), "finish" in asked)
 
 
-class Progress:
+class RunProgress:
     """Remembers the phase and step of the run. Ranks other than 0 report nothing else."""
 
     def __init__(self) -> None:
         self.place = ("starting", 0)
 
-    def rows(self, rows: Iterable[Row]) -> None:
+    def rows(self, rows: Iterable[MetricRow]) -> None:
         """Queue metric values for the store."""
 
     def beat(self, phase: str, step: int, tokens: int) -> None:
@@ -100,10 +100,10 @@ class AnyRequests(Protocol):
     def wanted(self) -> Wanted: ...
 
 
-class Store(Protocol):
+class RowStore(Protocol):
     """A store of rows. Any call may raise; the same rows are then written again."""
 
-    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
+    def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 
     def mend(self) -> str:
         """Return what happened to the store's file if it was lost; else ""."""
@@ -116,12 +116,12 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-class StoredProgress(Progress):
+class StoredProgress(RunProgress):
     """Writes to `metrics.db` or another store every half second, and polls for requests."""
 
     def __init__(
         self,
-        store: Path | Store,
+        store: Path | RowStore,
         total_steps: int,
         stop: threading.Event,
         requests: AnyRequests | None,
@@ -136,13 +136,13 @@ class StoredProgress(Progress):
         self._total_steps = total_steps
         self._stop, self._finish, self._requests = stop, finish or threading.Event(), requests
         self._seen_stop = Wanted().stop
-        self._rows: Backlog[Row] = Backlog(MOST_ROWS)
+        self._rows: Backlog[MetricRow] = Backlog(MOST_ROWS)
         self._events: Backlog[Event] = Backlog(MOST_EVENTS)
         self._heartbeat: Heartbeat | None = None
         self._written: Heartbeat | None = None
         self._sign = sign
         self._signed: Heartbeat | None = None
-        self._store: Store = SeriesFile(store) if isinstance(store, Path) else store
+        self._store: RowStore = SeriesFile(store) if isinstance(store, Path) else store
         self._outage: Outage | None = None
         self._dropped_told = 0
         self._closed, self._wake = threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ class StoredProgress(Progress):
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 
-    def rows(self, rows: Iterable[Row]) -> None:
+    def rows(self, rows: Iterable[MetricRow]) -> None:
         self._rows.add(rows)
 
     def beat(self, phase: str, step: int, tokens: int) -> None:

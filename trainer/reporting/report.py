@@ -14,10 +14,10 @@ from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, OVERFITTING, PASS
 from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK, log_words, series_named, title_of
-from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.metrics_store import MetricRow
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 
 
 class Report:
@@ -28,7 +28,7 @@ class Report:
     """
 
     def __init__(
-        self, progress: Progress, is_main: bool, labels: list[str], expected_step_s: float | None = None
+        self, progress: RunProgress, is_main: bool, labels: list[str], expected_step_s: float | None = None
     ) -> None:
         self._progress, self._is_main = progress, is_main
         self._expected_step_s = expected_step_s
@@ -43,7 +43,9 @@ class Report:
         self._rate = values["tokens_per_s"]
         self._rows(step, values)
         for name in PER_RANK:
-            self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
+            self._progress.rows(
+                [MetricRow(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())]
+            )
 
     def compare(self, step: int, step_ms: float) -> None:
         """Report once the measured step time in ms and the step time that the cost model expected."""
@@ -185,7 +187,7 @@ class Report:
             self._rows(step, values)
 
     def _rows(self, step: int, values: Mapping[str, float]) -> None:
-        self._progress.rows([Row(name, step, value) for name, value in values.items()])
+        self._progress.rows([MetricRow(name, step, value) for name, value in values.items()])
 
 
 def _at(hook: str) -> str:

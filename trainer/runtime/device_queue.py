@@ -38,7 +38,7 @@ class Moment(Protocol):
         """Make all work that this thread queues on `device` from now on wait for this point."""
 
 
-class Past:
+class CompletedWork:
     """A point in the work of a CPU, which is done as soon as the call returns."""
 
     def hold(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class CudaMoment:
 
 def moment(device: torch.device) -> Moment:
     """Return the point when this device has finished all work that this thread has queued so far."""
-    return CudaMoment(device) if device.type == "cuda" else Past()
+    return CudaMoment(device) if device.type == "cuda" else CompletedWork()
 
 
 def queued_copy(values: Tensor, device: torch.device) -> Tensor:

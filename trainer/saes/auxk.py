@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from trainer.parallel.group import Group, own_part, wide
 from trainer.saes.base import Sae
 from trainer.saes.kernels import dead_latents, top_k
-from trainer.saes.kernels.dead_latents import Packed, Silent, Weights
+from trainer.saes.kernels.dead_latents import Packed, SilentLatents, Weights
 from trainer.saes.kernels.silence import take_variance
 from trainer.saes.losses import auxk_error
 from trainer.saes.row_gradients import RowGradient
@@ -22,7 +22,7 @@ from trainer.saes.row_gradients import RowGradient
 LONGEST_SILENCE = 2**31 - 1
 
 
-class Candidates(NamedTuple):
+class DeadCandidates(NamedTuple):
     """Dead latents [n]; each token uses the `n_chosen` strongest.
 
     `latents` are distinct indices on this rank, or −1 if another rank holds the latent. `rows` are their weights in the
@@ -57,7 +57,7 @@ class AuxK(nn.Module):
         self.register_buffer("residual_variance", torch.ones(()))
 
     @torch.no_grad()
-    def candidates(self, sae: Sae, dtype: torch.dtype) -> Candidates | None:
+    def candidates(self, sae: Sae, dtype: torch.dtype) -> DeadCandidates | None:
         """Return the weights of the latents silent for longest, at most 2·k_aux over all ranks, in `dtype`.
 
         The limit keeps their dense products a small part of the step, however many latents are dead, and a fixed number
@@ -72,9 +72,9 @@ class AuxK(nn.Module):
         if not own.bias.is_cuda:
             own = own.first(n := _n_dead(own.bias > -torch.inf, n))
         rows = dead_latents.rows(sae.W_enc, sae.W_dec, own.latents, dtype).weights
-        return Candidates(own.latents, rows._replace(b_enc=own.bias), own.weight, min(n, n_chosen), [])
+        return DeadCandidates(own.latents, rows._replace(b_enc=own.bias), own.weight, min(n, n_chosen), [])
 
-    def explain(self, sae: Sae, centred: Tensor, candidates: Candidates | None) -> Explained | None:
+    def explain(self, sae: Sae, centred: Tensor, candidates: DeadCandidates | None) -> Explained | None:
         """Reconstruct the error of this rank's tokens from candidates.
 
         `centred` [n_tokens, d_in] is the encoder's input. Ranks that share the latents have the same `centred`.
@@ -101,7 +101,7 @@ class AuxK(nn.Module):
         take_variance(self.residual_variance, sums)
 
 
-def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> Silent:
+def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> SilentLatents:
     """Return the n latents of this rank that have been silent for longest; on a CPU they are sorted by silence."""
     silence = sae.n_tokens_since_fired
     if found := dead_latents.longest_silent(silence, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
@@ -113,7 +113,7 @@ def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> S
         latents = _order(sae).topk(n, largest=False).indices
     is_dead = silence.index_select(0, latents) >= sae.dead_after_tokens
     bias = torch.where(is_dead, sae.b_enc.index_select(0, latents).to(dtype), -torch.inf)
-    return Silent(latents, bias, is_dead.any() / variance)
+    return SilentLatents(latents, bias, is_dead.any() / variance)
 
 
 def _order(sae: Sae) -> Tensor:
@@ -124,7 +124,7 @@ def _order(sae: Sae) -> Tensor:
     return torch.sub(sae.ids, sae.n_tokens_since_fired.clamp_max(LONGEST_SILENCE), alpha=sae.d_sae)
 
 
-def _of_all_ranks(sae: Sae, own: Silent, n: int, n_chosen: int, variance: Tensor) -> Candidates:
+def _of_all_ranks(sae: Sae, own: SilentLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
     """Return the n latents of all ranks that have been silent for longest; `own` are the candidates of this rank.
 
     Each rank fills in the weights of its latents and zeros elsewhere, so the sum over the ranks is exact. How many of
@@ -145,7 +145,7 @@ def _of_all_ranks(sae: Sae, own: Silent, n: int, n_chosen: int, variance: Tensor
     packed = dead_latents.rows(sae.W_enc, sae.W_dec, latents, dtype)
     packed.weights.b_enc.copy_(own.bias.new_zeros(n + 1).scatter_(0, places, own.bias)[:n])
     transfers = group.start_sums([packed.flat])
-    return Candidates(latents, packed.weights, is_dead.any() / variance, min(n, n_chosen), transfers)
+    return DeadCandidates(latents, packed.weights, is_dead.any() / variance, min(n, n_chosen), transfers)
 
 
 def _n_dead(is_dead: Tensor, n: int) -> int:
@@ -156,7 +156,7 @@ def _n_dead(is_dead: Tensor, n: int) -> int:
     return max(1, min(n, int(is_dead.sum())))
 
 
-def _explained(sae: Sae, centred: Tensor, candidates: Candidates) -> Tensor:
+def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
     """Return a reconstruction [n_tokens, d_out] from each token's strongest candidates."""
     parameters = sae.W_enc, sae.b_enc, sae.W_dec, sae.input_bias
     leave = sae.row_gradients.leave
@@ -179,7 +179,7 @@ class _Explain(torch.autograd.Function):
         b_enc: Tensor,
         W_dec: Tensor,
         input_bias: Tensor,
-        candidates: Candidates,
+        candidates: DeadCandidates,
         group: Group,
         leave: Callable[[RowGradient], None],
     ) -> Tensor:

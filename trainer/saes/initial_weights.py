@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.job import Sae as SaeSettings
+from trainer.contract.settings.job import SaeSettings
 from trainer.parallel.latents import Latents
 from trainer.saes.base import Sae
 

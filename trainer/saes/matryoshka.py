@@ -90,7 +90,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         # If kernels compute x_hat, it has no gradient; training needs none.
         triton = triton_for(y, parts, offset) if self.training else None
         if triton is None:
-            x_hat, inner = _Nested.apply(parts, offset, y)  # type: ignore[no-untyped-call]
+            x_hat, inner = _PrefixErrors.apply(parts, offset, y)  # type: ignore[no-untyped-call]
             return x_hat, errors_of(y, x_hat, self.y_mean), inner
         found = triton.nested(parts.detach(), offset.detach(), y, self.y_mean)
         known = found.errors, found.sums.error.square, found.inner, triton
@@ -124,7 +124,7 @@ def _gradients(kernels: ModuleType, errors: Tensor, *grads_and_dtype: Any) -> Gr
     return Gradients(*kernels.nested_gradients(errors, *grads_and_dtype))
 
 
-class _Nested(torch.autograd.Function):
+class _PrefixErrors(torch.autograd.Function):
     """x_hat, and Σ‖y − x_hat‖² summed over all prefixes but the full dictionary, from the output of each level.
 
     `offset`, [d_out] or [n_tokens, d_out], is added to every prefix.
@@ -157,7 +157,7 @@ class _Nested(torch.autograd.Function):
 
 
 class _KnownNested(torch.autograd.Function):
-    """Both sums of `_Nested`, already computed by kernels, with the gradients of `parts` and `offset`."""
+    """Both sums of `_PrefixErrors`, already computed by kernels, with the gradients of `parts` and `offset`."""
 
     @staticmethod
     def forward(

@@ -45,7 +45,7 @@ class Firings(NamedTuple):
     activations: Tensor
 
 
-class Shared(NamedTuple):
+class SharedSae(NamedTuple):
     """An SAE in its exchange form: it maps raw activations to raw activations.
 
     `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, a transcoder x itself.
@@ -123,15 +123,15 @@ class Format(ABC):
     files: ClassVar[tuple[str, ...]] = ()
     # The sets of files that an SAE can be read from.
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    # Whether `write` needs `Shared.firings`.
+    # Whether `write` needs `SharedSae.firings`.
     needs_firings: ClassVar[bool] = False
 
-    def refusal(self, sae: Shared) -> str | None:
+    def refusal(self, sae: SharedSae) -> str | None:
         """Return the reason if the format cannot store this SAE without changing its output, else None."""
         return None
 
     @abstractmethod
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         """Write an SAE atomically and return a sentence on each omission. Check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
@@ -139,7 +139,7 @@ class Format(ABC):
         sets = [names for names in self.reads if place.is_dir() or place.name in names]
         return any(holds(folder_of(place), *names) for names in sets)
 
-    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         """Read the SAE in a folder or a file; raise `UserError` if no architecture here can compute it."""
         raise UsageError(f"{place} is in a format that can only be written")
 
@@ -172,9 +172,9 @@ def count_saes(names: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> Shared:
+def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> SharedSae:
     """Return the exchange form of an SAE, which must be in evaluation mode."""
-    return Shared(
+    return SharedSae(
         config=sae.export_config(),
         weights=sae.export_weights(),
         metadata=metadata | _scales_of(sae),

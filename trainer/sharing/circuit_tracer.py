@@ -14,7 +14,7 @@ from trainer.checkpoints.atomic_folder import fill_folder, sync, write_tensors
 from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
 from trainer.saes.base import saelens_name
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card, holds
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card, holds
 from trainer.sharing.origins import origin_of
 from trainer.sharing.reading import checked, converted, read_safetensors, read_text, taken, wanted, with_given
 
@@ -37,7 +37,7 @@ class CircuitTracer(Format):
     files = (CONFIG, "layer_*.safetensors")
     reads = ((CONFIG, "layer_N.safetensors"),)
 
-    def refusal(self, sae: Shared) -> str | None:
+    def refusal(self, sae: SharedSae) -> str | None:
         if not sae.is_transcoder:
             return "circuit-tracer takes transcoders, and this is an SAE; train one with data.hook = mlp.LAYER"
         if sae.d_in != sae.d_out:
@@ -46,11 +46,11 @@ class CircuitTracer(Format):
             return f"circuit-tracer knows a ReLU, a threshold or TopK, and this is exported as {sae.architecture}"
         return None
 
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         self.write_set([sae], folder)
         return notes_of_set([member_of(sae)])
 
-    def write_set(self, saes: Iterable[Shared], folder: Path) -> None:
+    def write_set(self, saes: Iterable[SharedSae], folder: Path) -> None:
         """Write transcoders of different layers as one set, atomically. Check `refusal` for each first."""
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
@@ -62,7 +62,7 @@ class CircuitTracer(Format):
     def recognises(self, place: Path) -> bool:
         return holds(folder_of(place), CONFIG) and layer_file(place) is not None
 
-    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         file = layer_file(place) or place
         config = with_given(_read_yaml(folder_of(place) / CONFIG), given)
         of_set = folder_of(place) / CONFIG
@@ -82,7 +82,7 @@ class CircuitTracer(Format):
         own = {"architecture": name, **({"k": k} if form == _TOPK else {})}
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
         # With a threshold below 0, circuit-tracer passes negative activations; `checked` refuses such thresholds.
-        sae = checked(Shared(own, weights, facts, k=k, is_transcoder=True), file)
+        sae = checked(SharedSae(own, weights, facts, k=k, is_transcoder=True), file)
         return converted(sae, file)
 
 
@@ -116,7 +116,7 @@ class Member(NamedTuple):
     config: str
 
 
-def member_of(sae: Shared) -> Member:
+def member_of(sae: SharedSae) -> Member:
     """Return the properties of a transcoder that its set depends on."""
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
@@ -148,18 +148,18 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
     return notes + [_OF_TOPK] * any(one.k is not None for one in members)
 
 
-def layer_of(sae: Shared) -> int | None:
+def layer_of(sae: SharedSae) -> int | None:
     """Return the layer of a transcoder's input, used in its file name; None if unknown."""
     layer = sae.metadata.get("hook_layer")
     return layer if isinstance(layer, int) and layer >= 0 else None
 
 
-def _k_of(sae: Shared) -> int | None:
+def _k_of(sae: SharedSae) -> int | None:
     """Return k of a TopK transcoder; None for other architectures."""
     return int(sae.config["k"]) if sae.form == _TOPK else None
 
 
-def _tensors(sae: Shared) -> dict[str, Tensor]:
+def _tensors(sae: SharedSae) -> dict[str, Tensor]:
     # circuit-tracer stores both matrices with one row per latent.
     tensors = {name: sae.weights[name] for name in ("W_dec", "b_enc", "b_dec")}
     tensors["W_enc"] = sae.weights["W_enc"].T
@@ -170,7 +170,7 @@ def _tensors(sae: Shared) -> dict[str, Tensor]:
     return tensors
 
 
-def _config(sae: Shared) -> str:
+def _config(sae: SharedSae) -> str:
     """Return the set's settings as YAML; JSON strings are valid YAML strings."""
     facts = sae.metadata
     settings = {

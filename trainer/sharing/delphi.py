@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.checkpoints.atomic_folder import fill_folder, write_json
 from trainer.contract.errors import UsageError
-from trainer.sharing.base import Firings, Format, Shared
+from trainer.sharing.base import Firings, Format, SharedSae
 
 CONFIG = "config.json"
 # delphi's default number of files.
@@ -25,13 +25,13 @@ class Delphi(Format):
     files = ("[0-9]*_[0-9]*.safetensors", CONFIG)
     needs_firings = True
 
-    def refusal(self, sae: Shared) -> str | None:
+    def refusal(self, sae: SharedSae) -> str | None:
         if sae.firings is None:
             reason = "delphi holds on which tokens latents fire, and the data of this run does not tell its tokens"
             return f"{reason}; that of `sae-train extract` does"
         return None
 
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         assert sae.firings is not None
         firings = sae.firings()
         if not len(firings.activations):
@@ -76,7 +76,7 @@ def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
     }
 
 
-def _config(sae: Shared, firings: Firings, n_splits: int) -> dict[str, object]:
+def _config(sae: SharedSae, firings: Firings, n_splits: int) -> dict[str, object]:
     """Return the fields of delphi's CacheConfig and the name of the model whose tokenizer delphi loads."""
     n_contexts, n_tokens = firings.tokens.shape
     return {

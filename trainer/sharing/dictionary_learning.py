@@ -13,7 +13,7 @@ from trainer.checkpoints.atomic_folder import fill_folder, write_json
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, forget_card, holds
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, forget_card, holds
 from trainer.sharing.origins import of_submodule, origin_of
 from trainer.sharing.reading import (
     checked,
@@ -34,7 +34,7 @@ _LINEAR = {"W_enc": "encoder.weight", "b_enc": "encoder.bias", "W_dec": "decoder
 _OWN = {name: name for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
 
 
-class _Kind(NamedTuple):
+class _DictionaryClass(NamedTuple):
     """A dictionary_learning class: the equivalent SAELens architecture and the tensor names.
 
     `transposed` means that matrices are stored as in an nn.Linear. `extra` lists optional tensors such as k.
@@ -49,13 +49,23 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "AutoEncoder": _Kind("standard", _LINEAR | {"b_dec": "bias"}, transposed=True),
-    "AutoEncoderNew": _Kind("standard", _LINEAR | {"b_dec": "decoder.bias"}, transposed=True, subtracts=False),
-    "AutoEncoderTopK": _Kind("topk", _LINEAR | {"b_dec": "b_dec"}, transposed=True, extra=("k", "threshold")),
-    "BatchTopKSAE": _Kind("jumprelu", _LINEAR | {"b_dec": "b_dec"}, transposed=True, extra=("k", "threshold")),
-    "MatryoshkaBatchTopKSAE": _Kind("jumprelu", _OWN, transposed=False, extra=("k", "threshold", "group_sizes")),
-    "JumpReluAutoEncoder": _Kind("jumprelu", _OWN | {"threshold": "threshold"}, transposed=False, subtracts=False),
-    "GatedAutoEncoder": _Kind(
+    "AutoEncoder": _DictionaryClass("standard", _LINEAR | {"b_dec": "bias"}, transposed=True),
+    "AutoEncoderNew": _DictionaryClass(
+        "standard", _LINEAR | {"b_dec": "decoder.bias"}, transposed=True, subtracts=False
+    ),
+    "AutoEncoderTopK": _DictionaryClass(
+        "topk", _LINEAR | {"b_dec": "b_dec"}, transposed=True, extra=("k", "threshold")
+    ),
+    "BatchTopKSAE": _DictionaryClass(
+        "jumprelu", _LINEAR | {"b_dec": "b_dec"}, transposed=True, extra=("k", "threshold")
+    ),
+    "MatryoshkaBatchTopKSAE": _DictionaryClass(
+        "jumprelu", _OWN, transposed=False, extra=("k", "threshold", "group_sizes")
+    ),
+    "JumpReluAutoEncoder": _DictionaryClass(
+        "jumprelu", _OWN | {"threshold": "threshold"}, transposed=False, subtracts=False
+    ),
+    "GatedAutoEncoder": _DictionaryClass(
         "gated",
         {
             "W_enc": "encoder.weight",
@@ -95,14 +105,14 @@ class DictionaryLearning(Format):
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
 
-    def refusal(self, sae: Shared) -> str | None:
+    def refusal(self, sae: SharedSae) -> str | None:
         if sae.is_transcoder:
             return "dictionary_learning knows no transcoders"
         if sae.architecture not in _COMPUTED:
             return f"dictionary_learning knows no {sae.architecture} SAE"
         return None
 
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         name = _class_of(sae)
         with fill_folder(folder, last=CONFIG) as temporary:
             write_whole(temporary / WEIGHTS, _saved(_state_dict(sae, name)))
@@ -113,7 +123,7 @@ class DictionaryLearning(Format):
     def recognises(self, place: Path) -> bool:
         return _files(place) is not None
 
-    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         config_file, weights_file = _files(place) or (place / CONFIG, place / WEIGHTS)
         config = read_config(config_file, given)
         trainer = table(config, "trainer")
@@ -155,13 +165,13 @@ def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -
     )
 
 
-def _fits(kind: _Kind, tensors: dict[str, Tensor]) -> bool:
+def _fits(kind: _DictionaryClass, tensors: dict[str, Tensor]) -> bool:
     """Return whether the tensor names match a class; its `extra` tensors are optional."""
     names = {*kind.names.values()}
     return names <= tensors.keys() <= {*names, *kind.extra}
 
 
-def _kind(name: str, tensors: dict[str, Tensor]) -> _Kind:
+def _kind(name: str, tensors: dict[str, Tensor]) -> _DictionaryClass:
     """Return the kind of a class; early Matryoshka SAEs store their matrices as nn.Linear does."""
     if name == "MatryoshkaBatchTopKSAE" and "encoder.weight" in tensors:
         return _KINDS["BatchTopKSAE"]._replace(extra=_KINDS[name].extra)
@@ -180,7 +190,7 @@ def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
     return origin_of({**facts, **table(config, "metadata")})
 
 
-def _class_of(sae: Shared) -> str:
+def _class_of(sae: SharedSae) -> str:
     """Return the name of a class that computes the same as the SAE.
 
     The class of its training method is used only if k is known and all latents share one threshold."""
@@ -190,7 +200,7 @@ def _class_of(sae: Shared) -> str:
     return name if sae.levels or "Matryoshka" not in name else "BatchTopKSAE"
 
 
-def _state_dict(sae: Shared, name: str) -> dict[str, Tensor]:
+def _state_dict(sae: SharedSae, name: str) -> dict[str, Tensor]:
     kind = _KINDS[name]
     weights = sae.weights if kind.subtracts else without_input_bias(sae.weights)
     turned = ("W_enc", "W_dec") if kind.transposed else ()
@@ -201,7 +211,7 @@ def _state_dict(sae: Shared, name: str) -> dict[str, Tensor]:
     return tensors | {extra: _extra(sae, extra) for extra in kind.extra}
 
 
-def _extra(sae: Shared, name: str) -> Tensor:
+def _extra(sae: SharedSae, name: str) -> Tensor:
     if name == "k":
         return torch.tensor(sae.k, dtype=torch.int)
     if name == "group_sizes":
@@ -218,7 +228,7 @@ def _saved(tensors: dict[str, Tensor]) -> bytes:
     return stream.getvalue()
 
 
-def _config(sae: Shared, name: str) -> dict[str, Any]:
+def _config(sae: SharedSae, name: str) -> dict[str, Any]:
     facts = sae.metadata
     return {
         "trainer": {
@@ -235,7 +245,9 @@ def _config(sae: Shared, name: str) -> dict[str, Any]:
     }
 
 
-def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> Shared:
+def _shared(
+    kind: _DictionaryClass, name: str, trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path
+) -> SharedSae:
     extra = {one: tensors.pop(one) for one in kind.extra if one in tensors}
     weights = taken(tensors, kind.names, file, transposed=("W_enc", "W_dec") if kind.transposed else ())
     if kind.architecture == "jumprelu" and "threshold" not in weights:
@@ -246,7 +258,7 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
     k = k if type(k) is int else stored_k
     own = {"architecture": kind.architecture, **({"k": k} if kind.architecture == "topk" else {})}
     trained = {theirs: ours for ours, theirs in _TRAINED.items()}.get(name, kind.architecture)
-    sae = positive_thresholds(Shared(own, weights, {"training_architecture": trained}, k=k))
+    sae = positive_thresholds(SharedSae(own, weights, {"training_architecture": trained}, k=k))
     checked(sae, file)
     if name == "AutoEncoder":
         sae = sae._replace(weights=with_unit_rows(weights))

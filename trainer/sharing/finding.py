@@ -15,7 +15,7 @@ from trainer.contract.printable import printable
 from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
 from trainer.sharing import from_hub
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, count_saes, format_in, format_named
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, count_saes, format_in, format_named
 from trainer.sharing.circuit_tracer import layer_file
 from trainer.sharing.reading import positive, with_row_scale
 
@@ -26,7 +26,7 @@ _MOST_NAMES = 6
 _CHECKPOINT = re.compile(r"ae_[0-9]+\.pt")
 
 
-class Found(NamedTuple):
+class FoundSae(NamedTuple):
     """An SAE that can be read: the name of its format, and its folder or file."""
 
     form: str
@@ -36,7 +36,7 @@ class Found(NamedTuple):
     def reader(self) -> Format:
         return format_named(self.form)
 
-    def read(self, given: Given = NOTHING_GIVEN) -> Shared:
+    def read(self, given: Given = NOTHING_GIVEN) -> SharedSae:
         """Read the SAE and apply the user's `norm_scaling_factor` to its rows.
 
         The SAELens reader applies the factor itself, because SAELens has a setting of that name."""
@@ -49,7 +49,7 @@ class Found(NamedTuple):
         return shared._replace(weights=with_row_scale(shared.weights, factor))
 
 
-def find(name: Path, form: str | None = None) -> Found:
+def find(name: Path, form: str | None = None) -> FoundSae:
     """Return the SAE at a path or with a name on the hub; `form` is its format, detected from the files if None.
 
     Raise `UsageError` if there is no SAE; the message lists the expected files and the files found.
@@ -57,18 +57,18 @@ def find(name: Path, form: str | None = None) -> Found:
     return in_folder(name if os.path.lexists(name) else from_hub.fetch(str(name)) or name, form)
 
 
-def in_folder(place: Path, form: str | None = None) -> Found:
+def in_folder(place: Path, form: str | None = None) -> FoundSae:
     """Return the SAE in a local folder or file; otherwise like `find`."""
     if form is not None:
         catalog.entry(catalog.FORMATS, form, "--format")
         if format_named(form).recognises(place):
-            return Found(form, place)
+            return FoundSae(form, place)
     found = format_in(place)
     if found is None:
         raise UsageError(f"FOLDER: {_nothing(place, form)}")
     if form is not None:
         raise UsageError(f"--format: {place} holds an SAE in the format {found}, not {form}; leave out --format")
-    return Found(found, place)
+    return FoundSae(found, place)
 
 
 def saes_below(folder: Path) -> list[Path]:

@@ -20,7 +20,7 @@ _NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?"
 _TIMEOUT_S = 15
 
 
-class Name(NamedTuple):
+class HubName(NamedTuple):
     """The name of an SAE on the hub: a repository, a revision, and a folder or file in the repository."""
 
     repository: str
@@ -28,10 +28,10 @@ class Name(NamedTuple):
     path: str
 
 
-def parse(text: str) -> Name | None:
+def parse(text: str) -> HubName | None:
     """Return the parts of [hf:]OWNER/NAME[@REVISION][/FOLDER]; None for anything else."""
     match = _NAME.fullmatch(text)
-    return Name(match[2], match[3], match[4].strip("/")) if match and ".." not in text else None
+    return HubName(match[2], match[3], match[4].strip("/")) if match and ".." not in text else None
 
 
 def fetch(text: str) -> Path | None:
@@ -63,7 +63,7 @@ def _is_mistyped_path(text: str) -> bool:
     return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
 
 
-def _cached(hub: Any, name: Name) -> Path | None:
+def _cached(hub: Any, name: HubName) -> Path | None:
     """Return the folder or file of a name in the cache; None if it is absent."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
@@ -77,7 +77,7 @@ def _files(folder: Path) -> list[Path]:
     return [one for one in folder.iterdir() if one.is_file()] if folder.is_dir() else []
 
 
-def _download(hub: Any, name: Name) -> Path:
+def _download(hub: Any, name: HubName) -> Path:
     # `list_repo_files` would list the same files, but it retries many times without a network.
     info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_TIMEOUT_S)
     there = [PurePosixPath(one.rfilename) for one in info.siblings or ()]
@@ -108,7 +108,7 @@ def _is_weights(file: PurePath) -> bool:
     return file.suffix in (".safetensors", ".pt", ".npz") and (_is_of_sae(file.name) or "ae_" in file.name)
 
 
-def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
+def _elsewhere(name: HubName, there: Iterable[PurePosixPath]) -> str:
     below = [one for one in there if one.is_relative_to(name.path) and _is_weights(one)]
     folders = list(dict.fromkeys(str(one.parent) for one in below))
     what = f"{name.repository}/{name.path}".rstrip("/")
@@ -117,7 +117,7 @@ def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
     return f"{what} holds {count_saes(folders)}; give {name.repository}/FOLDER"
 
 
-def _reason(name: Name, error: Exception) -> str:
+def _reason(name: HubName, error: Exception) -> str:
     """Return why an SAE cannot be downloaded and how to fix it."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:

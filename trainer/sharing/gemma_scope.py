@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.contract.errors import UsageError
 from trainer.saes.base import saelens_name
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, holds
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, holds
 from trainer.sharing.origins import of_hook, of_module, origin_of
 from trainer.sharing.reading import (
     checked,
@@ -55,10 +55,10 @@ class GemmaScope(Format):
 
     reads = ((FIRST,), (CONFIG, SECOND), (SECOND,))
 
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         raise UsageError("--format: gemma-scope can only be read; choose another format")
 
-    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         folder = folder_of(place)
         is_second = holds(folder, SECOND) and place.name != FIRST
         if is_second:
@@ -80,7 +80,7 @@ def _in_one_case(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"W{name[1:]}" if name in ("w_enc", "w_dec") else name: one for name, one in tensors.items()}
 
 
-def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, file: Path) -> Shared:
+def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, file: Path) -> SharedSae:
     is_affine = config.get("affine_connection") is True or _SKIP in tensors
     is_transcoder = given.transcoder or config.get("type") == "transcoder" or is_affine
     if config.get("type") == "sae":
@@ -92,7 +92,7 @@ def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, fi
     names |= {"W_skip": _SKIP} if is_affine else {}
     # Gemma Scope stores W_skip as [d_in, d_out].
     weights = taken(tensors, names, file, transposed=("W_skip",) if is_affine else ())
-    return Shared(
+    return SharedSae(
         {"architecture": saelens_name("jumprelu", is_transcoder=is_transcoder, has_skip=is_affine)},
         weights,
         {"training_architecture": "jumprelu", **_origin(config, is_transcoder=is_transcoder)},

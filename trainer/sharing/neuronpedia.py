@@ -9,8 +9,8 @@ import msgspec
 
 from trainer.checkpoints.atomic_folder import fill_folder
 from trainer.contract.files import write_whole
-from trainer.contract.runs.features import Context, Feature, Features, Moved
-from trainer.sharing.base import Format, Shared
+from trainer.contract.runs.features import ActivatingExample, Feature, Features, LogitChange
+from trainer.sharing.base import Format, SharedSae
 
 # SAEDashboard's batch size.
 LATENTS_IN_A_BATCH = 128
@@ -23,14 +23,14 @@ class Neuronpedia(Format):
 
     files = ("batch-*.json",)
 
-    def refusal(self, sae: Shared) -> str | None:
+    def refusal(self, sae: SharedSae) -> str | None:
         if sae.features is None or not sae.features.is_file():
             return "neuronpedia shows what latents fire on, and `sae-train eval` has stored none of it here"
         if Features(sae.features).n_latents != sae.d_sae:
             return f"neuronpedia shows what latents fire on, and {sae.features} is of another SAE; run eval again"
         return None
 
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         assert sae.features is not None
         features = Features(sae.features)
         latents = features.order("latent")
@@ -45,7 +45,7 @@ class Neuronpedia(Format):
         return [] if told else ["logits are left out: they need `sae-train eval` with --model"]
 
 
-def _batch(sae: Shared, features: Features, latents: list[int]) -> dict[str, Any]:
+def _batch(sae: SharedSae, features: Features, latents: list[int]) -> dict[str, Any]:
     """Return a NeuronpediaDashboardBatch."""
     return {
         "model_id": str(sae.metadata.get("model_name", "")),
@@ -56,7 +56,7 @@ def _batch(sae: Shared, features: Features, latents: list[int]) -> dict[str, Any
     }
 
 
-def _dashboard(sae: Shared, features: Features, feature: Feature) -> dict[str, Any]:
+def _dashboard(sae: SharedSae, features: Features, feature: Feature) -> dict[str, Any]:
     """Return a NeuronpediaDashboardFeature; fields omitted here have defaults in SAEDashboard."""
     size = sae.metadata.get("context_size")
     n_tokens = size if isinstance(size, int) and size > 0 else 0
@@ -76,14 +76,14 @@ def _dashboard(sae: Shared, features: Features, feature: Feature) -> dict[str, A
     }
 
 
-def _moved(sign: str, tokens: tuple[Moved, ...]) -> dict[str, Any]:
+def _moved(sign: str, tokens: tuple[LogitChange, ...]) -> dict[str, Any]:
     """Return the tokens that a latent promotes or suppresses most, strongest first; {} if unknown."""
     if not tokens:
         return {}
     return {f"{sign}_str": [token.text for token in tokens], f"{sign}_values": [token.logit for token in tokens]}
 
 
-def _activation(context: Context) -> dict[str, Any]:
+def _activation(context: ActivatingExample) -> dict[str, Any]:
     return {
         **_STRONGEST,
         "tokens": [token.text for token in context.tokens],

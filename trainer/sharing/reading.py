@@ -22,9 +22,9 @@ from trainer.contract.json_file import decode_as, load_json
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.settings.rows import NotRowsError
 from trainer.contract.settings.torch_file import refuse_old_kind
-from trainer.sharing.base import NOTHING_GIVEN, Given, Shared
+from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 
-# For each `Shared.form`, the tensors [d_sae] in addition to W_enc, W_dec and b_dec.
+# For each `SharedSae.form`, the tensors [d_sae] in addition to W_enc, W_dec and b_dec.
 PER_LATENT = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),
@@ -212,7 +212,7 @@ def taken(
     return own | {ours: own[ours].T for ours in transposed}
 
 
-def checked(sae: Shared, place: Path) -> Shared:
+def checked(sae: SharedSae, place: Path) -> SharedSae:
     """Return the SAE; raise `UserError` if its shapes, values, thresholds or k are invalid."""
     for name in ("W_enc", "W_dec"):
         if sae.weights[name].dim() != 2 or not sae.weights[name].numel():
@@ -236,7 +236,7 @@ def checked(sae: Shared, place: Path) -> Shared:
     return sae
 
 
-def converted(sae: Shared, place: Path) -> Shared:
+def converted(sae: SharedSae, place: Path) -> SharedSae:
     """Return the SAE; raise `UserError` if the conversion made any weight infinite or NaN."""
     for name, tensor in sae.weights.items():
         if not tensor.isfinite().all():
@@ -278,7 +278,7 @@ def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tenso
     return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
 
 
-def positive_thresholds(sae: Shared) -> Shared:
+def positive_thresholds(sae: SharedSae) -> SharedSae:
     """Set negative thresholds to 0; this changes nothing after a ReLU."""
     if "threshold" not in sae.weights:
         return sae

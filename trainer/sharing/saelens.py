@@ -10,7 +10,7 @@ from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_ten
 from trainer.contract.json_file import read_json
 from trainer.saes.base import Sae
 from trainer.sharing import saelens_reading
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card, shared_form
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card, shared_form
 from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
@@ -48,12 +48,12 @@ class SaeLens(Format):
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
 
-    def refusal(self, sae: Shared) -> str | None:
+    def refusal(self, sae: SharedSae) -> str | None:
         if sae.architecture not in ARCHITECTURES:
             return "SAELens knows no transcoder with k latents per token; give --format sparsify, or train a batch_topk"
         return None
 
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         with fill_folder(folder, last=CONFIG) as temporary:
             write_tensors(temporary / WEIGHTS, sae.weights)
             write_json(temporary / CONFIG, _config(sae))
@@ -61,7 +61,7 @@ class SaeLens(Format):
         is_gguf = str(sae.metadata.get("model_name")).endswith(".gguf")
         return ["SAELens loads a GGUF model only with the files of its tokenizer beside it"] if is_gguf else []
 
-    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         return saelens_reading.read(folder_of(place), (CONFIG, WEIGHTS), given)
 
 
@@ -101,7 +101,7 @@ def origin(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _config(sae: Shared) -> dict[str, Any]:
+def _config(sae: SharedSae) -> dict[str, Any]:
     return {
         **sae.config,
         "d_in": sae.d_in,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UsageError, UserError
-from trainer.sharing.base import Given, Shared
+from trainer.sharing.base import Given, SharedSae
 from trainer.sharing.origins import ORIGIN, cleaned, origin_of
 from trainer.sharing.reading import (
     PER_LATENT,
@@ -70,7 +70,7 @@ _OF_TRAINING = frozenset(
 )  # fmt: skip
 
 
-def read(folder: Path, files: tuple[str, str], given: Given) -> Shared:
+def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
     """Return the SAE in a folder; `files` are the names of its settings and its weights."""
     config_file, weights_file = (folder / name for name in files)
     config = _in_todays_names(read_config(config_file, given))
@@ -79,7 +79,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> Shared:
     tensors = read_safetensors(weights_file)
     tensors, folds = _without_extras(tensors, config, architecture, weights_file)
     own = "jumprelu" if architecture in _BATCHED else architecture
-    sae = Shared(
+    sae = SharedSae(
         {"architecture": own} | ({"k": k} if own == "topk" else {}),
         {},
         _metadata(config) | ({"training_architecture": _BATCHED[architecture]} if architecture in _BATCHED else {}),
@@ -174,7 +174,7 @@ def _used_factor(
     return factor.float()
 
 
-def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None, file: Path) -> Shared:
+def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | None, file: Path) -> SharedSae:
     """Fold the operations that the settings add, such as scaling, into the weights of an SAE."""
     wanted(config, file, reshape_activations=("none", None, "hook_z"))
     weights, is_batched = sae.weights, config.get("architecture") in _BATCHED
@@ -197,7 +197,7 @@ def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None
     return sae._replace(weights=weights)
 
 
-def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
+def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | None:
     """Return the factor on the rows before the encoder, None without one; raise `UsageError` if it is unknown."""
     value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
     if config.get("norm_scaling_factor") is None and value in (None, False, "none"):

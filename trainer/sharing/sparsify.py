@@ -9,7 +9,7 @@ from typing import Any
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.errors import UsageError, UserError
 from trainer.saes.base import saelens_name
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card
 from trainer.sharing.origins import cleaned, of_module, origin_of
 from trainer.sharing.reading import (
     checked,
@@ -31,14 +31,14 @@ class Sparsify(Format):
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
 
-    def refusal(self, sae: Shared) -> str | None:
+    def refusal(self, sae: SharedSae) -> str | None:
         if sae.form != "topk":
             return f"sparsify knows TopK only, and this SAE is exported as {sae.architecture}"
         if sae.d_out != sae.d_in:
             return f"sparsify knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
         return None
 
-    def write(self, sae: Shared, folder: Path) -> list[str]:
+    def write(self, sae: SharedSae, folder: Path) -> list[str]:
         renamed = {
             # sparsify's encoder is an nn.Linear.
             "encoder.weight": sae.weights["W_enc"].T,
@@ -53,7 +53,7 @@ class Sparsify(Format):
         forget_card(folder)
         return []
 
-    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         folder = folder_of(place)
         config, file = read_config(folder / CONFIG, given), folder / WEIGHTS
         _refuse_others(config, folder / CONFIG, given)
@@ -65,7 +65,7 @@ class Sparsify(Format):
         origin = _origin(folder, is_transcoder=is_transcoder)
         facts = {"training_architecture": "topk", **origin, **cleaned(table(config, "metadata"))}
         own = {"architecture": name, "k": k}
-        sae = checked(Shared(own, weights, facts, k=k, is_transcoder=is_transcoder), file)
+        sae = checked(SharedSae(own, weights, facts, k=k, is_transcoder=is_transcoder), file)
         if is_transcoder and config.get("transcode") is not True:
             # Before sparsify had the `transcode` setting, its transcoders also encoded x − b_dec.
             sae = sae._replace(weights=without_input_bias(weights))
@@ -99,7 +99,7 @@ def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
     return origin_of(facts | place)
 
 
-def _config(sae: Shared) -> dict[str, Any]:
+def _config(sae: SharedSae) -> dict[str, Any]:
     return {
         "activation": "topk",
         # sparsify ignores this if num_latents is given, but requires an integer.

@@ -23,7 +23,7 @@ from trainer.contract.runs.card_versions import FOLDER as VERSIONS
 from trainer.contract.runs.checkpoint_manifest import (
     MANIFEST,
     STATE,
-    State,
+    CheckpointState,
     best_first,
     damage,
     newest_first,
@@ -45,7 +45,7 @@ from trainer.contract.settings.series import measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
-from trainer.sharing.base import MODEL_CARD, Firings, Format, Shared, shared_form
+from trainer.sharing.base import MODEL_CARD, Firings, Format, SharedSae, shared_form
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_saes import training_facts
 from trainer.training.learner import Learner
@@ -128,7 +128,12 @@ def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collec
 
 
 def how_far_of(
-    run_dir: Path, job: JobConfig, state: State, measured: Mapping[str, float] = NOTHING, *, is_transcoder: bool
+    run_dir: Path,
+    job: JobConfig,
+    state: CheckpointState,
+    measured: Mapping[str, float] = NOTHING,
+    *,
+    is_transcoder: bool,
 ) -> HowFar | None:
     """Return the progress of a run at a checkpoint, with the metrics `measured` there; None at step 0."""
     step, tokens = state.position.step, state.position.tokens
@@ -143,7 +148,9 @@ def how_far_of(
     return msgspec.structs.replace(of_state(state, schedule, planned, measured), is_last=is_last)
 
 
-def how_far_of_sae(run_dir: Path, job: JobConfig, label: str, state: State, *, is_transcoder: bool) -> HowFar | None:
+def how_far_of_sae(
+    run_dir: Path, job: JobConfig, label: str, state: CheckpointState, *, is_transcoder: bool
+) -> HowFar | None:
     """Return the training progress of an SAE at a checkpoint, with the metrics measured when it was saved."""
     if job.sweep:
         # The best FVU of a sweep is a mean over its SAEs.
@@ -152,7 +159,7 @@ def how_far_of_sae(run_dir: Path, job: JobConfig, label: str, state: State, *, i
     return how_far_of(run_dir, members(job)[label], state, measured, is_transcoder=is_transcoder)
 
 
-def notes_on_unfinished(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
+def notes_on_unfinished(run_dir: Path, job: JobConfig, state: CheckpointState) -> Iterator[str]:
     """If the run is unfinished, yield a note that says so and how to finish it."""
     how_far = how_far_of(run_dir, job, state, is_transcoder=state.d_out is not None)
     if how_far and how_far.unfinished:
@@ -171,10 +178,10 @@ def shared_saes(
     run_dir: Path,
     job: JobConfig,
     tensors: dict[str, Tensor],
-    state: State,
+    state: CheckpointState,
     firings_of: FiringsOf,
     labels: Collection[str],
-) -> Iterator[tuple[str, Shared]]:
+) -> Iterator[tuple[str, SharedSae]]:
     """Yield the label of each SAE and the SAE in its shared form, with its metrics and training facts."""
     position, output = state.position, output_of(run_dir)
     for label, learner in learners_of(job, tensors, state, labels=labels):
@@ -188,7 +195,7 @@ def shared_saes(
         yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
 
 
-def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe | None:
+def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int) -> Recipe | None:
     """Return the recipe of an SAE up to a checkpoint; None if it was imported or the recipe is unknown."""
     with contextlib.suppress(UserError):
         if (position := state.position).step:
@@ -276,7 +283,7 @@ def _strangers(folder: Path) -> list[str]:
 def learners_of(
     job: JobConfig,
     tensors: dict[str, Tensor],
-    state: State,
+    state: CheckpointState,
     device: torch.device = CPU,
     labels: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Learner]]:

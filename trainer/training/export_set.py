@@ -12,7 +12,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
-from trainer.sharing.base import Shared
+from trainer.sharing.base import SharedSae
 from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, notes_of_set, refusal_of_set
 from trainer.training.export_checkpoint import (
     checkpoint_of,
@@ -83,7 +83,7 @@ def export_set(
     }
 
 
-def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, Shared]]:
+def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, SharedSae]]:
     """Yield the name, step and SAE of each transcoder, one at a time, since all of them may not fit into memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)

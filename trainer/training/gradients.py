@@ -60,7 +60,7 @@ def total_square(gradients: list[Tensor], device: torch.device | None = None) ->
     return torch.stack([norm.square().sum() for norm in norms]).sum()
 
 
-class Verdict(NamedTuple):
+class GradientCheck(NamedTuple):
     """The result of checking a step's gradient; all tensors are 0-dim and stay on the device.
 
     The optimizer divides gradients by `divisor`; None means 1. If the norm is not finite, the step is skipped: `skips`
@@ -91,14 +91,14 @@ class Verdicts:
     @torch.no_grad()
     def of(
         self, of_latents: Tensor, of_all: Tensor, factor: Tensor, n_tokens: Tensor, overflowed: Tensor | None
-    ) -> Verdict:
+    ) -> GradientCheck:
         """Check a gradient, given its squared norms (fp64), the loss scale `factor` and the step's number of tokens.
 
         `overflowed` (bool) is true if activations were lost; None means that they cannot be. All tensors are 0-dim.
         """
         if factor.is_cuda and (triton := _working_triton(factor.device)):
             given = of_latents, of_all, factor, n_tokens, overflowed
-            return Verdict(*triton.judge(self.norm, self.skipped, *given, self._expected, self._largest))
+            return GradientCheck(*triton.judge(self.norm, self.skipped, *given, self._expected, self._largest))
         norm = (of_latents + of_all).sqrt().float()
         norm, divisor, skips = prepare(norm, factor * (n_tokens / self._expected), self._largest)
         bad = skips.float()
@@ -106,7 +106,7 @@ class Verdicts:
         self.norm.copy_(norm)
         self.skipped += torch.stack([bad, bad_gradient, bad - bad_gradient])
         self.skipped[1].mul_(bad)
-        return Verdict(divisor, skips, bad, bad_gradient, 1 - bad, n_tokens.masked_fill(skips, 0))
+        return GradientCheck(divisor, skips, bad, bad_gradient, 1 - bad, n_tokens.masked_fill(skips, 0))
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from trainer.contract.files import open_plain
 from trainer.contract.paths import RunPaths
 from trainer.contract.printable import in_markdown, printable_lines
-from trainer.contract.runs.checkpoint_manifest import TENSORS, State, read_state
+from trainer.contract.runs.checkpoint_manifest import TENSORS, CheckpointState, read_state
 from trainer.contract.runs.recipe import recipe_lines
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
@@ -72,7 +72,9 @@ def _chosen(job: JobConfig, labels: Collection[str] | None) -> dict[str, JobConf
     return {label: member for label, member in members(job).items() if labels is None or label in labels}
 
 
-def _sections(checkpoint: Path, job: JobConfig, state: State, labels: Collection[str] | None) -> Iterator[str]:
+def _sections(
+    checkpoint: Path, job: JobConfig, state: CheckpointState, labels: Collection[str] | None
+) -> Iterator[str]:
     output = output_of(checkpoint.parent.parent)
     for label, member in _chosen(job, labels).items():
         card = output / label / MODEL_CARD
@@ -98,7 +100,7 @@ def _card_text(card: Path) -> str:
     return ""
 
 
-def _plain(checkpoint: Path, job: JobConfig, state: State, label: str) -> str:
+def _plain(checkpoint: Path, job: JobConfig, state: CheckpointState, label: str) -> str:
     """Describe an SAE that was not evaluated."""
     origin = state.origin_of(label)
     recipe = recipe_of_run(checkpoint.parent.parent, state, label, _d_in(checkpoint, label))

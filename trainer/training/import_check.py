@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.wording import number
-from trainer.sharing.base import Shared
+from trainer.sharing.base import SharedSae
 from trainer.sharing.reading import with_input_bias, with_row_scale, without_input_bias
 from trainer.training.learner import Learner
 
@@ -25,7 +25,7 @@ _BETTER = 0.5
 
 
 def check(
-    learner: Learner, shared: Shared, x: Tensor, y: Tensor, set_weights: Callable[[Shared], None]
+    learner: Learner, shared: SharedSae, x: Tensor, y: Tensor, set_weights: Callable[[SharedSae], None]
 ) -> tuple[ImportCheck, list[str]]:
     """Measure an SAE on raw rows x [n, d_in] and their targets; return L0 and FVU, and reasons why they look wrong.
 
@@ -54,7 +54,7 @@ def _measured(learner: Learner, x: Tensor, y: Tensor) -> ImportCheck:
     return ImportCheck(len(x), active / len(x), fvu if math.isfinite(fvu) else None)
 
 
-def _doubts(found: ImportCheck, shared: Shared) -> Iterator[str]:
+def _doubts(found: ImportCheck, shared: SharedSae) -> Iterator[str]:
     expected = shared.l0 or shared.k
     if not found.l0:
         yield "no latent fires on these rows"
@@ -68,7 +68,12 @@ def _doubts(found: ImportCheck, shared: Shared) -> Iterator[str]:
 
 
 def _cause(
-    learner: Learner, shared: Shared, x: Tensor, y: Tensor, found: ImportCheck, set_weights: Callable[[Shared], None]
+    learner: Learner,
+    shared: SharedSae,
+    x: Tensor,
+    y: Tensor,
+    found: ImportCheck,
+    set_weights: Callable[[SharedSae], None],
 ) -> str:
     """Return which other interpretation of the SAE fits the rows, or else another possible cause."""
     tried = {}
@@ -86,7 +91,7 @@ def _error(found: ImportCheck) -> float:
     return math.inf if found.fvu is None else found.fvu
 
 
-def _other_ways(shared: Shared, x: Tensor) -> Iterator[tuple[str, Shared]]:
+def _other_ways(shared: SharedSae, x: Tensor) -> Iterator[tuple[str, SharedSae]]:
     factor = float(shared.d_in**0.5 / x.norm(dim=1).mean().clamp_min(1e-9))
     setting = f"with --config norm_scaling_factor={factor:.4g}, for rows scaled to a mean norm of √d_in,"
     yield setting, shared._replace(weights=with_row_scale(shared.weights, factor))

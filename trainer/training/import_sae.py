@@ -25,20 +25,20 @@ from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of, with_data_path
 from trainer.parallel.base import Parallel
-from trainer.sharing.base import NOTHING_GIVEN, Given, Shared
+from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.import_check import check
 from trainer.training.learner import Learner
-from trainer.training.row_sample import Sampler
+from trainer.training.row_sample import RowSampler
 
 CPU = torch.device("cpu")
 # Tolerance for the length of unit rows of W_dec.
 _UNIT = 1e-3
 
 
-class Imported(NamedTuple):
+class ImportResult(NamedTuple):
     """The result of an import: the run folder, the format, our name of the architecture, and notes.
 
     `check` has L0 and FVU on sample rows; `warnings` lists reasons why they look wrong.
@@ -59,7 +59,7 @@ def import_sae(
     overrides: Sequence[str],
     form: str | None = None,
     given: Given = NOTHING_GIVEN,
-) -> Imported:
+) -> ImportResult:
     """Create a run folder with the SAE as its first checkpoint and as the exported SAE of a finished run.
 
     `name` is the SAE's folder, file or name on the hub. `data` has activations like the SAE's training data: they
@@ -79,10 +79,10 @@ def import_sae(
     _write(job, run_dir, learner, facts | {"imported_from": found.form})
     strange = other_place(shared.metadata, source.meta)
     notes = [*([strange] if strange else []), *shared.notes, *_notes(learner)]
-    return Imported(run_dir, found.form, learner.architecture, notes, checked, doubts)
+    return ImportResult(run_dir, found.form, learner.architecture, notes, checked, doubts)
 
 
-def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:
+def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:
     """Return the job that would have trained such an SAE on this data."""
     sae: dict[str, Any] = {"architecture": _architecture(shared), "d_sae": shared.d_sae}
     if shared.k is not None:
@@ -104,7 +104,7 @@ def _setting(job: JobConfig, name: str) -> object:
     return getattr(job.sae, name) if hasattr(job.sae, name) else getattr(job.sae.knobs, name)
 
 
-def _architecture(shared: Shared) -> str:
+def _architecture(shared: SharedSae) -> str:
     """Return our equivalent architecture: batch_topk if trained as such with one threshold and a known k."""
     if shared.trained_as == "batch_topk" and shared.form == "jumprelu" and shared.k is not None:
         threshold = shared.weights["threshold"]
@@ -114,7 +114,7 @@ def _architecture(shared: Shared) -> str:
     return shared.form
 
 
-def _open(job: JobConfig, shared: Shared) -> Source:
+def _open(job: JobConfig, shared: SharedSae) -> Source:
     source = open_source(job)
     if source.d_in != shared.d_in:
         raise UsageError(f"--data: has rows of {source.d_in} dimensions, and the SAE takes {shared.d_in}")
@@ -128,13 +128,13 @@ def _open(job: JobConfig, shared: Shared) -> Source:
 
 
 def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
-    sampler = Sampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
+    sampler = RowSampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
     sampler.find_outliers(job)
     return sampler.sample(job.train.seed)
 
 
 @torch.no_grad()
-def _set_weights(learner: Learner, shared: Shared) -> None:
+def _set_weights(learner: Learner, shared: SharedSae) -> None:
     """Set weights that compute the same function on scaled data; the inverse of `Sae.export_weights`."""
     sae, scale = learner.sae, learner.sae.acts_scale
     x_scale, y_scale = sae.x_scale.reshape(-1, 1), sae.y_scale

@@ -23,7 +23,7 @@ from trainer.contract.settings.optimizers import LONG_RUN
 from trainer.contract.settings.schedule import CoolDown, Schedule
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
-from trainer.optimizers.base import Follower, LatentAxis, Optimizer
+from trainer.optimizers.base import LatentAxis, Optimizer, TiedParameter
 from trainer.parallel.base import Parallel, StepSums
 from trainer.parallel.group import own_part, sum_of
 from trainer.parallel.latents import Latents
@@ -137,7 +137,7 @@ class Learner:
         asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
         share = self.sae.encoder_scale if asked == "auto" else asked
         if rates is not None:
-            self.optimizer.followers = {parameters["W_dec"]: Follower(parameters["W_enc"], share)}
+            self.optimizer.followers = {parameters["W_dec"]: TiedParameter(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
         # If a step has one micro-batch and one replica, the gradient that the kernel sums is final, so the kernel can
         # also measure its norms.

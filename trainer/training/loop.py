@@ -28,7 +28,7 @@ from trainer.contract.paths import RESERVE
 from trainer.contract.planning.memory import last_bytes
 from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout, Workload
-from trainer.contract.runs.checkpoint_manifest import Best, Position, State, resumed_state
+from trainer.contract.runs.checkpoint_manifest import Best, CheckpointState, Position, resumed_state
 from trainer.contract.runs.data_record import news_of_data
 from trainer.contract.runs.how_far import RESUMED, HowFar
 from trainer.contract.runs.recipe import Recipe, recipe_of
@@ -48,7 +48,7 @@ from trainer.parallel.rebalancer import Balancer
 from trainer.parallel.shares import Shares
 from trainer.parallel.totals import Totals
 from trainer.reporting import rank_log
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.reporting.report import Report
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.sharing.saelens import origin
@@ -61,7 +61,7 @@ from trainer.training.final_writes import FinalWrites, Write
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import recorded
-from trainer.training.row_sample import Sampler
+from trainer.training.row_sample import RowSampler
 from trainer.training.saving import Saving
 from trainer.training.sharded_state import under
 from trainer.training.skipped_steps import Skips
@@ -102,7 +102,7 @@ class Trainer:
         *,
         source: Source,
         parallel: Parallel,
-        progress: Progress,
+        progress: RunProgress,
         stop: threading.Event,
         checkpoints: Path,
         output: Path,
@@ -218,7 +218,7 @@ class Trainer:
 
     # Set-up
 
-    def _open_data(self, resumed: State | None) -> None:
+    def _open_data(self, resumed: CheckpointState | None) -> None:
         """Open the data and detect outliers; record the state of the shards to detect changes."""
         source, job = self._source, self._job
         if isinstance(source, StreamSource) and self._parallel.is_main:
@@ -228,13 +228,13 @@ class Trainer:
         self.data = open_data(source, job, self._parallel, resumed)
         # One element per hook.
         rows = [self.data.of_hook(hook) for hook in range(source.n_hooks)]
-        self._samplers = [Sampler(of_hook, self._device) for of_hook in rows]
+        self._samplers = [RowSampler(of_hook, self._device) for of_hook in rows]
         self.outliers = [one.find_outliers(job) for one in self._samplers]
         # Each rank checks its own held-out rows.
         self.copies = [copies_in(of_hook, self._train.seed) for of_hook in rows]
         self._held_out = HeldOut(self.data, self.outliers, self._device)
 
-    def _prepare_writes(self, checkpoints: Path, resumed: State | None) -> None:
+    def _prepare_writes(self, checkpoints: Path, resumed: CheckpointState | None) -> None:
         """Create the writers of checkpoints and SAEs, and the reserve of disk space for the final ones."""
         source, parallel = self._source, self._parallel
         origins = self._origins()
@@ -324,13 +324,13 @@ class Trainer:
             device=self._device.type,
         )
 
-    def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[Sampler, dict[str, Learner]]]:
+    def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[RowSampler, dict[str, Learner]]]:
         """Yield the sampler of each hook with the learners that train on this hook; skip hooks without learners."""
         for hook, sampler in enumerate(self._samplers):
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
 
-    def _report_data(self, resumed: State | None) -> None:
+    def _report_data(self, resumed: CheckpointState | None) -> None:
         """Report new shards, held-out rows, and data problems that make the metrics misleading."""
         if resumed and (news := news_of_data(resumed.data_before, self.record)):
             self.report.log("data", news)

@@ -87,7 +87,7 @@ class _Decided(NamedTuple):
     of_pass: Hashable | None
 
 
-class _Recording(NamedTuple):
+class _CapturedStep(NamedTuple):
     """A recorded step, its input tensors for a batch, and the lasting tensors that it updates."""
 
     tape: Tape
@@ -118,7 +118,7 @@ class RecordedSteps:
         self._learner, self._new_tape, self._outliers, self._report = learner, tape, outliers, report
         self._decided: _Decided | None = None
         self._n_alike = self._n_recorded = 0
-        self._recording: _Recording | None = None
+        self._recording: _CapturedStep | None = None
         self._n_failed = 0
         # The number of replayed steps.
         self.n_replayed = 0
@@ -164,7 +164,7 @@ class RecordedSteps:
             self._report(f"steps could not be recorded on this GPU, and take longer ({again}): {first_line(error)}")
             return
         self._n_recorded += 1
-        self._recording = _Recording(tape, own_x, own_y, self._lasting())
+        self._recording = _CapturedStep(tape, own_x, own_y, self._lasting())
 
     def _take_plainly(self, x: Tensor, y: Tensor, of_all: int, *, counts: bool = True) -> None:
         if self._outliers:
@@ -172,7 +172,7 @@ class RecordedSteps:
         self._learner.accumulate(x, y, of_all)
         self._learner.update(counts=counts)
 
-    def _replay(self, recording: _Recording, x: Tensor, y: Tensor) -> None:
+    def _replay(self, recording: _CapturedStep, x: Tensor, y: Tensor) -> None:
         recording.copy_in(x, y)
         self._renew_copies()
         recording.tape.replay()

@@ -25,7 +25,7 @@ from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 from trainer.training.learner import Learner
 
 
-class Sampler:
+class RowSampler:
     """Draws training rows of a hook by a seed, the same on all ranks; a stream always gives the same rows."""
 
     def __init__(self, data: HookRows, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.activations.training_data import TrainingData
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UserError
-from trainer.contract.runs.checkpoint_manifest import Best, BufferPlace, Position, State
+from trainer.contract.runs.checkpoint_manifest import Best, BufferPlace, CheckpointState, Position
 from trainer.contract.settings.job import Train
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.settings.series import CRITERION, held_out
@@ -87,7 +87,7 @@ class Saving:
         """Return the checkpoint folder for a position."""
         return self._checkpoints.folder(position)
 
-    def best_saved(self) -> State | None:
+    def best_saved(self) -> CheckpointState | None:
         """Return the state of the saved checkpoint with the lowest held-out FVU, on rank 0; None without one."""
         return self._checkpoints.best()
 

@@ -11,7 +11,7 @@ from trainer.optimizers.base import Optimizer, RowStep, Squares
 from trainer.parallel.group import dense
 from trainer.saes.base import Sae
 from trainer.training.following import Following
-from trainer.training.gradients import Verdict, total_square
+from trainer.training.gradients import GradientCheck, total_square
 from trainer.training.zero_shards import Stepped
 
 
@@ -26,7 +26,7 @@ class Update:
         self._sae.project_gradient(self._stepped.rows)
         return self._squares(self._stepped.parameters)
 
-    def take(self, verdict: Verdict) -> None:
+    def take(self, verdict: GradientCheck) -> None:
         """Step the weights and apply their constraints; if the verdict is to skip, change nothing."""
         skips = verdict.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
@@ -63,7 +63,7 @@ class RowUpdate(Update):
         others = self._squares(self._others)
         return Squares(by_rows.of_latents + others.of_latents, by_rows.of_all + others.of_all)
 
-    def take(self, verdict: Verdict) -> None:
+    def take(self, verdict: GradientCheck) -> None:
         self._by_rows.step(verdict.taken)
         self._optimizer.step()
         self._sae.constrain(self._stepped.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sae_tui.gpu.aggregate import Counted
+from sae_tui.gpu.aggregate import ContributingGpus
 from sae_tui.gpu.base import Condition, GpuProcess, Xid
 from sae_tui.jobs.launch.placement import Recommendation
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed
@@ -101,7 +101,7 @@ _TOTALS = fields(
     | {
         "unhealthy_count": (int, "Those that cannot be read or used."),
         "total_power_limit": (float | None, f"In W; {_NO_SENSOR}."),
-        "gpus_with": (typed("Counted", Counted, _COUNTED), "How many cards each figure is of."),
+        "gpus_with": (typed("ContributingGpus", ContributingGpus, _COUNTED), "How many cards each figure is of."),
     },
 )
 _TOTALS_THEN = fields(

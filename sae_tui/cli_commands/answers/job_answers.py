@@ -13,7 +13,7 @@ from sae_tui.jobs.energy import Energy
 from sae_tui.jobs.view.postmortem import Postmortem
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, answer, card, metric_words, metrics
-from trainer.contract.runs.features import Context, Feature, Moved, Token
+from trainer.contract.runs.features import ActivatingExample, Feature, LogitChange, Token
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
@@ -317,10 +317,10 @@ _WRITTEN = fields(
     {"svg": (str, "Picture, an absolute path."), "csv": (str, "Table, an absolute path.")},
     may_lack=["svg", "csv"],
 )
-_MOVED = typed("Token", Moved, {"text": "The token.", "logit": "How far its logit is moved."})
+_MOVED = typed("Token", LogitChange, {"text": "The token.", "logit": "How far its logit is moved."})
 _CONTEXT = typed(
-    "Context",
-    Context,
+    "ActivatingExample",
+    ActivatingExample,
     {"tokens": "Tokens.", "at": "Place of the one on which it fires most."},
     {"tokens": list_of(typed("Token", Token, {"text": "The token.", "act": "How strongly it fires; 0: not."}))},
 )

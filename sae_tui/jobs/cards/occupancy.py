@@ -12,7 +12,7 @@ from sae_tui.jobs.cards.availability import Holders, holders
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
-from trainer.contract.store.follower import Follower
+from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.job_store import Control
 
 
@@ -21,7 +21,7 @@ class Occupancy:
 
     def __init__(self, data: DataDir) -> None:
         self._lock = threading.Lock()
-        self._follower = Follower(data.control_db, lambda path: Control(path, readonly=True))
+        self._follower = StoreFollower(data.control_db, lambda path: Control(path, readonly=True))
         self._holders = Holders()
 
     def holders(self) -> Holders:

@@ -23,7 +23,7 @@ from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.evaluation.outcome import ENDS, failure, outcome
-from sae_tui.jobs.evaluation.request import Card, Request
+from sae_tui.jobs.evaluation.request import Request, ReservedGpu
 from sae_tui.jobs.evaluation.turn import free_card
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
@@ -44,7 +44,7 @@ LOOK_S = 0.5
 PATIENCE_S = 5.0
 
 
-class Evaluation:
+class RunningEvaluation:
     """An evaluation of a job; the constructor raises `UserError` if another evaluation of the job is running."""
 
     def __init__(self, data: DataDir, request: Request) -> None:
@@ -59,7 +59,7 @@ class Evaluation:
         # An old request to stop was meant for an earlier evaluation.
         self._answer_stop()
         self._gpu: GpuLocks | None = None
-        self._card: Card | None = None
+        self._card: ReservedGpu | None = None
         self._written_at = 0.0
         self._going = Going(
             job_id=request.job_id, process=ProcessRef.current(), host=socket.gethostname(), parts=request.parts,
@@ -100,7 +100,7 @@ class Evaluation:
             time.sleep(LOOK_S)
         return True
 
-    def _take(self, card: Card) -> bool:
+    def _take(self, card: ReservedGpu) -> bool:
         """Reserve a GPU for as long as this process lives; return False if another process has it."""
         locks = GpuLocks(Path(card.locks), [card.uuid])
         if card.vendor not in VENDORS or not locks.take():
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:
     root, request = arguments
 
     def begin() -> Callable[[], None]:
-        evaluation = Evaluation(DataDir(Path(root)), decode_as(request, Request))
+        evaluation = RunningEvaluation(DataDir(Path(root)), decode_as(request, Request))
         return lambda: evaluation.run(command)
 
     return go_on(begin)

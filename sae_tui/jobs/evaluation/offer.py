@@ -5,13 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from sae_tui.jobs.evaluation.report_card import whole_cards
-from sae_tui.jobs.evaluation.request import AUTO, Card, Request, refuse
+from sae_tui.jobs.evaluation.request import AUTO, Request, ReservedGpu, refuse
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.printable import printable
 from trainer.contract.runs.evaluation_time import language_model, planned, total
-from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PROBES, PROMOTED, ROWS, Part
-from trainer.contract.runs.report_card import Card as ReportCard
+from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PROBES, PROMOTED, ROWS, Card, Part
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.toml import table_of
@@ -32,7 +31,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
     is_default: bool = False
 
 
-class Offer(msgspec.Struct, frozen=True):
+class EvaluationOffer(msgspec.Struct, frozen=True):
     """The parts that can be measured, the device in words, and the other device, "" if there is only one."""
 
     job_id: int
@@ -42,13 +41,13 @@ class Offer(msgspec.Struct, frozen=True):
     wants_gpu: bool = False
 
 
-class Asked(msgspec.Struct, frozen=True):
+class EvaluationChoice(msgspec.Struct, frozen=True):
     """The parts and the device that the user has chosen."""
 
     parts: frozenset[str]
     on_gpu: bool = False
 
-    def request(self, job: Job, card: Card | None) -> Request:
+    def request(self, job: Job, card: ReservedGpu | None) -> Request:
         """Return the request to the evaluating process."""
         in_model = {IN_MODEL, PROBES} & self.parts
         return Request(
@@ -63,7 +62,7 @@ class Asked(msgspec.Struct, frozen=True):
         )
 
 
-def offer_of(data: DataDir, job: Job, idle: Card | None, *, cuda: bool) -> Offer:
+def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -> EvaluationOffer:
     """Return the parts that can be measured for a job's SAEs; raise `UserError` if it cannot be evaluated now."""
     refuse(data, job)
     wants_gpu = job.device == "cuda" and cuda
@@ -81,19 +80,19 @@ def offer_of(data: DataDir, job: Job, idle: Card | None, *, cuda: bool) -> Offer
         why_not = "" if model or name == ROWS else no_model
         parts.append(OfferedPart(name, words, why_not, name in default))
     if not wants_gpu:
-        return Offer(job.id, tuple(parts), "the CPU")
+        return EvaluationOffer(job.id, tuple(parts), "the CPU")
     device = f"GPU {idle.index}" if idle else "a GPU, once one is free"
-    return Offer(job.id, tuple(parts), device, "the CPU", wants_gpu=True)
+    return EvaluationOffer(job.id, tuple(parts), device, "the CPU", wants_gpu=True)
 
 
-def _seconds(data: DataDir, job: JobConfig, cards: list[ReportCard], device: str) -> dict[str, float]:
+def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> dict[str, float]:
     """Return the seconds that each part takes; 0 if that is unknown."""
     box = read_box(data.box_file)
     plans = {name: planned(job, stages, device=device, box=box, cards=cards) for name, stages in _STAGES.items()}
     return {name: total(stages) if stages else 0.0 for name, stages in plans.items()}
 
 
-def _default(seconds: dict[str, float], cards: list[ReportCard], *, has_model: bool) -> list[str]:
+def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -> list[str]:
     """Return the parts to measure by default: missing parts that do not take long, or else the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]

@@ -15,7 +15,7 @@ from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.series import error_of
 
 
-class Figures(msgspec.Struct, frozen=True):
+class FiguresSummary(msgspec.Struct, frozen=True):
     """Metrics of an SAE on `n_tokens` rows; `dead` is the share of latents that never fire on them."""
 
     n_tokens: int
@@ -33,7 +33,7 @@ def with_error(value: float | None, error: float | None) -> str:
     return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
-class Spliced(msgspec.Struct, frozen=True):
+class PatchedModelSummary(msgspec.Struct, frozen=True):
     """How well a language model performs with the SAE patched in: 1 is the unchanged model, 0 zeroed activations."""
 
     ce_score: float | None = None
@@ -48,17 +48,17 @@ class Spliced(msgspec.Struct, frozen=True):
         return f"CE score {ce}, KL score {kl}"
 
 
-class Auc(msgspec.Struct, frozen=True):
+class AucSummary(msgspec.Struct, frozen=True):
     """The mean AUC of probes over several sets of texts, and its standard error over random splits."""
 
     auc: float
     seed_error: float | None = None
 
 
-class Probing(msgspec.Struct, frozen=True):
+class ProbingSummary(msgspec.Struct, frozen=True):
     """How well k latents predict the labels of texts, by k."""
 
-    k: dict[str, Auc] = {}
+    k: dict[str, AucSummary] = {}
 
     @property
     def words(self) -> str:
@@ -67,7 +67,7 @@ class Probing(msgspec.Struct, frozen=True):
         return f"AUC {', '.join(of_each)}"
 
 
-class Data(msgspec.Struct, frozen=True):
+class MeasuredRows(msgspec.Struct, frozen=True):
     """The rows that were measured."""
 
     is_held_out: bool
@@ -76,12 +76,12 @@ class Data(msgspec.Struct, frozen=True):
 class ReportCard(msgspec.Struct, frozen=True):
     """The part of an SAE's report card that the app shows; `label` names the SAE of a sweep."""
 
-    figures: Figures
-    data: Data
+    figures: FiguresSummary
+    data: MeasuredRows
     label: str = ""
     tokens: int = 0
-    spliced: Spliced | None = None
-    probing: Probing | None = None
+    spliced: PatchedModelSummary | None = None
+    probing: ProbingSummary | None = None
 
     def values(self) -> dict[str, float]:
         """Return the metrics for a comparison of SAEs, with their standard errors if there are any."""

@@ -35,7 +35,7 @@ AUTO = "auto"
 POLL_S = 0.1
 
 
-class Card(msgspec.Struct, frozen=True):
+class ReservedGpu(msgspec.Struct, frozen=True):
     """An idle GPU to evaluate on; `locks` is the folder of its lock."""
 
     index: int
@@ -53,7 +53,7 @@ class Request(msgspec.Struct, frozen=True):
 
     job_id: int
     model: str | None = None
-    card: Card | None = None
+    card: ReservedGpu | None = None
     is_probed: bool = False
     python: str = ""
     waits: bool = False
@@ -187,10 +187,10 @@ def is_going(data: DataDir, job_id: int) -> bool:
     return bool(is_held(data.run(job_id).evaluation_lock))
 
 
-def idle_card(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> Card | None:
+def idle_card(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> ReservedGpu | None:
     """Return the idle GPU with the most free memory; None if all are busy, or if the job ran on the CPU."""
     idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
     if job.device != "cuda" or not idle:
         return None
     best = max(idle, key=lambda one: one.memory_free_bytes or 0)
-    return Card(best.index, best.uuid, best.vendor or source_name, str(lock_folder(data, source_name)))
+    return ReservedGpu(best.index, best.uuid, best.vendor or source_name, str(lock_folder(data, source_name)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sae_tui.jobs.cards.availability import choices, holders, with_strangers
 from sae_tui.jobs.cards.locks import lock_folder
-from sae_tui.jobs.evaluation.request import Card, idle_card
+from sae_tui.jobs.evaluation.request import ReservedGpu, idle_card
 from sae_tui.jobs.queue.card_reader import CardReader
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 
-def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Card | None, str]:
+def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
     """Return the free GPU with the most memory, or None and the reason to wait."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:

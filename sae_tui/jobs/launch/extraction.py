@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sae_tui.jobs.launch.memory_need import Need, Room
+from sae_tui.jobs.launch.memory_need import FreeMemory, Need
 from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits, disk_words
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.wording import duration, gibibytes, plural
@@ -29,7 +29,7 @@ def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
     return " · ".join([where, rows, needs(look)])
 
 
-def need(job: ExtractJob, look: ExtractionOutlook, room: Room, *, cuda: bool) -> Need | None:
+def need(job: ExtractJob, look: ExtractionOutlook, room: FreeMemory, *, cuda: bool) -> Need | None:
     """Return the memory per rank by component, with remedies if `room` is too small; None if the model is unknown."""
     if look.memory is None:
         return None

@@ -14,7 +14,7 @@ import msgspec
 
 from sae_tui.jobs import named_python
 from sae_tui.jobs.edits import as_tags
-from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.launch.trainer_command import OnReached, answer_of
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
@@ -30,7 +30,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 
-class Imported(msgspec.Struct, frozen=True):
+class ImportAnswer(msgspec.Struct, frozen=True):
     """The trainer's answer to an import: the format, the architecture that the SAE has here, and notes for the user.
 
     `check` has the metrics on rows of the data; `warnings` lists the metrics that cannot be right.
@@ -53,7 +53,7 @@ def import_sae(
     tags: Iterable[str],
     python: str = "",
     on_reached: OnReached | None = None,
-) -> tuple[int, Imported]:
+) -> tuple[int, ImportAnswer]:
     """Create a job from the SAE in a folder, with `activations` for its evaluation and training; return id and answer.
 
     `arguments` are passed on to the trainer's import; `python` is the Python of the new job. Raise `UserError` if the
@@ -69,7 +69,7 @@ def import_sae(
         words = [str(folder), *paths, *_settings(python), *arguments]
         # Standard error shows the files that are downloaded from the hub.
         from_hub = not os.path.lexists(folder)
-        imported = answer_of("import", words, Imported, python=python, on_reached=on_reached, shows_errors=from_hub)
+        imported = answer_of("import", words, ImportAnswer, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:
             job = _row(
                 RunPaths(staged), printable(f"imported from {_named(folder)} ({imported.form})"), gpu_source, tags
@@ -122,5 +122,5 @@ def _place(data: DataDir, staged: Path, job: Job, undo: contextlib.ExitStack) ->
         source.rename(target)
         undo.callback(shutil.rmtree, target, ignore_errors=True)
     write_spec(RankSpec(run.root, output, attempt=1, world_size=1, device="cpu", job_id=job.id))
-    write_ending(run.exit_file, Ending(JobState.IMPORTED, job.ended or job.created, output_path=job.output_path))
+    write_ending(run.exit_file, JobEnding(JobState.IMPORTED, job.ended or job.created, output_path=job.output_path))
     write_record(run, job)

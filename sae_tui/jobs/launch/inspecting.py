@@ -22,7 +22,7 @@ POLL_S = 0.2
 Fingerprint = tuple[tuple[str, int, int], ...]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DataFinding(msgspec.Struct, frozen=True):
     """One finding about the data, and its remedy; "" if there is nothing to do."""
 
     severity: str
@@ -40,7 +40,7 @@ class Inspected(msgspec.Struct, frozen=True):
     gamma: float
     median_norm: float
     largest_norm: float
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[DataFinding, ...] = ()
 
 
 class Inspections:

@@ -15,8 +15,8 @@ from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.launch import extraction
 from sae_tui.jobs.launch.memory_need import (
+    FreeMemory,
     Need,
-    Room,
     expected_outlook,
     memory_of_host,
     need,
@@ -30,7 +30,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.extras import judged_by, lack_of_trainer
 from trainer.contract.paths import DataDir, shipped_data, working_folder
 from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
-from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.workload import Layout
 from trainer.contract.printable import printable, printable_toml
 from trainer.contract.settings import consent, job_file
@@ -173,7 +173,7 @@ def _review(
     job = job_file.with_paths(job, data_bases())
     if job.cluster:
         choices, cuda = (), True
-    host, promises = HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes), promised_by_active(past)
+    host, promises = DeviceMemory(room_on_cpu().free_bytes, memory_of_host().total_bytes), promised_by_active(past)
     here = machine(choices, data, cuda=cuda, host=host, promises=promises)
     if isinstance(job, ExtractJob):
         return _review_extraction(job, candidate.gpus, choices, here, problems)
@@ -216,10 +216,10 @@ def _review_extraction(
     return Review(checked, tuple(problems), text, beside.needs_bytes or 0, takes, look.lack if look.on_gpus else "")
 
 
-def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> Room:
-    """Return the free memory of the chosen devices; an empty `Room` for a cluster, whose memory is unknown."""
+def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:
+    """Return the free memory of the chosen devices; an empty `FreeMemory` for a cluster, whose memory is unknown."""
     if elsewhere:
-        return Room()
+        return FreeMemory()
     on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
     return room_on_cpu() if on_cpu else room_on_gpus(choices, _likely(gpus, choices))
 

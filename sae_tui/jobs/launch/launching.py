@@ -28,7 +28,7 @@ from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
 from trainer.contract.planning.extraction import ExtractionOutlook, mode_of
-from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.model_placement import place_model
@@ -231,7 +231,7 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
     """Return the outlook of a job on GPUs that are known only by the memory that the job needed on each before."""
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
-    name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
+    name, room = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
     memory_of = "" if on_gpus else None
     placed = place_model(job, shape, devices, name, read_box(data.box_file), room, memory_of)
     return Outlook(placed.settled, on_gpus, placed.is_measured, placed=placed)

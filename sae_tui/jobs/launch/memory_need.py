@@ -12,7 +12,7 @@ from sae_tui.jobs.cards.availability import GpuChoice
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import AnyOutlook, Machine, outlook_of, outlook_on
-from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.outlook import Outlook, Took
@@ -31,7 +31,7 @@ from trainer.contract.wording import gibibytes
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
 
-class Measured(msgspec.Struct, frozen=True):
+class PeakMemory(msgspec.Struct, frozen=True):
     """The peak memory of a rank of a finished job: reserved on a GPU ("cuda"), or the size of a process ("cpu")."""
 
     job_id: int
@@ -42,7 +42,7 @@ class Measured(msgspec.Struct, frozen=True):
         return f"measured {gibibytes(self.peak_bytes)} in job {self.job_id}, {COUNTED[self.device]}"
 
 
-class Room(msgspec.Struct, frozen=True):
+class FreeMemory(msgspec.Struct, frozen=True):
     """Free memory for a job: that of the fullest GPU or of the machine; None if it is unknown."""
 
     free_bytes: int | None = None
@@ -54,7 +54,7 @@ class Need(msgspec.Struct, frozen=True):
 
     parts: Memory
     sharing: int = 1
-    measured: Measured | None = None
+    measured: PeakMemory | None = None
     remedies: tuple[str, ...] = ()
     # Advice to show if there are no remedies.
     otherwise: str = "a smaller batch_size or d_sae"
@@ -73,7 +73,7 @@ class Need(msgspec.Struct, frozen=True):
     def measured_bytes(self) -> int | None:
         return self.measured.peak_bytes if self.measured else None
 
-    def lacks(self, room: Room) -> bool:
+    def lacks(self, room: FreeMemory) -> bool:
         """Return whether less memory is free than the job needs; False if the free memory is unknown."""
         return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
 
@@ -97,7 +97,9 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
     return msgspec.structs.replace(look, took=took)
 
 
-def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: str, past: Iterable[Job] = ()) -> Need:
+def need(
+    look: Outlook, job: JobConfig, data: DataShape, room: FreeMemory, *, device: str, past: Iterable[Job] = ()
+) -> Need:
     """Return the memory that each rank needs, by component, and remedies if `room` is too small.
 
     `device` is the device of the ranks, "cpu" for simulated GPUs.
@@ -115,34 +117,34 @@ def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: 
     return msgspec.structs.replace(takes, remedies=tuple(look.remedies(free)), judged_lacking=True)
 
 
-def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> Room:
+def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemory:
     """Return the free memory of the fullest of these GPUs; GPUs that do not report their memory are ignored."""
     free = [
         (choice.memory_free_bytes, f"GPU {choice.index}")
         for choice in choices
         if choice.index in gpus and choice.memory_free_bytes is not None
     ]
-    return Room(*min(free)) if free else Room()
+    return FreeMemory(*min(free)) if free else FreeMemory()
 
 
-def room_on_cpu() -> Room:
+def room_on_cpu() -> FreeMemory:
     """Return the memory that this machine can give to new processes without swapping."""
-    return Room(machine_memory().available_bytes, "this machine")
+    return FreeMemory(machine_memory().available_bytes, "this machine")
 
 
-def memory_of_host() -> HostRoom:
+def memory_of_host() -> DeviceMemory:
     """Return this machine's memory for processes on the CPU: available without swapping, and total."""
     memory = machine_memory()
-    return HostRoom(memory.available_bytes, memory.total_bytes)
+    return DeviceMemory(memory.available_bytes, memory.total_bytes)
 
 
 def measured_peak(
     job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
-) -> Measured | None:
+) -> PeakMemory | None:
     """Return the peak of the newest finished job of the same shape and mode; `past` is sorted newest first."""
     alike = of_same_shape(job, data, devices, mode, device, past)
     return next(
-        (Measured(done.id, done.peak_memory_bytes, device) for done in alike if done.peak_memory_bytes is not None),
+        (PeakMemory(done.id, done.peak_memory_bytes, device) for done in alike if done.peak_memory_bytes is not None),
         None,
     )
 

@@ -23,9 +23,9 @@ from trainer.contract.planning.check_job import (
     takes_slices,
     wanted_devices,
 )
-from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, refusal_of_mixture, refusal_of_slices
-from trainer.contract.planning.hardware import Box, read_box
+from trainer.contract.planning.hardware import MeasuredHardware, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
 from trainer.contract.planning.torch_build import installed_build, vendor_of_build
 from trainer.contract.planning.workload import Workload
@@ -103,7 +103,7 @@ def place(
     *,
     source_cuda: bool,
     multi_gpu_enabled: bool = True,
-    speeds: Box = NOTHING_MEASURED,
+    speeds: MeasuredHardware = NOTHING_MEASURED,
     past: Iterable[Job] = (),
     promises: Promises = NO_PROMISES,
 ) -> Placement:
@@ -150,7 +150,7 @@ def machine(
     data: DataDir,
     *,
     cuda: bool,
-    host: Room | None = None,
+    host: DeviceMemory | None = None,
     promises: Promises = NO_PROMISES,
 ) -> Machine:
     """Return this machine as input for the checks of a job; `cuda` says whether jobs can use CUDA on its GPUs."""
@@ -162,7 +162,7 @@ def machine(
     )
 
 
-def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box, promises: Promises) -> Machine:
+def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: MeasuredHardware, promises: Promises) -> Machine:
     gpus = tuple(
         MachineGpu(
             index=choice.index,

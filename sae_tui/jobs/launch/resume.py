@@ -47,7 +47,7 @@ Place = Callable[[AnyJob], Placement]
 _PLACE = ("launch.gpus", "launch.backend", "launch.nodes", "data.model_gpus")
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ResumePlan(msgspec.Struct, frozen=True):
     """The plan of a resume: the job, where it runs, and notes for the user."""
 
     config: AnyJob
@@ -84,7 +84,7 @@ def resume(
     *,
     start: Start | None = None,
     finish: bool = False,
-) -> Plan:
+) -> ResumePlan:
     """Put the job back into the queue; `place` chooses its GPUs if the overrides request others.
 
     With `finish` the job cools down from the step where it resumes, and ends as finished.
@@ -127,7 +127,7 @@ def resume(
         return plan
 
 
-def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
+def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> ResumePlan:
     """Check everything before any change, and return the plan of the resume."""
     paths = data.run(job.id)
     data.refuse_links(job.id)
@@ -144,15 +144,15 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     if refusal := refusal_of_model_gpus(config, where.world_size):
         raise JobFileError([Problem("data.model_gpus", refusal)])
     if not newest_first(paths.checkpoints):
-        return Plan(config, where, 0, has_checkpoint=False)
+        return ResumePlan(config, where, 0, has_checkpoint=False)
     run = stored_run(paths.root)
     _refuse_finished(job, run, was, config)
     config, shared = with_same_step(was, config, run.last.n_devices, where.world_size)
     notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared, *data_notes(config, run))
-    return Plan(config, where, run.position.step, notes, total_steps=run.total_steps(config, where.world_size))
+    return ResumePlan(config, where, run.position.step, notes, total_steps=run.total_steps(config, where.world_size))
 
 
-def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> Plan:
+def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> ResumePlan:
     """Return the plan for an extraction; it continues after the last complete shard."""
     judged = Judged()
     config = load_extraction(paths.job_file, overrides, read=judged)
@@ -161,7 +161,7 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
     if job.state == JobState.FINISHED:
         raise JobFileError([Problem("extract.n_tokens", f"job {job.id} has finished; clone it to extract more")])
-    return Plan(config, where, n_stored_rows(config), counts="row")
+    return ResumePlan(config, where, n_stored_rows(config), counts="row")
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:

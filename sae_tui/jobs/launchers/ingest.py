@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.contract.files import open_plain, write_whole
 from trainer.contract.store.database import StoreError, explain_errors, file_identity
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
 from trainer.contract.store.progress_line import ProgressLine, decode
 from trainer.contract.store.rows import Event
 
@@ -72,7 +72,7 @@ class Ingest:
     def _store(self, lines: list[ProgressLine]) -> None:
         """Store the lines in as few writes as possible: one before each rewind of the history."""
         writer = self._open()
-        rows: list[Row] = []
+        rows: list[MetricRow] = []
         events: list[Event] = []
         heartbeat: Heartbeat | None = None
         for line in lines:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sae_tui.jobs import named_python
 from sae_tui.jobs.launchers.base import Beginning
-from sae_tui.jobs.launchers.ranks import OneRank, Ranks
+from sae_tui.jobs.launchers.ranks import OneRank, RankStates
 from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
 from trainer.contract.paths import open_private
 from trainer.contract.prctl import end_with_parent
@@ -37,7 +37,7 @@ class RankProcess(ChildRank, OneRank):
         return self._ref
 
 
-class RankGroup(Ranks[RankProcess]):
+class RankGroup(RankStates[RankProcess]):
     """All ranks of an attempt; they hold the GPU locks with us, and the kernel signals them if we die."""
 
     is_waiting = False

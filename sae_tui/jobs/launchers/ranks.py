@@ -34,7 +34,7 @@ class OneRank(RankEnd):
 R = TypeVar("R", bound=OneRank)
 
 
-class Ranks(Generic[R]):
+class RankStates(Generic[R]):
     """The parts of an attempt that need only the state of its ranks, wherever they run."""
 
     def __init__(self, beginning: Beginning) -> None:

@@ -50,7 +50,7 @@ exit "$code"
 _ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
 
 
-class Layout(msgspec.Struct, frozen=True):
+class NodeLayout(msgspec.Struct, frozen=True):
     """The number of nodes, and of processes and devices per node."""
 
     nodes: int
@@ -58,7 +58,7 @@ class Layout(msgspec.Struct, frozen=True):
     devices: int
 
     @classmethod
-    def of(cls, spec: RankSpec, launch: Launch) -> Layout:
+    def of(cls, spec: RankSpec, launch: Launch) -> NodeLayout:
         return cls(launch.nodes, max(1, spec.n_processes // launch.nodes), max(1, spec.world_size // launch.nodes))
 
     @property
@@ -69,7 +69,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     """Return a bash script that runs `command` once for every rank of the attempt."""
-    layout, stop_file = Layout.of(spec, launch), RunPaths(spec.run_dir).stop_file(spec.attempt)
+    layout, stop_file = NodeLayout.of(spec, launch), RunPaths(spec.run_dir).stop_file(spec.attempt)
     return _SCRIPT.format(
         title=f"{_default_name(spec)}, attempt {spec.attempt}",
         umask=umask_of(spec.run_dir),
@@ -85,7 +85,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
     """Return the sbatch command for the script in `file`, which writes to `log`; the user's options come last."""
-    layout, own = Layout.of(spec, launch), launch.sbatch_options or []
+    layout, own = NodeLayout.of(spec, launch), launch.sbatch_options or []
     options = {
         "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _default_name(spec),
         "nodes": layout.nodes,

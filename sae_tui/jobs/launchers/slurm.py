@@ -14,7 +14,7 @@ import msgspec
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
-from sae_tui.jobs.launchers.ranks import Ranks
+from sae_tui.jobs.launchers.ranks import RankStates
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
@@ -51,7 +51,7 @@ def cancel_left_behind(folder: Path) -> None:
         note(f"ending what SLURM has of it: {error}")
 
 
-class SlurmAttempt(Ranks[RemoteRank]):
+class SlurmAttempt(RankStates[RemoteRank]):
     """Submits the batch script, follows the job, and copies the run's progress into its store."""
 
     def __init__(self, beginning: Beginning) -> None:

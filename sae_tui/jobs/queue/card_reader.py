@@ -16,7 +16,7 @@ from sae_tui.gpu import AUTO, resolve
 from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample, samples_of
 from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices, takes_one_process
 from sae_tui.jobs.cards.locks import lock_holder, open_lock
-from sae_tui.jobs.queue.order import Card
+from sae_tui.jobs.queue.order import QueueGpu
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json, write_json
@@ -198,8 +198,10 @@ def name_of(data: DataDir, job: Job) -> str:
     return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
 
-def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
-    """Return a `Card` for every sample.
+def cards(
+    samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]
+) -> list[QueueGpu]:
+    """Return a `QueueGpu` for every sample.
 
     For our own jobs only leases count: memory that they have not allocated yet, in their first second, is not free.
     """
@@ -211,17 +213,17 @@ def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], 
     ]
 
 
-def named_cards(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
+def named_cards(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
     """Return the GPUs that a job names; only their leases are known."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
-    return [Card(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
+    return [QueueGpu(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
 
 
 def _card(
     sample: GpuSample, choice: GpuChoice, leases: Sequence[Lease], held: Holders, jobs: Mapping[int, Job]
-) -> Card:
-    return Card(
+) -> QueueGpu:
+    return QueueGpu(
         index=sample.index,
         uuid=sample.uuid,
         free_bytes=_left_by_strangers(sample, choice, held, leases) if leases else sample.memory_free_bytes,

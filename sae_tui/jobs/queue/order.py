@@ -23,7 +23,7 @@ from trainer.contract.wording import gibibytes, join_words, plural
 BACKFILL_S = 3600.0
 
 
-class Card(msgspec.Struct, frozen=True):
+class QueueGpu(msgspec.Struct, frozen=True):
     """A GPU as a queued job sees it; `free_bytes` is the memory that other users leave, None if it is unknown.
 
     `unusable` and `stranger` are reasons that do not go away when jobs end; `frees_in_s` is the time until all jobs on
@@ -69,7 +69,7 @@ class Card(msgspec.Struct, frozen=True):
             return False
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
-    def with_job(self, job: Job) -> Card:
+    def with_job(self, job: Job) -> QueueGpu:
         """Return the GPU as it will be once a job ahead has taken it, although no process of that job uses it yet."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
@@ -82,7 +82,7 @@ class Card(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, frozen=True):
     """The GPUs that a job may take now, or its reason to wait."""
 
-    cards: tuple[Card, ...] = ()
+    cards: tuple[QueueGpu, ...] = ()
     waits_for: str = ""
 
 
@@ -97,7 +97,7 @@ def in_order(line: Iterable[Job]) -> list[Job]:
     return sorted(line, key=lambda job: (-job.priority, job.queued or job.created, job.id))
 
 
-def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, Turn]:
+def turns(line: Iterable[Job], cards: Iterable[QueueGpu], now: float) -> dict[int, Turn]:
     """Return the turn of every queued job by its id; `now` is in seconds since the epoch."""
     board = {card.uuid: card for card in sorted(cards, key=lambda card: card.index)}
     reservations: dict[str, _Reservation] = {}
@@ -112,7 +112,7 @@ def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, T
     return turn_by_job
 
 
-def _visible(job: Job, board: Mapping[str, Card]) -> list[Card]:
+def _visible(job: Job, board: Mapping[str, QueueGpu]) -> list[QueueGpu]:
     """Return the GPUs that the job may use; a job that takes any is limited to those visible at its launch."""
     if not job.any_gpus or job.visible_devices is None:
         return list(board.values())
@@ -123,7 +123,7 @@ def _visible(job: Job, board: Mapping[str, Card]) -> list[Card]:
     return [card for card in board.values() if card.index in left]
 
 
-def _turn(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation]) -> Turn:
+def _turn(job: Job, cards: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> Turn:
     free = [card for card in cards if card.is_for(job) and card.takes_now(job) and _is_open(job, card, reservations)]
     if len(free) < job.gpus_wanted:
         return Turn(waits_for=_reason(job, cards, reservations))
@@ -132,7 +132,7 @@ def _turn(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservati
     return Turn(tuple(sorted(free[: job.gpus_wanted], key=lambda card: card.index)))
 
 
-def _is_open(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> bool:
+def _is_open(job: Job, card: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
     """Return whether the job would end before the job that has reserved the GPU could start."""
     if card.uuid not in reservations:
         return True
@@ -140,7 +140,7 @@ def _is_open(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> 
 
 
 def _keep(
-    job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation], now: float
+    job: Job, cards: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
     """Reserve the GPUs that this job will get first, by UUID; {} if it waits for other users, whose end is unknown."""
     possible = [card for card in cards if card.is_for(job) and card.uuid not in reservations]
@@ -154,11 +154,11 @@ def _keep(
     return {card.uuid: _Reservation(job.id, until_s) for card in chosen}
 
 
-def _ready_in_s(job: Job, card: Card) -> float:
+def _ready_in_s(job: Job, card: QueueGpu) -> float:
     return 0.0 if card.takes_now(job) else card.frees_in_s
 
 
-def _reason(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation]) -> str:
+def _reason(job: Job, cards: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> str:
     """Return why the job waits: `GPU 0 is held by job 3 (ann)`.
 
     For a job that takes any GPUs, give the reason of each: `2 GPUs: GPU 0 is …, GPU 1 is …`.
@@ -173,7 +173,7 @@ def _reason(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reserva
     return f"{plural(job.gpus_wanted, 'GPU')}: {text}" if job.any_gpus else text
 
 
-def _obstacle(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> str:
+def _obstacle(job: Job, card: QueueGpu, reservations: Mapping[str, _Reservation]) -> str:
     """Return why the job cannot have this GPU now; "" if it can."""
     if card.unusable:
         return f"GPU {card.index} cannot be used ({card.unusable})"

@@ -14,7 +14,7 @@ from sae_tui.jobs.cards.locks import GpuLocks, lock_folder, lock_holders, owner
 from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.queue.after import describe_unfinished
 from sae_tui.jobs.queue.card_reader import FRESH_S, CardReader, cards, named_cards
-from sae_tui.jobs.queue.order import Card, Turn, turns
+from sae_tui.jobs.queue.order import QueueGpu, Turn, turns
 from sae_tui.jobs.reconcile import is_supervised, reconcile
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.supervisor_log import note, tolerate
@@ -36,7 +36,7 @@ PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 RECORDED_FOR_S = 600.0
 
 
-class Line:
+class QueueEntry:
     """A job's position in the queue; `job` is its row as last read, `locks` are the locks of its GPUs."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
@@ -194,7 +194,7 @@ class Line:
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
 
-    def _cards(self, active: dict[int, Job], fresh_s: float) -> list[Card]:
+    def _cards(self, active: dict[int, Job], fresh_s: float) -> list[QueueGpu]:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
@@ -207,7 +207,7 @@ class Line:
         held = with_strangers(holders(active.values(), leases, ranks), self._folder, samples)
         return cards(samples, held, leases, active)
 
-    def _lease(self, chosen: Sequence[Card]) -> str:
+    def _lease(self, chosen: Sequence[QueueGpu]) -> str:
         gpus = [(card.index, card.uuid) for card in chosen]
         fields = {
             "attempt": self.job.attempt + 1,
@@ -227,7 +227,7 @@ class Line:
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
         return ""
 
-    def _lock_obstacle(self, chosen: Sequence[Card], locks: GpuLocks) -> str:
+    def _lock_obstacle(self, chosen: Sequence[QueueGpu], locks: GpuLocks) -> str:
         """Return who holds the lock of a GPU that has no lease, or why the lock cannot be taken."""
         uuid = locks.refused or ""
         index = next((card.index for card in chosen if card.uuid == uuid), "?")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sae_tui.jobs import named_python
-from sae_tui.jobs.ending import Ending
+from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
@@ -27,7 +27,7 @@ from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.extras import Elsewhere, judged_by
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.workload import ONE_PROCESS, model_gpus_of
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
@@ -54,7 +54,7 @@ NO_METRICS = "its SAE was trained, but none of its metrics could be stored, as o
 class Outcome(msgspec.Struct, frozen=True):
     """How an attempt ended: finally, or `paused`, or `crashed`, after which the job may be restarted."""
 
-    ending: Ending
+    ending: JobEnding
     paused: bool = False
     crashed: bool = False
 
@@ -167,7 +167,7 @@ class OneAttempt:
         had, is_simulated = self._job.card_memory_bytes, bool(self._job.gpus_wanted) and self._job.device == "cpu"
         name = CPU if self._job.device == "cpu" else name_of(self._data, self._job)
         box, memory_of = read_box(self._data.box_file), "" if is_simulated else None
-        return with_model_placed(spec, config, name, box, Room(had, had), memory_of)
+        return with_model_placed(spec, config, name, box, DeviceMemory(had, had), memory_of)
 
     def _watch(self, attempt: Attempt, meter: EnergyMeter) -> set[str]:
         """Follow the ranks until all have ended, and return the requests made meanwhile.
@@ -278,8 +278,8 @@ class OneAttempt:
         run.close()
         return run.heartbeat
 
-    def _ending(self, state: JobState, reason: str | None, attempt: Attempt | None = None) -> Ending:
-        return Ending(
+    def _ending(self, state: JobState, reason: str | None, attempt: Attempt | None = None) -> JobEnding:
+        return JobEnding(
             state=state,
             ended=time.time(),
             error=reason,

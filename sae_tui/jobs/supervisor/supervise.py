@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sae_tui.jobs.background import go_on
-from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.machine import this_machine
-from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.queue.waiting_job import QueueEntry
 from sae_tui.jobs.record import as_recorded, write_record
 from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.supervisor.signals import Orders, end_descendants
@@ -61,7 +61,7 @@ class Supervisor:
         self._job = self._control.job(job_id)
         self._command = command
         self._installed = Installed()
-        self._line = Line(data, self._control, self._job, self._installed.restart_if_replaced)
+        self._line = QueueEntry(data, self._control, self._job, self._installed.restart_if_replaced)
         self._is_waiting, self._has_ended = True, False
         self._orders = Orders()
         self._sign = Sign(self._control, job_id, self._paths, lambda: self._line.report_silent())
@@ -122,7 +122,7 @@ class Supervisor:
                     return True
             if self._orders.to_end_since:
                 # The store cannot be read; `_conclude` also writes the end into the run folder.
-                self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
+                self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
                 return False
             time.sleep(TICK_S)
         raise AssertionError("unreachable")
@@ -137,7 +137,7 @@ class Supervisor:
         end_descendants()
         what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         reason = f"sae-tui itself failed: {what}; see {self._paths.supervisor_log}"
-        ending = Ending(state=JobState.FAILED, ended=time.time(), error=reason)
+        ending = JobEnding(state=JobState.FAILED, ended=time.time(), error=reason)
         try:
             self._conclude(ending)
         except Exception as second:
@@ -161,10 +161,10 @@ class Supervisor:
             self._control.update(self._job.id, held=True)
             self._control.answer(self._job.id, "pause")
         if self._orders.to_end_since or (requests - {"pause"} and self._installed.may_end()):
-            self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
+            self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
             return True
         if is_gone(self._paths.root):
-            self._conclude(Ending(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted"))
+            self._conclude(JobEnding(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted"))
             return True
         return False
 
@@ -239,7 +239,7 @@ class Supervisor:
                 return True
             time.sleep(TICK_S)
 
-    def _pause(self, ending: Ending) -> Ending | None:
+    def _pause(self, ending: JobEnding) -> JobEnding | None:
         """Put the job back into the queue, held, and free its GPUs for other jobs.
 
         Return the job's ending if it must stop instead (`ending`), or if the pause cannot be recorded.
@@ -256,7 +256,7 @@ class Supervisor:
         with tolerate("telling that it is paused"):
             retry("telling that it is paused", self._tell_paused)
         self._line.locks.release()
-        self._line = Line(self._data, self._control, self._job, self._installed.restart_if_replaced)
+        self._line = QueueEntry(self._data, self._control, self._job, self._installed.restart_if_replaced)
         write_record(self._paths, self._job)
         return None
 
@@ -271,7 +271,7 @@ class Supervisor:
         self._job = self._control.job(self._job.id)
         self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
 
-    def _conclude(self, ending: Ending) -> None:
+    def _conclude(self, ending: JobEnding) -> None:
         """Write the ending to the run's files, then to the store: from then on the job may be resumed or deleted."""
         with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
@@ -282,7 +282,7 @@ class Supervisor:
                 self._tell(str(ending.state), message, "error" if ending.state == JobState.FAILED else "info")
                 self._run_hook()
 
-    def _record_end(self, ending: Ending) -> bool:
+    def _record_end(self, ending: JobEnding) -> bool:
         """Record the ending in the run folder and in the store; return False if the store already has an ending."""
         self._job = self._row_at(ending)
         write_record(self._paths, self._job)
@@ -290,7 +290,7 @@ class Supervisor:
             self._lock.release()
         return self._control.transition(self._job.id, ending.state, **ending.fields())
 
-    def _row_at(self, ending: Ending) -> Job:
+    def _row_at(self, ending: JobEnding) -> Job:
         """Return the row of the ended job; if the store has no readable row, return the copy held here."""
         job = self._job
         try:

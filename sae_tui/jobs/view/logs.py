@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.files import Follower
+from sae_tui.jobs.files import LogFollower
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.log_tail import tail
 
@@ -56,7 +56,7 @@ class LogReader:
 
     def _follow(self) -> None:
         """Pass on existing and new lines until the reader is stopped."""
-        followers = {name: Follower(path, offset=_size(path)) for name, path in self._sources.items()}
+        followers = {name: LogFollower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():
             # Reports that the logs are empty.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.ending import Ending, RankEnding, read_ending
+from sae_tui.jobs.ending import JobEnding, RankEnding, read_ending
 from sae_tui.jobs.known_failures import Remedy, remedy
 from sae_tui.jobs.output import NO_SHARD, extracts, rows_stored
 from trainer.contract.errors import UserError
@@ -127,7 +127,7 @@ def _saved_step(paths: RunPaths) -> int | None:
     return None
 
 
-def _others(ending: Ending, first: int | None) -> tuple[str, ...]:
+def _others(ending: JobEnding, first: int | None) -> tuple[str, ...]:
     return tuple(f"rank {rank.rank} {_how(rank)}" for rank in ending.ranks if rank.rank != first)
 
 

@@ -12,7 +12,7 @@ from trainer.contract.store.rows import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ProcessRow:
     """A row: a process on a GPU, a job that groups its ranks, or a parent process that uses no GPU itself.
 
     `depth` is the indentation level; `n_below` is the number of grouped processes. For a job, `process` holds the sums;
@@ -50,7 +50,7 @@ def arrange(
     order: str = "memory",
     opened: frozenset[str] = frozenset(),
     as_tree: bool = False,
-) -> list[Entry]:
+) -> list[ProcessRow]:
     """Return the rows to show; `opened` has the keys of the jobs whose ranks are shown."""
     found = [one for one in processes if _matches(one, held, words.casefold().split())]
     found.sort(key=lambda one: (ORDERS[order](one), one.pid))
@@ -75,13 +75,13 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
     return all(map(matches, words))
 
 
-def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[Entry]:
+def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[ProcessRow]:
     """Return a row per job with several ranks, sorted by its sums, and a row per other process."""
-    ranks: dict[int, list[Entry]] = {}
-    groups: list[tuple[Any, list[Entry]]] = []
+    ranks: dict[int, list[ProcessRow]] = {}
+    groups: list[tuple[Any, list[ProcessRow]]] = []
     for one in found:
         rank = held.rank_of(one.pid)
-        entry = Entry(f"pid:{one.pid}", one, job=rank[0] if rank else None, rank=rank[1] if rank else None)
+        entry = ProcessRow(f"pid:{one.pid}", one, job=rank[0] if rank else None, rank=rank[1] if rank else None)
         if rank:
             ranks.setdefault(rank[0].id, []).append(entry)
         else:
@@ -93,13 +93,13 @@ def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: 
     return [entry for _, entries in groups for entry in entries]
 
 
-def _job_rows(members: Sequence[Entry], opened: frozenset[str]) -> list[Entry]:
+def _job_rows(members: Sequence[ProcessRow], opened: frozenset[str]) -> list[ProcessRow]:
     job = members[0].job
     assert job is not None
     key = f"job:{job.id}"
-    head = Entry(key, _sum([one.process for one in members]), job=job, n_below=len(members), is_open=key in opened)
+    head = ProcessRow(key, _sum([one.process for one in members]), job=job, n_below=len(members), is_open=key in opened)
     ranks = sorted(members, key=lambda one: one.rank or 0)
-    below = [Entry(one.key, one.process, 1, one.job, one.rank) for one in ranks]
+    below = [ProcessRow(one.key, one.process, 1, one.job, one.rank) for one in ranks]
     return [head, *(below if head.is_open else [])]
 
 
@@ -124,7 +124,7 @@ def _total(values: Sequence[Any]) -> Any:
     return None if None in values else sum(values)
 
 
-def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[Entry]:
+def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
     """Return every process below its parents; a chain of parents without branches is reduced to its last parent."""
     on_cards = {one.pid: one for one in found}
     known: dict[int, ProcessDetails] = dict(on_cards)
@@ -140,7 +140,7 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[Entry]:
             pid = parent.pid
         else:
             tops += [pid] if pid not in tops else []
-    entries: list[Entry] = []
+    entries: list[ProcessRow] = []
 
     def add(pid: int, depth: int) -> None:
         children = below.get(pid, [])
@@ -149,7 +149,7 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[Entry]:
             pid, children = children[0], below.get(children[0], [])
         rank = held.rank_of(pid)
         job, number = rank or (None, None)
-        entries.append(Entry(f"pid:{pid}", known[pid], depth, job, number, is_parent=pid not in on_cards))
+        entries.append(ProcessRow(f"pid:{pid}", known[pid], depth, job, number, is_parent=pid not in on_cards))
         for child in children:
             add(child, depth + 1)
 

@@ -24,7 +24,7 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.settings.series import held_out, held_out_metrics, measured_names
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.follower import Follower
+from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.job_store import ENDING, Control
 from trainer.contract.store.metrics_store import Point, SeriesReader, SeriesWriter, is_before_first_step
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
@@ -113,14 +113,14 @@ class JobsReader:
         self.news: tuple[News, ...] = ()
         self._last_event: int | None = None
         self._data = data
-        self._store = _Store(data)
+        self._store = _ControlStore(data)
         self._rows: list[Job] = []
         self._passed_over = ""
         self._asked: set[int] = set()
         self._live: dict[int, LiveRun] = {}
         self._evaluations = Evaluations(data)
         self._still: dict[int, tuple[Job, JobView]] = {}
-        self._silent = _Silent(data)
+        self._silent = _SilentHosts(data)
 
     @property
     def problem(self) -> str:
@@ -218,7 +218,7 @@ def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
     return view if evaluation is None else msgspec.structs.replace(view, evaluation=evaluation)
 
 
-class _Silent:
+class _SilentHosts:
     """Finds the jobs on other hosts that have been silent for a long time."""
 
     def __init__(self, data: DataDir) -> None:
@@ -253,12 +253,12 @@ class JobReader:
         self.series: dict[tuple[str, int], list[Point]] = {}
         self.events: tuple[Event, ...] = ()
         self._paths, self._sae = data.run(job_id), data.sae(job_id)
-        self._store = _Store(data)
+        self._store = _ControlStore(data)
         self._live = LiveRun(self._paths)
         self._row: Job | None = None
         self._asked = False
         self._told: list[Event] = []
-        self._silent = _Silent(data)
+        self._silent = _SilentHosts(data)
         self._evaluations = Evaluations(data)
 
     @property
@@ -346,12 +346,12 @@ def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) ->
     return tuple(heapq.merge(rest, run_events, key=lambda event: event.timestamp))
 
 
-class _Store:
+class _ControlStore:
     """Reads the control store; `problem` says why it cannot be read, or is ""."""
 
     def __init__(self, data: DataDir) -> None:
         self.problem = _lost_list_problem(data)
-        self._follower = Follower(data.control_db, lambda path: Control(path, readonly=True))
+        self._follower = StoreFollower(data.control_db, lambda path: Control(path, readonly=True))
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
         """Call `read` if there is new data, with None if the store is gone; return whether it was called."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.workloads import workload
 
 from trainer.contract.planning import first_look, memory
-from trainer.contract.planning.choose_mode import Place, settle
+from trainer.contract.planning.choose_mode import PlannedResources, settle
 from trainer.contract.planning.hardware import CPU, Speeds
 from trainer.contract.planning.step_time import reads_parts, step_time, wire_of
 from trainer.contract.planning.workload import Layout, Workload
@@ -31,7 +31,7 @@ def wide(make_job: MakeJob, **train: Any) -> JobConfig:
 
 
 def test_tensor_mode_is_chosen_for_a_wide_sae_and_explained_on_one_line(make_job: MakeJob) -> None:
-    settled = settle(Workload(wide(make_job), 4, GPT2_XL), Place(STAGED))
+    settled = settle(Workload(wide(make_job), 4, GPT2_XL), PlannedResources(STAGED))
     assert settled.job.parallel.mode == "tensor"
     assert settled.reason.startswith("tensor on 4: ")
     assert "× less time than " in settled.reason
@@ -40,7 +40,7 @@ def test_tensor_mode_is_chosen_for_a_wide_sae_and_explained_on_one_line(make_job
 
 def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 1024, "k": 8}, train={"batch_size": 2**17})
-    assert settle(Workload(job, 2, DataShape(64, None, 10**9)), Place(STAGED)).job.parallel.mode == "ddp"
+    assert settle(Workload(job, 2, DataShape(64, None, 10**9)), PlannedResources(STAGED)).job.parallel.mode == "ddp"
 
 
 @pytest.mark.parametrize("flag", ["amx_bf16", "avx512_bf16"])
@@ -51,13 +51,13 @@ def test_two_cpu_processes_use_the_mode_that_measured_faster(
     # Measured on CPUs with these instruction sets; the test's CPU may have neither.
     monkeypatch.setattr(first_look, "costs", lambda: first_look._COSTS[flag])
     job = make_job(sae={"d_sae": d_sae, "k": 32}, train={"batch_size": 2048, "precision": "fp32"})
-    assert settle(Workload(job, 2, DataShape(384, None, 10**9), CPU), Place(CORE)).job.parallel.mode == mode
+    assert settle(Workload(job, 2, DataShape(384, None, 10**9), CPU), PlannedResources(CORE)).job.parallel.mode == mode
 
 
 def test_a_mode_that_does_not_fit_is_not_chosen_even_if_it_is_fastest(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 16384, "k": 8}, train={"batch_size": 2**16})
     shape = DataShape(256, None, 10**9)
-    work, free = Workload(job, 4, shape), Place(STAGED)
+    work, free = Workload(job, 4, shape), PlannedResources(STAGED)
     assert settle(work, free).job.parallel.mode == "ddp"
     needs = memory.estimate(workload(job.replace("parallel", mode="ddp"), 256, 4)).total
     narrow = settle(work, msgspec.structs.replace(free, free_bytes=needs - 1))
@@ -66,20 +66,22 @@ def test_a_mode_that_does_not_fit_is_not_chosen_even_if_it_is_fastest(make_job: 
 
 
 def test_if_nothing_fits_the_smallest_mode_is_tried_and_explained(make_job: MakeJob) -> None:
-    settled = settle(Workload(wide(make_job), 2, GPT2_XL), Place(STAGED, free_bytes=10**9))
+    settled = settle(Workload(wide(make_job), 2, GPT2_XL), PlannedResources(STAGED, free_bytes=10**9))
     assert not settled.fits
     assert settled.reason.endswith(" GiB, but each rank may take only 0.9 GiB")
 
 
 def test_a_requested_mode_is_kept(make_job: MakeJob) -> None:
     job = wide(make_job).replace("parallel", mode="ddp")
-    settled = settle(Workload(job, 4, GPT2_XL), Place(STAGED))
+    settled = settle(Workload(job, 4, GPT2_XL), PlannedResources(STAGED))
     assert (settled.job, settled.reason) == (job, "")
 
 
 def test_an_automatic_batch_is_the_largest_that_fits(make_job: MakeJob) -> None:
     job = wide(make_job, batch_size="auto", global_batch_size=2**16)
-    roomy, narrow = (settle(Workload(job, 1, GPT2_XL), Place(NVLINK, free_bytes=gb * 10**9)).job for gb in (140, 12))
+    roomy, narrow = (
+        settle(Workload(job, 1, GPT2_XL), PlannedResources(NVLINK, free_bytes=gb * 10**9)).job for gb in (140, 12)
+    )
     assert Layout(roomy, 1).micro_batches < Layout(narrow, 1).micro_batches
     assert memory.estimate(workload(narrow, 2304, 1)).total <= 12 * 10**9
     twice = narrow.replace("train", batch_size=2 * Layout(narrow, 1).micro_batch)
@@ -102,7 +104,7 @@ def test_the_way_a_step_is_divided_never_changes_its_tokens(
     job = make_job(sae={"d_sae": 4096}, train=train, parallel={"mode": mode})
     work = Workload(job, ranks, DataShape(384, None, 10**9))
     free = None if free_gb is None else round(free_gb * 1e9)
-    chosen = settle(work, Place(STAGED, free_bytes=free)).work
+    chosen = settle(work, PlannedResources(STAGED, free_bytes=free)).work
     assert chosen.tokens_per_step == work.tokens_per_step
     assert chosen.total_steps == work.total_steps
     assert "auto" not in (chosen.job.parallel.mode, chosen.job.train.batch_size)
@@ -157,7 +159,7 @@ def test_auxk_adds_a_similar_time_to_a_step_in_all_modes(
 @pytest.mark.parametrize("speeds", [NVLINK, STAGED], ids=["nvlink", "staged"])
 @pytest.mark.parametrize("n_ranks", [2, 4, 8])
 def test_the_chosen_mode_is_not_much_slower_once_latents_die(make_job: MakeJob, n_ranks: int, speeds: Speeds) -> None:
-    time = settle(Workload(wide(make_job), n_ranks, GPT2_XL), Place(speeds)).time
+    time = settle(Workload(wide(make_job), n_ranks, GPT2_XL), PlannedResources(speeds)).time
     assert time.total_s < time.with_dead_s < 1.3 * time.total_s
 
 
@@ -177,7 +179,7 @@ def test_cuda_graphs_reduce_the_host_overhead_of_a_single_gpu(make_job: MakeJob)
 
 def test_a_sweep_with_enough_saes_is_distributed_over_devices(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": [61, 62, 63, 64]}, train={"precision": "bf16", "batch_size": 4096})
-    settled = settle(Workload(job, 4, GPT2_XL), Place(NVLINK))
+    settled = settle(Workload(job, 4, GPT2_XL), PlannedResources(NVLINK))
     assert settled.job.parallel.mode == "sweep"
     assert Layout(settled.job, 4).tokens_per_step == Layout(job, 4).tokens_per_step
     assert wire_of(workload(settled.job, 2304, 4)).n_bytes == 0
@@ -185,13 +187,13 @@ def test_a_sweep_with_enough_saes_is_distributed_over_devices(make_job: MakeJob)
     # A rank holds one of the four SAEs, or a quarter of each SAE's weights.
     assert alone.weights == together.weights
     assert alone.gradients * 4 == together.gradients
-    assert settle(Workload(job, 8, GPT2_XL), Place(NVLINK)).job.parallel.mode != "sweep"
+    assert settle(Workload(job, 8, GPT2_XL), PlannedResources(NVLINK)).job.parallel.mode != "sweep"
 
 
 def test_an_optimizer_for_full_matrices_never_gets_a_shard(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": 64}, train={"optimizer": ["adam", "muon"]})
     for free in (None, 8 * 10**9):
-        assert settle(Workload(job, 4, GPT2_XL), Place(STAGED, free_bytes=free)).work.latent_ranks == 1
+        assert settle(Workload(job, 4, GPT2_XL), PlannedResources(STAGED, free_bytes=free)).work.latent_ranks == 1
 
 
 def test_the_saes_of_a_sweep_are_parsed_once_for_all_modes(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +205,7 @@ def test_the_saes_of_a_sweep_are_parsed_once_for_all_modes(make_job: MakeJob, mo
 
     monkeypatch.setattr("trainer.contract.planning.workload.members", count)
     job = make_job(sae={"d_sae": 65536, "k": [16, 32, 64]}, train={"batch_size": "auto"})
-    settle(Workload(job, 8, GPT2_XL), Place(STAGED, free_bytes=20 * 10**9))
+    settle(Workload(job, 8, GPT2_XL), PlannedResources(STAGED, free_bytes=20 * 10**9))
     assert parsed == [job]
 
 

@@ -13,8 +13,8 @@ from support.tiny_models import CONTEXT, D_IN, make_model
 
 from trainer.contract.planning.check_job import Machine, MachineGpu, check, outlook_of
 from trainer.contract.planning.extraction import disk_words, outlook_of_extraction
-from trainer.contract.planning.forecast import Room
-from trainer.contract.planning.hardware import CPU, Box, Card
+from trainer.contract.planning.forecast import DeviceMemory
+from trainer.contract.planning.hardware import CPU, DeviceSpeeds, MeasuredHardware
 from trainer.contract.settings.extract import ExtractJob
 from trainer.ranks.device_choice import chosen
 from trainer.ranks.devices import Device
@@ -42,17 +42,17 @@ def machine(tmp_path: Path, *free_gib: float, cuda: bool = True) -> Machine:
         MachineGpu(index, "NVIDIA H100", round(free * GIB), memory_total_bytes=80 * GIB)
         for index, free in enumerate(free_gib)
     )
-    return Machine(cards, 2, tmp_path, memory=Room(20 * GIB, 24 * GIB), cuda=cuda)
+    return Machine(cards, 2, tmp_path, memory=DeviceMemory(20 * GIB, 24 * GIB), cuda=cuda)
 
 
 def test_disk_space_follows_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
     # A device of 1 GFLOP/s.
-    box = Box(cards={CPU: Card({"fp32": 1e9}, 1e9)})
+    box = MeasuredHardware(cards={CPU: DeviceSpeeds({"fp32": 1e9}, 1e9)})
     look = outlook_of_extraction(job, [], speeds=box)
     assert look.d_in == D_IN
     # Two hooks of fp32 rows, each with its token, position and document.
     assert look.disk_bytes == 10**6 * 2 * (4 * D_IN + 12)
-    whole = outlook_of_extraction(job, [], speeds=Box(cards={CPU: Card({"fp32": 2e9}, 1e9)}))
+    whole = outlook_of_extraction(job, [], speeds=MeasuredHardware(cards={CPU: DeviceSpeeds({"fp32": 2e9}, 1e9)}))
     assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
 
 

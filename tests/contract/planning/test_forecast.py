@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from trainer.contract.planning.forecast import COUNTS, forecast
-from trainer.contract.planning.hardware import CPU, Box, Speeds
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -16,7 +16,7 @@ SHAPE = DataShape(768, None, 10**9)
 
 def test_time_follows_from_steps_and_cost_from_devices_and_time(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576}, train={"batch_size": 4096, "n_steps": 1000})
-    rows = forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), Box(), price_per_gpu_hour=3.6)
+    rows = forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), MeasuredHardware(), price_per_gpu_hour=3.6)
     assert tuple(row.ranks for row in rows) == COUNTS
     for row in rows:
         assert row.seconds == pytest.approx(1000 * row.settled.time.total_s)
@@ -27,12 +27,12 @@ def test_time_follows_from_steps_and_cost_from_devices_and_time(make_job: MakeJo
 
 def test_a_fixed_step_size_is_not_sped_up_beyond_the_number_of_ranks(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576}, train={"global_batch_size": 4096})
-    for row in forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), Box()):
+    for row in forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), MeasuredHardware()):
         assert row.speed_up <= row.ranks
 
 
 def test_measured_speeds_are_used_and_marked(make_job: MakeJob) -> None:
-    box = Box().with_measured("NVIDIA H200", "bf16", 2, Speeds(1e12, 1e12, 1e9, 1e-5, is_measured=True))
+    box = MeasuredHardware().with_measured("NVIDIA H200", "bf16", 2, Speeds(1e12, 1e12, 1e9, 1e-5, is_measured=True))
     rows = forecast(Workload(make_job(), 1, SHAPE, "NVIDIA H200"), box)
     assert [row.is_measured for row in rows] == [True, True, False, False]
 
@@ -41,7 +41,7 @@ def test_measured_speeds_are_used_and_marked(make_job: MakeJob) -> None:
 def test_a_requested_mode_is_kept_if_possible(mode: str, make_job: MakeJob) -> None:
     modes = [
         row.settled.job.parallel.mode
-        for row in forecast(Workload(make_job(parallel={"mode": mode}), 1, SHAPE, CPU), Box())
+        for row in forecast(Workload(make_job(parallel={"mode": mode}), 1, SHAPE, CPU), MeasuredHardware())
     ]
     assert modes[0] == "single"
     if mode != "single":
@@ -50,6 +50,8 @@ def test_a_requested_mode_is_kept_if_possible(mode: str, make_job: MakeJob) -> N
 
 def test_if_a_mode_is_impossible_the_forecast_is_for_its_replacement(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576, "k": [31, 32, 33]}, train={"batch_size": 4096}, parallel={"mode": "sweep"})
-    rows = forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), Box(), counts=(8,))
-    plain = forecast(Workload(job.replace("parallel", mode="auto"), 1, SHAPE, "NVIDIA H200"), Box(), counts=(8,))
+    rows = forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), MeasuredHardware(), counts=(8,))
+    plain = forecast(
+        Workload(job.replace("parallel", mode="auto"), 1, SHAPE, "NVIDIA H200"), MeasuredHardware(), counts=(8,)
+    )
     assert rows[0].tokens_per_s == plain[0].tokens_per_s

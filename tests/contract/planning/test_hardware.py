@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.planning.hardware import CPU, Box, Speeds, assumed_speeds, read_box, write_box
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds, assumed_speeds, read_box, write_box
 
 FOUND = Speeds(2e12, 3e11, 4e10, 5e-5, is_measured=True)
 
@@ -21,7 +21,7 @@ def test_measured_speeds_are_stored_and_read_back(tmp_path: Path) -> None:
 
 
 def test_another_number_of_gpus_has_only_an_assumed_bus_speed() -> None:
-    box = Box().with_measured("NVIDIA H200", "bf16", 4, FOUND)
+    box = MeasuredHardware().with_measured("NVIDIA H200", "bf16", 4, FOUND)
     two = box.speeds("NVIDIA H200", "bf16", 2)
     assert (two.flops_per_s, two.is_measured) == (FOUND.flops_per_s, False)
     assert two.bus_bytes_per_s == assumed_speeds("NVIDIA H200", "bf16").bus_bytes_per_s
@@ -31,11 +31,11 @@ def test_another_number_of_gpus_has_only_an_assumed_bus_speed() -> None:
 def test_a_damaged_file_is_read_as_no_measurements(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "box.json").write_bytes(content)
-    assert read_box(tmp_path / "box.json") == Box()
+    assert read_box(tmp_path / "box.json") == MeasuredHardware()
 
 
 def test_an_unwritable_folder_raises_no_error(tmp_path: Path) -> None:
-    write_box(tmp_path / "nowhere" / "box.json", Box())
+    write_box(tmp_path / "nowhere" / "box.json", MeasuredHardware())
     assert not list(tmp_path.iterdir())
 
 

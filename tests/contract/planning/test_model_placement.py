@@ -12,8 +12,8 @@ import pytest
 
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check, wanted_devices, wanted_ranks
-from trainer.contract.planning.forecast import Room
-from trainer.contract.planning.hardware import Box, Bus, Card, assumed_speeds
+from trainer.contract.planning.forecast import DeviceMemory
+from trainer.contract.planning.hardware import Bus, DeviceSpeeds, MeasuredHardware, assumed_speeds
 from trainer.contract.planning.model_placement import (
     ModelPlacement,
     counts_that_work,
@@ -57,8 +57,8 @@ def make(tmp_path: Path) -> Make:
     return make_job
 
 
-def place(job: JobConfig, name: str = RTX_3090, box: Box | None = None, **options: Any) -> ModelPlacement:
-    return place_model(job, job.data_shape(), wanted_devices(job), name, box or Box(), **options)
+def place(job: JobConfig, name: str = RTX_3090, box: MeasuredHardware | None = None, **options: Any) -> ModelPlacement:
+    return place_model(job, job.data_shape(), wanted_devices(job), name, box or MeasuredHardware(), **options)
 
 
 @pytest.mark.parametrize(("devices", "counts"), [(1, []), (2, [1]), (3, [2]), (4, [2, 3]), (8, [4, 6, 7])])
@@ -95,7 +95,7 @@ def test_an_impossible_number_of_model_gpus_is_refused_with_the_possible_ones(
 
 
 def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
-    job, room = make(), Room(24 * GIB, 24 * GIB)
+    job, room = make(), DeviceMemory(24 * GIB, 24 * GIB)
     chosen = place(job, room=room)
     beside = place(with_model_gpus(job, 8, 0), room=room)
     assert beside.needs_bytes > 24 * GIB >= chosen.needs_bytes
@@ -114,12 +114,12 @@ def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
 
 
 def test_free_memory_counts_before_total_memory(make: Make) -> None:
-    assert place(make(), room=Room(24 * GIB, 80 * GIB)).model_gpus
-    assert place(make(), H100, room=Room(80 * GIB, 80 * GIB)).model_gpus == 0
+    assert place(make(), room=DeviceMemory(24 * GIB, 80 * GIB)).model_gpus
+    assert place(make(), H100, room=DeviceMemory(80 * GIB, 80 * GIB)).model_gpus == 0
 
 
 def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_faster(make: Make) -> None:
-    together = place(make(), H100, room=Room(80 * GIB, 80 * GIB))
+    together = place(make(), H100, room=DeviceMemory(80 * GIB, 80 * GIB))
     assert together.model_gpus == 0
     assert together.reader is None
     assert together.sentence.startswith("the language model runs on the GPUs that train: on ")
@@ -127,16 +127,16 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     # With a slow bus, training on many GPUs is expensive.
     fast = assumed_speeds(H100, "bf16")
     slow = {f"{H100} x{n}": Bus(5e8, 1e-3) for n in (2, 4, 8)}
-    box = Box({H100: Card({"bf16": fast.flops_per_s}, fast.memory_bytes_per_s)}, slow)
-    apart = place(make(d_sae=16384), H100, box, room=Room(80 * GIB, 80 * GIB))
+    box = MeasuredHardware({H100: DeviceSpeeds({"bf16": fast.flops_per_s}, fast.memory_bytes_per_s)}, slow)
+    apart = place(make(d_sae=16384), H100, box, room=DeviceMemory(80 * GIB, 80 * GIB))
     assert apart.model_gpus == 7
     assert "to itself: beside the SAE a step would take " in apart.sentence
-    beside = place(with_model_gpus(make(d_sae=16384), 8, 0), H100, box, room=Room(80 * GIB, 80 * GIB))
+    beside = place(with_model_gpus(make(d_sae=16384), 8, 0), H100, box, room=DeviceMemory(80 * GIB, 80 * GIB))
     assert beside.settled.time.total_s >= 1.1 * apart.settled.time.total_s
 
 
 def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Make) -> None:
-    chosen = place(make(), room=Room(8 * GIB, 8 * GIB))
+    chosen = place(make(), room=DeviceMemory(8 * GIB, 8 * GIB))
     assert "needs least memory" in chosen.why
     assert chosen.needs_bytes <= place(with_model_gpus(make(), 8, 0)).needs_bytes
 
@@ -153,17 +153,17 @@ def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Mak
     ],
 )
 def test_no_placement_is_chosen_if_there_is_no_choice(changes: dict[str, Any], make: Make) -> None:
-    chosen = place(make(**changes), room=Room(24 * GIB, 24 * GIB))
+    chosen = place(make(**changes), room=DeviceMemory(24 * GIB, 24 * GIB))
     assert (chosen.model_gpus, chosen.why) == (0, "")
 
 
 def test_ranks_that_share_latents_in_groups_stay_in_full_groups(make: Make) -> None:
     job = make(parallel={"mode": "hybrid", "latent_ranks": 2})
-    assert place(job, room=Room(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
+    assert place(job, room=DeviceMemory(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
 
 
 def test_a_resumed_run_keeps_its_ranks_if_possible(make: Make) -> None:
-    room = Room(24 * GIB, 24 * GIB)
+    room = DeviceMemory(24 * GIB, 24 * GIB)
     for ranks, own in ((8, 0), (4, 4), (2, 6), (1, 7)):
         again = place(make(), room=room, ranks_before=ranks)
         assert (again.model_gpus, again.why) == (own, "as before, since each rank has read a part")

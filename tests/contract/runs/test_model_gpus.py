@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from support.workloads import stream_of_model
 
-from trainer.contract.planning.forecast import Room
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.forecast import DeviceMemory
+from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import RankSpec, rank_environment, read_spec, threads_per_rank, write_spec
 from trainer.contract.settings.job import JobConfig
@@ -36,7 +36,7 @@ def given(tmp_path: Path) -> RankSpec:
 
 def placed(spec: RankSpec, job: JobConfig, model_gpus: int | str) -> RankSpec:
     knobs = msgspec.structs.replace(job.data.knobs, model_gpus=model_gpus)
-    return with_model_placed(spec, job.replace("data", knobs=knobs), "", Box(), Room())
+    return with_model_placed(spec, job.replace("data", knobs=knobs), "", MeasuredHardware(), DeviceMemory())
 
 
 def test_gpus_of_the_model_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, given: RankSpec) -> None:
@@ -77,4 +77,4 @@ def test_a_resumed_run_keeps_its_number_of_ranks(job: JobConfig, given: RankSpec
 def test_the_spec_for_stored_rows_is_unchanged(given: RankSpec) -> None:
     job, _ = parse_job({"data": {"path": "acts"}})
     assert job
-    assert with_model_placed(given, job, "", Box(), Room()) is given
+    assert with_model_placed(given, job, "", MeasuredHardware(), DeviceMemory()) is given

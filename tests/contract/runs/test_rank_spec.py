@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from trainer.contract.errors import UserError
-from trainer.contract.planning.hardware import Box, write_box
+from trainer.contract.planning.hardware import MeasuredHardware, write_box
 from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.rank_spec import (
     RankSpec,
@@ -116,7 +116,7 @@ def test_too_few_srun_processes_are_reported_before_any_rank_waits(tmp_path: Pat
 
 def test_gpus_whose_peer_access_fails_communicate_through_the_host(tmp_path: Path) -> None:
     box_file = tmp_path / "box.json"
-    write_box(box_file, Box(peers_fail=True))
+    write_box(box_file, MeasuredHardware(peers_fail=True))
     cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml", box_file=box_file)
     assert rank_environment(cuda, 0, {})["NCCL_P2P_DISABLE"] == "1"
     assert rank_environment(cuda, 0, {"NCCL_P2P_DISABLE": "0"})["NCCL_P2P_DISABLE"] == "0"

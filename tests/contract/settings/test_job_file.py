@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import CONTROL
 from trainer.contract.settings.catalog import ARCHITECTURES, MIRRORS
-from trainer.contract.settings.job import SECTIONS, Axis, JobConfig
+from trainer.contract.settings.job import SECTIONS, JobConfig, SweepAxis
 from trainer.contract.settings.job_file import (
     apply_override,
     dump_job,
@@ -307,7 +307,7 @@ def test_an_override_replaces_one_setting(override: str, path: str, value: objec
 def test_an_override_with_a_list_makes_a_sweep(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('[data]\npath = "acts"\n[sae]\nk = 8\n')
-    assert load_job(file, ["sae.k=[16, 32]"]).sweep == (Axis("sae.k", (16, 32)),)
+    assert load_job(file, ["sae.k=[16, 32]"]).sweep == (SweepAxis("sae.k", (16, 32)),)
     with pytest.raises(JobFileError, match=r"^sae\.k: must be an integer .*, not 0$"):
         load_job(file, ["sae.k=[16, 0]"])
 

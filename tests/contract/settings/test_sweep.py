@@ -16,7 +16,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.settings import catalog
 from trainer.contract.settings.architectures import ArchitectureKnobs
 from trainer.contract.settings.catalog import ArchitectureEntry
-from trainer.contract.settings.job import Axis, JobConfig
+from trainer.contract.settings.job import JobConfig, SweepAxis
 from trainer.contract.settings.job_file import dump_job, members, parse_job, to_table
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
@@ -104,7 +104,7 @@ def test_architectures_keep_their_own_settings() -> None:
 
 def test_a_setting_of_a_later_architecture_is_kept_as_an_axis() -> None:
     job = swept(sae={"architecture": ["topk", "round"], "roundness": 3.0, "levels": [8, 16]})
-    assert job.sweep[1:] == (Axis("sae.roundness", (3.0,)), Axis("sae.levels", ([8, 16],)))
+    assert job.sweep[1:] == (SweepAxis("sae.roundness", (3.0,)), SweepAxis("sae.levels", ([8, 16],)))
     assert list(members(job)) == ["architecture=topk", "architecture=round"]
     assert members(job)["architecture=round"].sae.knobs == RoundKnobs(roundness=3.0, levels=[8, 16])
 

@@ -13,7 +13,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.sources import ShardKnobs
 from trainer.contract.settings.tokens_of_data import META, ORIGIN, folder_of, may_tell_tokens, tells_tokens
 from trainer.evaluation.contexts import texts_of
-from trainer.extraction.shard_writer import Origin
+from trainer.extraction.shard_writer import RowOrigin
 
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"
 
@@ -26,7 +26,7 @@ def write(folder: Path, names: tuple[str, ...], **meta: object) -> Path:
 
 
 def test_an_extraction_writes_the_tensors_that_are_checked() -> None:
-    assert Origin._fields == ORIGIN
+    assert RowOrigin._fields == ORIGIN
     assert tells_tokens(SAMPLE)
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from trainer.contract.store import database
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.follower import Follower
-from trainer.contract.store.metrics_store import Row, SeriesReader, SeriesWriter
+from trainer.contract.store.follower import StoreFollower
+from trainer.contract.store.metrics_store import MetricRow, SeriesReader, SeriesWriter
 
 # For each input line, writes that number of steps and prints the last step.
 WRITER = """
@@ -51,7 +51,7 @@ class Followed:
     """A follower of a run's metrics that records the last step of each read."""
 
     def __init__(self, path: Path) -> None:
-        self.follower = Follower(path, SeriesReader)
+        self.follower = StoreFollower(path, SeriesReader)
         self.seen: list[int | None] = []
 
     def poll(self) -> bool:
@@ -79,7 +79,7 @@ def followed(path: Path) -> Iterator[Followed]:
 def write(path: Path, *steps: int) -> None:
     with contextlib.closing(SeriesWriter(path)) as writer:
         for step in steps:
-            writer.write([Row("loss", step, 1.0)])
+            writer.write([MetricRow("loss", step, 1.0)])
 
 
 def replacement(path: Path, copy_store: Callable[..., Path], *steps: int) -> Path:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.metrics_store import Heartbeat, Point, Row, SeriesReader, SeriesWriter, best_sae
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, Point, SeriesReader, SeriesWriter, best_sae
 from trainer.contract.store.rows import Event
 
 
@@ -51,8 +51,8 @@ def run(tmp_path: Path, copy_store: Callable[..., Path]) -> Iterator[Store]:
         yield opened
 
 
-def rows(name: str, values: dict[int, float], rank: int = 0) -> list[Row]:
-    return [Row(name, step, value, rank) for step, value in values.items()]
+def rows(name: str, values: dict[int, float], rank: int = 0) -> list[MetricRow]:
+    return [MetricRow(name, step, value, rank) for step, value in values.items()]
 
 
 def test_points_are_read_as_written_and_then_incrementally(run: Store) -> None:
@@ -64,7 +64,7 @@ def test_points_are_read_as_written_and_then_incrementally(run: Store) -> None:
 
 
 def test_ranks_and_names_are_kept_apart(run: Store) -> None:
-    run.writer.write([Row("loss", 1, 1.0), Row("loss", 1, 2.0, rank=1), Row("fvu", 1, 3.0)])
+    run.writer.write([MetricRow("loss", 1, 1.0), MetricRow("loss", 1, 2.0, rank=1), MetricRow("fvu", 1, 3.0)])
     assert run.reader.series() == [("fvu", 0), ("loss", 0), ("loss", 1)]
     assert run.reader.points("loss", 1) == [Point(1, 2.0)]
     assert run.reader.history("fvu") == [Point(1, 3.0)]
@@ -310,9 +310,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_rewinding_removes_later_rows_and_corrects_all_roll_ups(tmp_path: Path) -> None:
-    rows = [Row("fvu", step, float(step)) for step in range(0, 9000, 10)]
-    rows += [Row("step_ms", step, 2.0 * step, 1) for step in range(0, 9000, 10)]
-    rows += [Row("rare", 4200, 1.0), Row("rare", 8000, 2.0), Row("late", 8990, 1.0), Row("nan", 5000, float("nan"))]
+    rows = [MetricRow("fvu", step, float(step)) for step in range(0, 9000, 10)]
+    rows += [MetricRow("step_ms", step, 2.0 * step, 1) for step in range(0, 9000, 10)]
+    rows += [
+        MetricRow("rare", 4200, 1.0),
+        MetricRow("rare", 8000, 2.0),
+        MetricRow("late", 8990, 1.0),
+        MetricRow("nan", 5000, float("nan")),
+    ]
     rows_left = [row for row in rows if row.step <= 5000]
     for name, written in (("rewound", rows), ("expected", rows_left)):
         with contextlib.closing(SeriesWriter(tmp_path / f"{name}.db")) as writer:

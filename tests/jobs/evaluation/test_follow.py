@@ -23,7 +23,7 @@ from sae_tui.jobs import going
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.evaluation import follow, request
-from sae_tui.jobs.evaluation.follow import Evaluation
+from sae_tui.jobs.evaluation.follow import RunningEvaluation
 from sae_tui.jobs.evaluation.request import Request
 from sae_tui.jobs.going import FAILED, STARTED, STOPPED, Going
 from sae_tui.jobs.reconcile import reconcile
@@ -196,7 +196,7 @@ def process_settings() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_settings")
 def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: int) -> None:
-    evaluation = Evaluation(box.data, Request(job_id))
+    evaluation = RunningEvaluation(box.data, Request(job_id))
     box.control.request(job_id, "stop-evaluation")
     evaluation.run(["sh", "-c", "exec sleep 5"])
     assert box.messages(job_id, STOPPED) == ["was not evaluated: stopped; what was measured before stays"]
@@ -205,11 +205,11 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
 
 @pytest.mark.usefixtures("process_settings")
 def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
-    card = request.Card(2, "GPU-2", "nvml", str(box.data.locks))
+    card = request.ReservedGpu(2, "GPU-2", "nvml", str(box.data.locks))
     looks = iter([(None, "no GPU is free"), (card, "")])
     monkeypatch.setattr(follow, "free_card", lambda *_: next(looks))
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
-    evaluation = Evaluation(box.data, Request(job_id, waits=True))
+    evaluation = RunningEvaluation(box.data, Request(job_id, waits=True))
     assert evaluation._has_device()
     now = seen(box, job_id)
     assert (now.where, now.waits_for, now.device) == ("GPU 2", "", "cuda")

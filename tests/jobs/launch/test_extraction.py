@@ -11,7 +11,7 @@ import pytest
 
 from sae_tui.jobs.launch import extraction
 from sae_tui.jobs.launch.clone import half_batch
-from sae_tui.jobs.launch.memory_need import Room
+from sae_tui.jobs.launch.memory_need import FreeMemory
 from trainer.contract.planning.extraction import batch_that_fits, outlook_of_extraction
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import parse_extraction
@@ -32,7 +32,7 @@ def job(tmp_path: Path) -> ExtractJob:
 
 def test_the_parts_of_the_memory_add_up_to_the_estimate(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
-    takes = extraction.need(job, look, Room(), cuda=False)
+    takes = extraction.need(job, look, FreeMemory(), cuda=False)
     assert takes
     assert look.memory
     assert takes.rank_bytes == look.needs_bytes
@@ -43,13 +43,13 @@ def test_the_parts_of_the_memory_add_up_to_the_estimate(job: ExtractJob) -> None
 def test_if_memory_is_short_the_largest_batch_that_fits_is_suggested(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
     assert look.needs_bytes
-    short = Room(look.needs_bytes - 1, "this machine")
+    short = FreeMemory(look.needs_bytes - 1, "this machine")
     takes = extraction.need(job, look, short, cuda=False)
     assert takes
     assert takes.judged_lacking
     assert takes.remedies == ("extract.batch_tokens = 4096",)
     assert batch_that_fits(job, look.needs_bytes, cuda=False) == 4096
-    none = extraction.need(job, look, Room(1, "this machine"), cuda=False)
+    none = extraction.need(job, look, FreeMemory(1, "this machine"), cuda=False)
     assert none
     assert (none.remedies, none.otherwise) == ((), "a smaller model")
 
@@ -63,5 +63,5 @@ def test_a_clone_after_running_out_of_memory_reads_half_as_many_tokens_at_once(j
 def test_the_memory_for_a_model_on_another_machine_is_unknown(job: ExtractJob) -> None:
     elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
     look = outlook_of_extraction(elsewhere, ())
-    assert extraction.need(elsewhere, look, Room(), cuda=False) is None
+    assert extraction.need(elsewhere, look, FreeMemory(), cuda=False) is None
     assert extraction.summary(elsewhere, look).endswith("is not known: its model is not on this disk")

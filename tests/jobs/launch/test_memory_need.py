@@ -10,9 +10,9 @@ from support.workloads import workload
 
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch.memory_need import (
-    Measured,
+    FreeMemory,
     Need,
-    Room,
+    PeakMemory,
     expected_outlook,
     measured_peak,
     need,
@@ -22,11 +22,10 @@ from sae_tui.jobs.launch.memory_need import (
 from sae_tui.jobs.launch.placement import machine
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
-from trainer.contract.planning.forecast import NO_ROOM
-from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
 from trainer.contract.planning.memory import PROCESS_BYTES, outside_pytorch
 from trainer.contract.planning.outlook import Outlook, outlook
-from trainer.contract.settings.job import Axis, JobConfig
+from trainer.contract.settings.job import JobConfig, SweepAxis
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job
@@ -67,7 +66,7 @@ def choice(index: int, free: int | None) -> GpuChoice:
     return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GIB, free, "available")
 
 
-def found(config: JobConfig, *past: Job, device: str = "cuda") -> Measured | None:
+def found(config: JobConfig, *past: Job, device: str = "cuda") -> PeakMemory | None:
     return measured_peak(config, DATA, 2, "ddp", device, past)
 
 
@@ -78,14 +77,14 @@ def on_cards(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -
     return expected_outlook(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
 
 
-def on_cpu(config: JobConfig, host: HostRoom = NO_ROOM) -> Outlook:
+def on_cpu(config: JobConfig, host: DeviceMemory = NO_ROOM) -> Outlook:
     return outlook(config.replace("launch", gpus="cpu:2"), DATA, 2, (), host=host)
 
 
 def test_the_newest_finished_job_of_the_same_shape_provides_the_measured_memory(config):
     renamed = msgspec.structs.replace(config.replace("train", seed=7, n_steps=99), name="again")
     past = [done(renamed, id=42, peak_memory_bytes=2 * GIB), done(config)]
-    assert found(config, *past) == Measured(42, 2 * GIB, "cuda")
+    assert found(config, *past) == PeakMemory(42, 2 * GIB, "cuda")
     assert str(found(config, done(config))) == "measured 3.0 GiB in job 41, without the CUDA context"
 
 
@@ -126,14 +125,14 @@ def test_a_job_of_another_shape_provides_no_measurement(box, config, section, ch
 
 
 def test_a_sweep_has_another_shape_than_its_first_sae(config):
-    sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
+    sweep = msgspec.structs.replace(config, sweep=(SweepAxis("train.seed", (0, 1)),))
     assert found(sweep, done(config)) is None
     assert found(sweep, done(sweep)) is not None
 
 
 def test_a_gpu_job_needs_the_measured_memory_if_it_exceeds_the_estimate(config):
     look = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config)])
-    takes = need(look, config, DATA, Room(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
+    takes = need(look, config, DATA, FreeMemory(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
     assert takes.parts == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens))
     assert takes.rank_bytes == look.needs_bytes == 3 * GIB + outside_pytorch(workload(config, 8, 2))
     assert look.problems(config) == []
@@ -152,7 +151,7 @@ def test_a_job_does_not_wait_for_measured_memory_that_may_never_be_free(config):
 def test_the_measured_memory_of_a_process_includes_its_libraries(config):
     past = [done(config, device="cpu")]
     look = on_cpu(config)
-    takes = need(look, config, DATA, Room(2 * GIB, "this machine"), device="cpu", past=past)
+    takes = need(look, config, DATA, FreeMemory(2 * GIB, "this machine"), device="cpu", past=past)
     assert str(takes.measured) == "measured 3.0 GiB in job 41, libraries included"
     assert (
         takes.rank_bytes
@@ -165,23 +164,23 @@ def test_the_measured_memory_of_a_process_includes_its_libraries(config):
 
 def test_all_processes_share_the_memory_of_the_machine_but_gpus_do_not(config):
     def of(look: Outlook) -> Need:
-        return need(look, config, DATA, Room(), device="cpu")
+        return need(look, config, DATA, FreeMemory(), device="cpu")
 
     on_both, on_one = of(on_cpu(config)), of(on_cards(config, 9 * GIB, 9 * GIB))
     one = on_both.rank_bytes
-    assert on_both.lacks(Room(2 * one - 1))
-    assert not on_both.lacks(Room(2 * one))
-    assert not on_one.lacks(Room(on_one.rank_bytes))
-    assert not on_one.lacks(Room(None))
+    assert on_both.lacks(FreeMemory(2 * one - 1))
+    assert not on_both.lacks(FreeMemory(2 * one))
+    assert not on_one.lacks(FreeMemory(on_one.rank_bytes))
+    assert not on_one.lacks(FreeMemory(None))
 
 
 def test_too_little_free_memory_is_a_warning_and_too_little_total_memory_an_error(config):
     config = config.replace("parallel", mode="ddp")
     one = on_cpu(config).needs_bytes
-    (problem,) = on_cpu(config, HostRoom(2 * one - 1, 2 * one)).problems(config)
+    (problem,) = on_cpu(config, DeviceMemory(2 * one - 1, 2 * one)).problems(config)
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
     assert problem.message.startswith("this machine has ")
-    (problem,) = on_cpu(config, HostRoom(one, 2 * one - 1)).problems(config)
+    (problem,) = on_cpu(config, DeviceMemory(one, 2 * one - 1)).problems(config)
     assert (problem.path, problem.severity) == ("train.batch_size", "error")
     assert " for 2 processes, and this machine has " in problem.message
 
@@ -190,7 +189,7 @@ def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
     free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2, n_tokens=DATA.n_tokens)).total
     look = on_cards(wide, free, 23 * GIB)
-    takes = need(look, wide, DATA, Room(free, "GPU 0"), device="cuda")
+    takes = need(look, wide, DATA, FreeMemory(free, "GPU 0"), device="cuda")
     assert takes.judged_lacking
     assert "train.batch_size = 16384" in takes.remedies
     (problem,) = look.problems(wide)
@@ -200,9 +199,9 @@ def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
 
 def test_the_available_memory_is_that_of_the_fullest_chosen_gpu():
     cards = [choice(0, 9 * GIB), choice(1, 5 * GIB), choice(2, GIB), choice(3, None)]
-    assert room_on_gpus(cards, [0, 1]) == Room(5 * GIB, "GPU 1")
-    assert room_on_gpus(cards, [0, 3]) == Room(9 * GIB, "GPU 0")
-    assert room_on_gpus(cards, [3]) == room_on_gpus(cards, []) == Room()
+    assert room_on_gpus(cards, [0, 1]) == FreeMemory(5 * GIB, "GPU 1")
+    assert room_on_gpus(cards, [0, 3]) == FreeMemory(9 * GIB, "GPU 0")
+    assert room_on_gpus(cards, [3]) == room_on_gpus(cards, []) == FreeMemory()
 
 
 def test_the_memory_of_this_machine_is_known():

@@ -23,9 +23,9 @@ from trainer.contract.errors import JobFileError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import forecast
-from trainer.contract.planning.hardware import CPU, Box, Speeds, slowest
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds, slowest
 from trainer.contract.planning.workload import Workload
-from trainer.contract.settings.job import Axis
+from trainer.contract.settings.job import SweepAxis
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job, Lease, Rank
@@ -345,7 +345,7 @@ def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) ->
     cards = cards or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
-    look = expected_outlook(config, data, msgspec.structs.replace(box, speeds=speeds or Box()))
+    look = expected_outlook(config, data, msgspec.structs.replace(box, speeds=speeds or MeasuredHardware()))
     return summary(config, look, device="cuda" if gpus else "cpu", past=past)
 
 
@@ -368,7 +368,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     ]
     assert said(config, past=others).endswith(", estimated")
     assert said(config, past=[*others, past]).endswith(" · about 7 min")
-    sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
+    sweep = msgspec.structs.replace(config, sweep=(SweepAxis("train.seed", (0, 1)),))
     assert said(sweep, past=[past]).endswith(", estimated")
 
 
@@ -378,7 +378,7 @@ def test_the_summary_gives_the_mode_and_the_time_for_the_measured_gpus(box):
 
     def on(bus_bytes_per_s: float) -> str:
         box_speeds = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)
-        speeds = Box().with_measured(cards[0].name, "bf16", 2, box_speeds)
+        speeds = MeasuredHardware().with_measured(cards[0].name, "bf16", 2, box_speeds)
         (expected,) = forecast(Workload(config, 1, wide, cards[0].name), speeds, counts=(2,))
         text = said(config, wide, cards=cards, speeds=speeds)
         assert text.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
@@ -393,7 +393,8 @@ def test_the_summary_gives_the_mode_and_the_time_for_the_measured_gpus(box):
 def test_the_summary_on_the_cpu_uses_measured_process_speeds(box):
     config = box.config(gpus="cpu").replace("train", n_steps=10**6)
     slow, fast = (
-        Box().with_measured(CPU, "fp32", 1, Speeds(flops, 1e12, 1e9, 1e-5, is_measured=True)) for flops in (1e5, 1e10)
+        MeasuredHardware().with_measured(CPU, "fp32", 1, Speeds(flops, 1e12, 1e9, 1e-5, is_measured=True))
+        for flops in (1e5, 1e10)
     )
     for speeds in (slow, fast):
         (expected,) = forecast(Workload(config, 1, DATA, CPU), speeds, counts=(1,))
@@ -416,9 +417,9 @@ def test_the_summary_of_a_sweep_lists_the_saes_that_fit_on_a_line(box):
     def swept(*axes):
         return said(msgspec.structs.replace(config, sweep=axes), gpus=1)
 
-    few = swept(Axis("sae.k", (16, 32, 64)))
+    few = swept(SweepAxis("sae.k", (16, 32, 64)))
     assert few.startswith("3 SAEs: k=16, k=32, k=64 · 1 GPU, single · ")
-    many = swept(Axis("sae.k", (4, 8)), Axis("train.seed", tuple(range(10))))
+    many = swept(SweepAxis("sae.k", (4, 8)), SweepAxis("train.seed", tuple(range(10))))
     shown = ", ".join(f"k=4 seed={seed}" for seed in range(5))
     assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")
 

@@ -10,7 +10,7 @@ import pytest
 
 from sae_tui.jobs.launchers.ingest import Ingest
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
 from trainer.contract.store.progress_line import ProgressLine, encode, stored_rows
 from trainer.contract.store.rows import Event
 
@@ -19,7 +19,7 @@ def line(step: int, value: float = 0.5, *, told: str = "", rewind: int | None = 
     events = (Event(timestamp=float(step), level="info", kind="said", message=told),) if told else ()
     beat = Heartbeat("training", step, 100, 64 * step, float(step))
     back = None if rewind is None else Heartbeat("resuming", rewind, 100, 64 * rewind, 0.0)
-    return encode(ProgressLine(stored_rows([Row("loss", step, value)]), beat, events, back))
+    return encode(ProgressLine(stored_rows([MetricRow("loss", step, value)]), beat, events, back))
 
 
 class Run:

@@ -17,7 +17,7 @@ from support.driver import environment
 from sae_tui.gpu import once
 from sae_tui.jobs.queue import card_reader
 from sae_tui.jobs.queue.card_reader import CardReader, name_of
-from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -39,17 +39,17 @@ def on_driver(monkeypatch, drivers, tmp_path):
     return put
 
 
-def in_line(box, **fields) -> Line:
+def in_line(box, **fields) -> QueueEntry:
     """Record a queued job that this process supervises, and return its queue entry."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     usual = {"gpu_source": "nvml", "gpus_wanted": 1, "any_gpus": True}
     job_id = box.record(**usual | identity | fields)
     control = Control(box.data.control_db)
-    return Line(box.data, control, control.job(job_id))
+    return QueueEntry(box.data, control, control.job(job_id))
 
 
-def tried(line: Line) -> str | tuple[int, ...]:
+def tried(line: QueueEntry) -> str | tuple[int, ...]:
     """Try to start the job; return the indices of its GPUs, or its reason to wait."""
     started = line.try_start()
     line.locks.release()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sae_tui.jobs.queue import order
-from sae_tui.jobs.queue.order import BACKFILL_S, Card, Turn, in_order, turns
+from sae_tui.jobs.queue.order import BACKFILL_S, QueueGpu, Turn, in_order, turns
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.store.rows import Job, Lease
 
@@ -39,11 +39,11 @@ def lease(index: int, job_id: int, *, shared: bool = False, memory_bytes: int | 
     )  # fmt: skip
 
 
-def card(index: int, **fields) -> Card:
-    return Card(index, UUIDS[index], **{"free_bytes": 24 * GIB} | fields)
+def card(index: int, **fields) -> QueueGpu:
+    return QueueGpu(index, UUIDS[index], **{"free_bytes": 24 * GIB} | fields)
 
 
-def held_card(index: int, frees_in_s: float, job_id: int = 90) -> Card:
+def held_card(index: int, frees_in_s: float, job_id: int = 90) -> QueueGpu:
     return card(index, leases=(lease(index, job_id),), frees_in_s=frees_in_s)
 
 
@@ -68,7 +68,7 @@ def jobs(draw, job_id: int, n_cards: int) -> Job:
 
 
 @st.composite
-def boards(draw) -> list[Card]:
+def boards(draw) -> list[QueueGpu]:
     jobs = []
     for index in range(draw(st.integers(0, len(UUIDS)))):
         shared = draw(st.booleans())
@@ -88,16 +88,16 @@ def boards(draw) -> list[Card]:
 
 
 @st.composite
-def boards_and_lines(draw) -> tuple[list[Card], list[Job]]:
+def boards_and_lines(draw) -> tuple[list[QueueGpu], list[Job]]:
     board = draw(boards())
     return board, [draw(jobs(number, len(board))) for number in range(1, 1 + draw(st.integers(1, 6)))]
 
 
-def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, Card]]:
+def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, QueueGpu]]:
     return [(one, taken) for one in in_order(line) for taken in found[one.id].cards]
 
 
-def could_have(one: Job, where: Card) -> bool:
+def could_have(one: Job, where: QueueGpu) -> bool:
     """Return whether the rules, without a plan, allow a job to use a GPU now."""
     if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
         return False
@@ -186,7 +186,7 @@ def test_equal_jobs_start_in_order_of_priority_and_age(case):
     assert started == sorted(started, reverse=True)
 
 
-def soonest_start_s(large: Job, board: Sequence[Card], started: Iterable[tuple[Job, Card]]) -> float:
+def soonest_start_s(large: Job, board: Sequence[QueueGpu], started: Iterable[tuple[Job, QueueGpu]]) -> float:
     """Return when the large job can start if all jobs end as expected, by trying every choice of GPUs."""
     free_in = {where.uuid: where.frees_in_s if where.leases else 0.0 for where in board}
     for one, taken in started:
@@ -319,10 +319,10 @@ class Cluster:
         self._plan()
         return self.now
 
-    def _board(self) -> list[Card]:
+    def _board(self) -> list[QueueGpu]:
         return [self._card(index, *self._running.get(uuid, (None, 0.0))) for index, uuid in enumerate(self._cards)]
 
-    def _card(self, index: int, holder: Job | None, end: float) -> Card:
+    def _card(self, index: int, holder: Job | None, end: float) -> QueueGpu:
         if holder is None:
             return card(index)
         return held_card(index, holder.expected_s if self._silent else (end - self.now) / self._late, holder.id)

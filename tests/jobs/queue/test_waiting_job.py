@@ -11,7 +11,7 @@ import pytest
 
 from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.queue import waiting_job
-from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.process import ProcessRef, state_of
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
@@ -28,9 +28,9 @@ def queued(box, **fields) -> int:
     return box.record(**fields, gpus_wanted=len(fields["gpu_uuids"]))
 
 
-def line(box, job_id: int) -> Line:
+def line(box, job_id: int) -> QueueEntry:
     control = Control(box.data.control_db)
-    return Line(box.data, control, control.job(job_id))
+    return QueueEntry(box.data, control, control.job(job_id))
 
 
 def test_exactly_one_of_racing_launchers_gets_the_gpu_in_every_round(box):

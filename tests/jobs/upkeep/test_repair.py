@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.ending import Ending
+from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.record import read_record, write_record
 from sae_tui.jobs.upkeep.repair import repair
 from trainer.contract.runs.lock import RunLock, is_held
@@ -104,7 +104,7 @@ def test_the_record_is_written_and_the_lock_released_before_a_job_ends(box, monk
         return original(*arguments, **fields)
 
     monkeypatch.setattr(supervisor._control, "transition", look)
-    supervisor._conclude(Ending(state=JobState.STOPPED, ended=1.0))
+    supervisor._conclude(JobEnding(state=JobState.STOPPED, ended=1.0))
     assert records == [(box.job(job_id), False)]
     assert box.job(job_id).state == JobState.STOPPED
 

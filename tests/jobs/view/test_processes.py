@@ -6,7 +6,7 @@ import pytest
 
 from sae_tui.gpu.processes import Ancestor, ProcessDetails
 from sae_tui.jobs.cards.availability import Holders
-from sae_tui.jobs.view.processes import ORDERS, Entry, arrange
+from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
 from trainer.contract.store.rows import Job
 
 GIB = 1 << 30
@@ -25,7 +25,7 @@ EVE = ProcessDetails(21, "eve", None, (3,), None)
 ALL = (*RANKS, BOB, EVE)
 
 
-def keys(entries: list[Entry]) -> list[str]:
+def keys(entries: list[ProcessRow]) -> list[str]:
     return [entry.key for entry in entries]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs.cards.occupancy import Occupancy
-from sae_tui.jobs.files import Follower
+from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.going import DONE, FAILED, STARTED
 from sae_tui.jobs.supervisor.follow_run import StallWatch
 from sae_tui.jobs.view.find import find
@@ -21,7 +21,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs import log_tail
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.settings.job_file import dump_job, parse_job
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
 
@@ -39,8 +39,8 @@ def running(box):
 
 
 def write(writer: SeriesWriter, first: int, last: int, rank: int = 0) -> None:
-    rows = [Row("loss", step, 1 / step, rank) for step in range(first, last + 1)]
-    rows.append(Row("tokens_per_s", last, 500.0))
+    rows = [MetricRow("loss", step, 1 / step, rank) for step in range(first, last + 1)]
+    rows.append(MetricRow("tokens_per_s", last, 500.0))
     writer.write(rows, Heartbeat("training", last, 10_000, 100 * last, time.time()))
 
 
@@ -109,7 +109,7 @@ def sweep(box, **fields):
         values |= {f"fvu@{label}": fvu, f"loss@{label}": 10 * fvu, f"l0@{label}": float(label[2:])}
         values |= {f"heldout_fvu@{label}": held_out, f"heldout_l0@{label}": float(label[2:]) + 1}
     with contextlib.closing(SeriesWriter(box.data.run(job_id).metrics_db)) as writer:
-        rows = [Row(name, 5, value) for name, value in values.items()]
+        rows = [MetricRow(name, 5, value) for name, value in values.items()]
         writer.write(rows, Heartbeat("finished", 5, 10, 500, time.time()))
     return job_id
 
@@ -141,7 +141,7 @@ def test_a_job_of_an_older_version_shows_the_held_out_values_of_its_run(box):
     old = box.record(fvu=0.08, l0=32.0, step=500, state=JobState.FINISHED)
     box.data.run(old).create()
     with contextlib.closing(SeriesWriter(box.data.run(old).metrics_db)) as writer:
-        rows = [Row("fvu", 500, 0.08), Row("heldout_fvu", 500, 0.134), Row("heldout_l0", 500, 36.4)]
+        rows = [MetricRow("fvu", 500, 0.08), MetricRow("heldout_fvu", 500, 0.134), MetricRow("heldout_l0", 500, 36.4)]
         writer.write(rows, Heartbeat("finished", 500, 500, 64_000, time.time()))
     without = box.record(fvu=0.01, state=JobState.FINISHED)
     reader = JobsReader(box.data)
@@ -307,12 +307,12 @@ def test_a_tail_contains_the_last_lines_of_a_log(tmp_path, content, n_lines, lin
 
 def test_a_missing_log_has_no_lines(tmp_path):
     assert tail(tmp_path / "none", 5) == []
-    assert Follower(tmp_path / "none").new_lines() == []
+    assert LogFollower(tmp_path / "none").new_lines() == []
 
 
 def test_a_follower_returns_each_line_once_and_restarts_if_the_log_is_truncated(tmp_path):
     path = tmp_path / "log"
-    follower = Follower(path)
+    follower = LogFollower(path)
     path.write_bytes(b"one\ntw")
     assert follower.new_lines() == ["one"]
     with path.open("ab") as stream:
@@ -365,7 +365,7 @@ def test_only_the_end_of_a_very_long_line_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stream:
         stream.truncate(5 * log_tail.LONGEST)
-    follower = Follower(log)
+    follower = LogFollower(log)
     for _ in range(6):
         assert follower.new_lines() == []
     assert len(follower._partial) <= log_tail.LONGEST

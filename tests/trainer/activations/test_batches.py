@@ -16,7 +16,7 @@ from trainer.activations.base import Empty, Indices, empty_rows
 from trainer.activations.batches import Batches
 from trainer.activations.micro_batches import Cut
 from trainer.activations.shards import Shards
-from trainer.activations.training_data import IndexedData, Read
+from trainer.activations.training_data import IndexedData, ReadRows
 from trainer.parallel.group import Group
 from trainer.parallel.threads import Threads, on_all
 
@@ -79,7 +79,7 @@ def test_ranks_that_read_together_stop_at_the_same_batch_and_resume_from_it(acti
             super().__init__(source, 0, 0, Group())
             self._peers, self.n_read = group, 0
 
-        def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
+        def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
             self.n_read += 1
             (first, second) = self._peers.gather(torch.tensor([position])).flatten().tolist()
             assert first == second == position
@@ -108,7 +108,7 @@ def test_a_reader_that_waits_for_another_rank_is_abandoned_after_a_failure(activ
     class Waiting(IndexedData):
         reads_together = True
 
-        def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
+        def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
             never.wait(60)
             raise OSError("too late")
 

@@ -11,7 +11,7 @@ from support.toy_stream import ToyKnobs, ToyStream
 
 from trainer.activations.copies import copies_in
 from trainer.activations.shards import Shards
-from trainer.activations.training_data import HALVES, HowHeldOut, IndexedData, Read, StreamData
+from trainer.activations.training_data import HALVES, HowHeldOut, IndexedData, ReadRows, StreamData
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace
 from trainer.parallel.base import Parallel
@@ -54,7 +54,7 @@ def stream_data(
 
 
 def go(data: StreamData, n: int, position: int = 0) -> list[tuple[float, ...]]:
-    rows: Read = data.read(position, n)
+    rows: ReadRows = data.read(position, n)
     data.note_trained(rows)
     return rows_of(rows.x)
 

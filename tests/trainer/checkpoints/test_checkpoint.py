@@ -30,7 +30,7 @@ from trainer.contract.runs.checkpoint_manifest import MANIFEST, Position, best_f
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.training.learner import Learner
 
 TENSORS = {"/sae.W_enc": torch.arange(12.0).reshape(3, 4), "/optimizer.step.W_enc": torch.tensor(7.0)}
@@ -307,8 +307,8 @@ def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> No
 # The times at which a run saves.
 
 
-class Clock(Progress):
-    """A `Progress` whose clock advances by `seconds` in each training step."""
+class Clock(RunProgress):
+    """A `RunProgress` whose clock advances by `seconds` in each training step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class Clock(Progress):
         self.place = (phase, step)
 
 
-def saved_steps(make_trainer: Callable, job: JobConfig, folder: Path, progress: Progress | None = None) -> list[int]:
+def saved_steps(make_trainer: Callable, job: JobConfig, folder: Path, progress: RunProgress | None = None) -> list[int]:
     make_trainer(job, progress, checkpoints=folder).run()
     return steps_in(folder)
 

@@ -16,7 +16,7 @@ from tests.trainer.evaluation.test_evaluate_run import finished_run
 from trainer.cli import main
 from trainer.contract.runs.card_versions import FOLDER, MOST_CARDS, versions, weights_of
 from trainer.contract.runs.features import FEATURES, Features
-from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS, Card, Part, Probing, Spliced, read_card
+from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS, Card, Part, PatchedModel, Probing, read_card
 from trainer.evaluation.card import write_card
 from trainer.evaluation.contexts import moved_alone
 
@@ -60,7 +60,7 @@ def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
 
 def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: Path) -> None:
     sae = run / "sae"
-    add(sae, spliced=msgspec.convert(SPLICED, Spliced), probing=msgspec.convert(PROBING, Probing))
+    add(sae, spliced=msgspec.convert(SPLICED, PatchedModel), probing=msgspec.convert(PROBING, Probing))
     write_card(sae, card_of(sae), moved_alone(MOVED, WORDS))
     before = card_of(sae)
     for flags in ([], ["--keep-rows"]):
@@ -85,7 +85,7 @@ def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: 
 
 def test_figures_of_replaced_weights_become_an_older_version_and_can_return(run: Path) -> None:
     sae, (older, newest) = run / "sae", sorted((run / "checkpoints").iterdir())
-    add(sae, spliced=msgspec.convert(SPLICED, Spliced))
+    add(sae, spliced=msgspec.convert(SPLICED, PatchedModel))
     fvu = card_of(sae).figures.fvu
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
     assert read_card(sae) is None
@@ -98,7 +98,7 @@ def test_figures_of_replaced_weights_become_an_older_version_and_can_return(run:
     assert all(one.features and Features(one.features).n_latents == 64 for one in versions(sae))
     assert main(["export", str(newest), "--out", str(sae), "--force"]) == 0
     evaluate(run, "--keep-rows")
-    assert (card_of(sae).figures.fvu, card_of(sae).spliced) == (fvu, msgspec.convert(SPLICED, Spliced))
+    assert (card_of(sae).figures.fvu, card_of(sae).spliced) == (fvu, msgspec.convert(SPLICED, PatchedModel))
 
 
 def test_no_card_is_written_next_to_an_sae_replaced_during_evaluation(run: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_damaged_features_file_is_replaced_and_all_figures_are_kept(run: Path)
 def test_all_parts_of_one_evaluation_make_one_version(run: Path) -> None:
     sae, before = run / "sae", card_of(run / "sae")
     first = write_card(sae, msgspec.structs.replace(before, step=21))
-    spliced = msgspec.convert(SPLICED, Spliced)
+    spliced = msgspec.convert(SPLICED, PatchedModel)
     second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
     assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
     # A card that another evaluation wrote in the meantime becomes a version.
@@ -142,7 +142,7 @@ def test_all_parts_of_one_evaluation_make_one_version(run: Path) -> None:
 
 def _add_many(folder: Path, name: str, begin: object) -> None:
     begin.wait()
-    part = {"spliced": msgspec.convert(SPLICED, Spliced), "probing": msgspec.convert(PROBING, Probing)}[name]
+    part = {"spliced": msgspec.convert(SPLICED, PatchedModel), "probing": msgspec.convert(PROBING, Probing)}[name]
     for _ in range(5):
         add(folder, **{name: part})
 

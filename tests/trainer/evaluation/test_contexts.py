@@ -20,13 +20,13 @@ from trainer.evaluation.contexts import (
     AFTER,
     BEFORE,
     N_BINS,
-    Text,
+    TokenRows,
     contexts_of,
     nearest_latents,
     texts_of,
     write_features,
 )
-from trainer.extraction.shard_writer import Origin
+from trainer.extraction.shard_writer import RowOrigin
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
@@ -58,28 +58,28 @@ def sparse(x: Tensor) -> Acts:
     return SparseActs(values[tokens, latents], Places(latents, tokens, starts), D_SAE)
 
 
-def text(lengths: list[int], seed: int, first_document: int = 0) -> Text:
+def text(lengths: list[int], seed: int, first_document: int = 0) -> TokenRows:
     """Return documents of these lengths, concatenated."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     documents = torch.cat([torch.full((length,), first_document + i) for i, length in enumerate(lengths)])
     positions = torch.cat([torch.arange(length) for length in lengths])
     ids = torch.randint(0, len(WORDS), (n,), generator=generator)
-    return Text(torch.randn(n, D_IN, generator=generator), Origin(ids.int(), positions.int(), documents.int()))
+    return TokenRows(torch.randn(n, D_IN, generator=generator), RowOrigin(ids.int(), positions.int(), documents.int()))
 
 
 def no_outliers() -> Outliers:
     return Outliers(torch.ones(2, D_IN), torch.ones(2, D_IN), 0.0)
 
 
-def features(found: list[Text], folder: Path, acts_of=dense, outliers: Outliers | None = None) -> Features:
+def features(found: list[TokenRows], folder: Path, acts_of=dense, outliers: Outliers | None = None) -> Features:
     contexts = contexts_of(acts_of, found, outliers or no_outliers(), D_SAE, N_CONTEXTS)
     assert contexts
     write_features(folder, contexts.tensors(W_ENC.T.contiguous(), [word.encode() for word in WORDS]))
     return Features(folder / FEATURES)
 
 
-def naive_contexts(found: list[Text], latent: int) -> list[tuple[float, str]]:
+def naive_contexts(found: list[TokenRows], latent: int) -> list[tuple[float, str]]:
     """Return the largest activation of each document with the words around it, the largest first."""
     best: dict[int, tuple[float, str]] = {}
     for one in found:

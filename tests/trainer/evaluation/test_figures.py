@@ -25,7 +25,7 @@ from trainer.evaluation.figures import (
     recovered,
 )
 from trainer.extraction.model_stream import ModelStream
-from trainer.extraction.packing import Batch
+from trainer.extraction.packing import ContextBatch
 from trainer.saes.sparse_acts import DenseActs
 from trainer.sharing.saelens import export_sae, origin
 
@@ -115,7 +115,7 @@ def test_figures_that_saelens_also_computes_are_equal(tmp_path: Path) -> None:
         compute_variance_metrics=True, compute_featurewise_density_statistics=True, eval_batch_size_prompts=50,
         model_kwargs={},
     )  # fmt: skip
-    batch = Batch(tokens.numpy(), np.tile(np.arange(16), (50, 1)), np.repeat(np.arange(50)[:, None], 16, axis=1))
+    batch = ContextBatch(tokens.numpy(), np.tile(np.arange(16), (50, 1)), np.repeat(np.arange(50)[:, None], 16, axis=1))
     (rows,) = stream._model.rows(batch, torch.arange(tokens.numel()))
     exported = read_exported(tmp_path / "sae", CPU)
     told = measure(exported.reconstruct, lambda: [(part, part) for part in rows.split(128)], exported.W_dec)

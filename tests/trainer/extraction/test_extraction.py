@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
-from trainer.extraction.extraction import Extraction, Result
+from trainer.extraction.extraction import Extraction, ExtractionResult
 from trainer.extraction.packing import pack
 from trainer.extraction.peers import Alone
 from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_state
@@ -68,7 +68,7 @@ def stop_after(n: int) -> tuple[threading.Event, Callable[[int], None]]:
 
 
 @pytest.fixture(scope="module")
-def example(tiny, corpus, tmp_path_factory) -> tuple[ExtractJob, Result]:
+def example(tiny, corpus, tmp_path_factory) -> tuple[ExtractJob, ExtractionResult]:
     """Return an extraction of 300 rows from Llama hooks into three shards, the last of them partly filled."""
     hooks = ["resid_post.1", "mlp_out.0", "layers.1.mlp"]
     job = extraction_job(tiny("llama"), corpus, tmp_path_factory.mktemp("example"), hooks=hooks)

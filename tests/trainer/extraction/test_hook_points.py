@@ -16,13 +16,21 @@ from torch import Tensor, nn
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings.hooks import SITES, Hook
-from trainer.extraction.hook_points import Blocks, Point, drop_blocks_above, find_blocks, find_point, rows_of, taking
+from trainer.extraction.hook_points import (
+    BlockList,
+    HookPoint,
+    drop_blocks_above,
+    find_blocks,
+    find_point,
+    rows_of,
+    taking,
+)
 from trainer.extraction.language_model import LanguageModel
-from trainer.extraction.packing import Batch
+from trainer.extraction.packing import ContextBatch
 
 IDS = np.arange(2 * 20).reshape(2, 20) * 7 % 290 + 3
 POSITIONS = np.tile(np.arange(20), (2, 1))
-BATCH = Batch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
+BATCH = ContextBatch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
 # By family and site: the module; mlp_in is a module's input. For Gemma's branches it is the output of their norms.
 MODULES = {
@@ -136,7 +144,7 @@ def linear(_: int) -> nn.Linear:
 
 
 def test_blocks_are_the_longest_list_that_is_not_nested_in_another() -> None:
-    assert find_blocks(Mixed()) == Blocks("layers", 2)
+    assert find_blocks(Mixed()) == BlockList("layers", 2)
 
 
 def test_a_model_without_a_list_of_blocks_is_refused() -> None:
@@ -169,14 +177,16 @@ def test_a_hook_that_the_model_lacks_is_refused(hook: Hook, sentence: str) -> No
 
 def test_a_module_outside_the_blocks_keeps_all_of_them() -> None:
     model = Mixed()
-    assert drop_blocks_above(model, Blocks("layers", 2), [Point("layers.0", False), Point("norms", False)]) == 2
-    assert drop_blocks_above(model, Blocks("layers", 2), [Point("layers.0", False)]) == 1
+    assert (
+        drop_blocks_above(model, BlockList("layers", 2), [HookPoint("layers.0", False), HookPoint("norms", False)]) == 2
+    )
+    assert drop_blocks_above(model, BlockList("layers", 2), [HookPoint("layers.0", False)]) == 1
     assert len(model.layers) == 1
 
 
 def test_hooks_are_removed_from_the_model_after_use() -> None:
     model, seen = nn.Sequential(linear(0), linear(0)), []
-    with taking(model, [Point("0", True), Point("1", False)], lambda number, _: seen.append(number)):
+    with taking(model, [HookPoint("0", True), HookPoint("1", False)], lambda number, _: seen.append(number)):
         model(torch.zeros(1, 2))
     model(torch.zeros(1, 2))
     assert seen == [0, 1]

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.contract.errors import UserError
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_files import refuse_odd_config
-from trainer.extraction.packing import Batch, batches, pack, separate
+from trainer.extraction.packing import ContextBatch, batches, pack, separate
 
 
 def load(folder: Path, *hooks: str, **settings: object) -> LanguageModel:
@@ -29,7 +29,7 @@ def load(folder: Path, *hooks: str, **settings: object) -> LanguageModel:
     return LanguageModel(job, CPU)
 
 
-def rows_of(model: LanguageModel, batch: Batch) -> Tensor:
+def rows_of(model: LanguageModel, batch: ContextBatch) -> Tensor:
     """Return the rows of the first hook for each token of a batch, [n_contexts, n_tokens, d]."""
     return model.rows(batch, torch.arange(batch.ids.size))[0].reshape(*batch.ids.shape, -1)
 
@@ -47,7 +47,7 @@ def alone(folder: Path, ids: np.ndarray) -> Tensor:
     return outputs[0][0]
 
 
-def require_like_alone(folder: Path, model: LanguageModel, made: list[Batch]) -> list[int]:
+def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBatch]) -> list[int]:
     """Check that each document piece gives the same rows as it does alone; return the lengths of the pieces."""
     lengths = []
     for batch in made:
@@ -94,7 +94,7 @@ def test_a_model_that_isolates_documents_only_in_single_batches_is_not_packed(
 ) -> None:
     forward = LanguageModel._forward
 
-    def forgetful(self: LanguageModel, batch: Batch, *, packed: bool) -> Tensor:
+    def forgetful(self: LanguageModel, batch: ContextBatch, *, packed: bool) -> Tensor:
         return forward(self, batch, packed=packed and len(batch.ids) == 1)
 
     monkeypatch.setattr(LanguageModel, "_forward", forgetful)
@@ -276,11 +276,11 @@ def test_unknown_token_ids_are_refused(tiny) -> None:
     for unknown in (300, -100):
         ids = np.array([[5, unknown, 7]])
         with pytest.raises(UserError, match=f"^text.column: holds the token id {unknown}; the model's are 0 to 299$"):
-            rows_of(model, Batch(ids, np.arange(3)[None], np.zeros((1, 3), np.int64)))
+            rows_of(model, ContextBatch(ids, np.arange(3)[None], np.zeros((1, 3), np.int64)))
 
 
 def test_modules_without_a_row_per_token_or_that_do_not_run_are_refused(tiny) -> None:
-    batch = Batch(np.arange(5, 13)[None], np.arange(8)[None], np.zeros((1, 8), np.int64))
+    batch = ContextBatch(np.arange(5, 13)[None], np.arange(8)[None], np.zeros((1, 8), np.int64))
     shape = r"^model.hooks: pooler gives a tensor of shape \[1, 32\] for \[1, 8\] tokens; choose another module$"
     with pytest.raises(UserError, match=shape):
         rows_of(load(tiny("bert"), "pooler"), batch)

@@ -43,7 +43,7 @@ from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_stream import ModelStream
-from trainer.extraction.packing import Batch
+from trainer.extraction.packing import ContextBatch
 from trainer.extraction.readers import AHEAD, Readers
 from trainer.parallel.threads import Threads, on_all
 from trainer.ranks.foreground import Foreground, new_run
@@ -157,7 +157,7 @@ def test_ranks_with_the_same_tokens_divide_the_reading_and_get_all_rows(
     n_read: Counter[LanguageModel] = Counter()
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+    def counted(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         n_read[self] += 1
         return read(self, batch, places)
 
@@ -235,7 +235,7 @@ def test_models_on_their_own_devices_read_ahead_up_to_a_limit(make: Make, monkey
     n_read, is_ahead = Counter[LanguageModel](), threading.Event()
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+    def counted(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         rows = read(self, batch, places)
         n_read[self] += 1
         if n_read.total() == 1 + n_devices * AHEAD:
@@ -265,7 +265,7 @@ def test_an_error_of_one_model_is_raised_once_after_the_rows_before_it(
     first_of_fourth = whole[3][0][0]
     read = LanguageModel.rows
 
-    def failing(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+    def failing(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         rows = read(self, batch, places)
         if torch.equal(rows[0][0], first_of_fourth):
             raise UserError("text.column: holds the token id 7")
@@ -397,7 +397,7 @@ def test_a_sweep_reads_the_text_once(
     n_read = 0
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+    def counted(self: LanguageModel, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         nonlocal n_read
         n_read += batch.ids.size
         return read(self, batch, places)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.contract.errors import UserError
-from trainer.extraction.packing import PADDING, Batch, Tokenizer, Tokens, batches, pack, separate
+from trainer.extraction.packing import PADDING, ContextBatch, Tokenizer, Tokens, batches, pack, separate
 
 # Tokens that the tokenizer puts around a text; no other token has these ids.
 BEFORE, AFTER = 900, 901
@@ -26,7 +26,7 @@ def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
     return [Tokens(ids, *around) for ids in documents], length
 
 
-def pieces(contexts: list[Batch]) -> list[tuple[int, list[int], list[int]]]:
+def pieces(contexts: list[ContextBatch]) -> list[tuple[int, list[int], list[int]]]:
     """Return the pieces of documents as number, ids and positions; each document has one piece per context."""
     laid = []
     for ids, positions, documents in contexts:

@@ -35,14 +35,14 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import ends_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
-from trainer.contract.settings.language import Text
+from trainer.contract.settings.language import TextSettings
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.evaluation.evaluate_folder import cards_in
 from trainer.evaluation.evaluate_run import evaluations_of
 from trainer.evaluation.exported import read_exported
 from trainer.evaluation.spliced import SplicedModel
 from trainer.extraction.language_model import LanguageModel
-from trainer.extraction.packing import Batch
+from trainer.extraction.packing import ContextBatch
 from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
@@ -99,7 +99,7 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     n_read = [0]
     read = LanguageModel.rows
 
-    def counted(self: LanguageModel, batch: Batch, places: torch.Tensor) -> list[torch.Tensor]:
+    def counted(self: LanguageModel, batch: ContextBatch, places: torch.Tensor) -> list[torch.Tensor]:
         n_read[0] += len(batch.ids)
         return read(self, batch, places)
 
@@ -262,7 +262,7 @@ def test_the_loss_of_a_streamed_model_is_measured_in_that_model(
     told = [card["spliced"] for card in json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]]
     for hook, spliced in zip(TRANSCODERS, told, strict=True):
         ends = list(ends_of(hook))
-        job = msgspec.structs.replace(make(hooks=ends), text=Text(path=str(long_text), context=32))
+        job = msgspec.structs.replace(make(hooks=ends), text=TextSettings(path=str(long_text), context=32))
         clean = SplicedModel(job, ends[0], CPU, ends[1]).measure(lambda x, y: (DenseActs(x), torch.zeros_like(y)), None)
         assert (spliced["n_tokens"], spliced["text"]) == (clean.n_tokens, str(long_text))
         assert spliced["ce"] == pytest.approx(clean.ce, rel=1e-5)

@@ -14,22 +14,22 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.extraction.shard_writer import Blocks, Origin, Sums, add_sums
+from trainer.extraction.shard_writer import DimensionSums, RowOrigin, ShardBuffer, add_sums
 
 
-def rows(first: int, n: int) -> tuple[list[Tensor], Origin]:
+def rows(first: int, n: int) -> tuple[list[Tensor], RowOrigin]:
     """Return rows of two hooks, with 3 and 2 dimensions; each row contains its own number."""
     numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
     ids = numbers[:, 0].int()
-    return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], Origin(ids, ids + 1000, ids // 10)
+    return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], RowOrigin(ids, ids + 1000, ids // 10)
 
 
 @pytest.fixture
-def blocks(tmp_path: Path) -> Blocks:
-    return Blocks([tmp_path / "a", tmp_path / "b"], shard_rows=8, seed=3)
+def blocks(tmp_path: Path) -> ShardBuffer:
+    return ShardBuffer([tmp_path / "a", tmp_path / "b"], shard_rows=8, seed=3)
 
 
-def test_each_shard_has_the_next_rows_in_one_order_for_all_hooks(blocks: Blocks, tmp_path: Path) -> None:
+def test_each_shard_has_the_next_rows_in_one_order_for_all_hooks(blocks: ShardBuffer, tmp_path: Path) -> None:
     for first, n in ((0, 5), (5, 0), (5, 15)):
         blocks.add(*rows(first, n))
     for number in range(2):
@@ -52,13 +52,13 @@ def test_each_shard_has_the_next_rows_in_one_order_for_all_hooks(blocks: Blocks,
 def test_the_seed_determines_the_order_and_the_bytes(tmp_path: Path) -> None:
     digests = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        blocks = Blocks([tmp_path / name, tmp_path / f"{name}2"], shard_rows=8, seed=seed)
+        blocks = ShardBuffer([tmp_path / name, tmp_path / f"{name}2"], shard_rows=8, seed=seed)
         blocks.add(*rows(0, 8))
         digests.append(blocks.write(0)[0][0].sha256)
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_shard_is_recorded_with_its_hash_and_leaves_no_other_file(blocks: Blocks, tmp_path: Path) -> None:
+def test_a_shard_is_recorded_with_its_hash_and_leaves_no_other_file(blocks: ShardBuffer, tmp_path: Path) -> None:
     blocks.add(*rows(0, 8))
     for (shard, _), hook in zip(blocks.write(0), "ab", strict=True):
         file = tmp_path / hook / shard.name
@@ -69,12 +69,12 @@ def test_a_shard_is_recorded_with_its_hash_and_leaves_no_other_file(blocks: Bloc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_shard_has_the_same_bytes_as_safetensors_would_write(tmp_path: Path, dtype: torch.dtype) -> None:
-    blocks, n = Blocks([tmp_path], shard_rows=12_000, seed=0), 12_000
+    blocks, n = ShardBuffer([tmp_path], shard_rows=12_000, seed=0), 12_000
     x = torch.randn(n, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
     numbers = torch.arange(n, dtype=torch.int32)
     for first in range(0, n, 5000):
         part = slice(first, first + 5000)
-        blocks.add([x[part]], Origin(numbers[part], numbers[part] + 1, numbers[part] // 9))
+        blocks.add([x[part]], RowOrigin(numbers[part], numbers[part] + 1, numbers[part] // 9))
     ((shard, _),) = blocks.write(0)
     file = tmp_path / shard.name
     stored = load_file(file)
@@ -82,10 +82,10 @@ def test_a_shard_has_the_same_bytes_as_safetensors_would_write(tmp_path: Path, d
     assert torch.equal(stored["activations"], x[stored["token_ids"].long()])
 
 
-def test_only_selected_rows_are_stored(blocks: Blocks, tmp_path: Path) -> None:
+def test_only_selected_rows_are_stored(blocks: ShardBuffer, tmp_path: Path) -> None:
     some, origin = rows(0, 20)
     at = torch.tensor([1, 2, 3, 5, 8, 13, 18, 19, 0, 4])
-    blocks.add(some, Origin(*(one[at] for one in origin)), at)
+    blocks.add(some, RowOrigin(*(one[at] for one in origin)), at)
     blocks.write(0)
     for hook, sign in (("a", 1), ("b", -1)):
         stored = load_file(tmp_path / hook / "shard-00000.safetensors")
@@ -96,9 +96,9 @@ def test_only_selected_rows_are_stored(blocks: Blocks, tmp_path: Path) -> None:
 
 def test_statistics_equal_a_float64_computation_over_all_shards(tmp_path: Path) -> None:
     x = torch.randn(9000, 3, generator=torch.Generator().manual_seed(0)) * 5 + torch.tensor([100.0, 0, -7])
-    blocks = Blocks([tmp_path], shard_rows=5000, seed=0)
-    blocks.add([x.to(torch.bfloat16)], Origin(*(torch.zeros(9000, dtype=torch.int32),) * 3))
-    together: Sums | None = None
+    blocks = ShardBuffer([tmp_path], shard_rows=5000, seed=0)
+    blocks.add([x.to(torch.bfloat16)], RowOrigin(*(torch.zeros(9000, dtype=torch.int32),) * 3))
+    together: DimensionSums | None = None
     for number in range(2):
         together = add_sums(together, blocks.write(number)[0][1])
     assert together is not None
@@ -108,7 +108,7 @@ def test_statistics_equal_a_float64_computation_over_all_shards(tmp_path: Path) 
     np.testing.assert_allclose(together.variance, stored.var(0).sum(), rtol=1e-9)
 
 
-def test_row_bytes_equal_the_size_of_a_row_on_disk(blocks: Blocks, tmp_path: Path) -> None:
+def test_row_bytes_equal_the_size_of_a_row_on_disk(blocks: ShardBuffer, tmp_path: Path) -> None:
     some, origin = rows(0, 8)
     some[1] = some[1].half()
     blocks.add(some, origin)
@@ -128,7 +128,7 @@ def small_files() -> Iterator[int]:
 
 
 def test_a_shard_on_a_full_disk_is_one_sentence_and_leaves_no_file(tmp_path: Path, small_files) -> None:
-    blocks = Blocks([tmp_path / "a", tmp_path / "b"], shard_rows=small_files, seed=0)
+    blocks = ShardBuffer([tmp_path / "a", tmp_path / "b"], shard_rows=small_files, seed=0)
     blocks.add(*rows(0, small_files))
     with pytest.raises(UserError, match=r"^.*/a/shard-00000.safetensors could not be written: [^\n]* and try again$"):
         blocks.write(0)

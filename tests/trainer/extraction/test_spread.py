@@ -14,7 +14,7 @@ from support.tiny_models import FAMILIES, N_BLOCKS
 
 from trainer.contract.errors import UserError
 from trainer.extraction.language_model import LanguageModel
-from trainer.extraction.packing import Batch
+from trainer.extraction.packing import ContextBatch
 from trainer.extraction.spread import places
 
 Load = Callable[[str], LanguageModel]
@@ -52,7 +52,7 @@ def test_gpus_that_are_too_small_together_are_refused_in_a_sentence(load: Load) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_the_same_if_modules_move_their_inputs_between_devices(load: Load, family: str) -> None:
     model, ids = load(family), np.arange(24).reshape(2, 12)
-    batch = Batch(ids, np.tile(np.arange(12), (2, 1)), np.repeat([[0], [1]], 12, axis=1))
+    batch = ContextBatch(ids, np.tile(np.arange(12), (2, 1)), np.repeat([[0], [1]], 12, axis=1))
     before = model.rows(batch, torch.arange(24))
     # Accelerate wraps the forward pass of each module, even if all are on one device.
     modules = {name: torch.device("cpu") for name, part in model._model.named_modules() if not [*part.children()]}

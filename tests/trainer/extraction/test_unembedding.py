@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.extraction.unembedding import Ending, folded
+from trainer.extraction.unembedding import Unembedding, folded
 
 
 class Shifted(nn.Module):
@@ -31,9 +31,11 @@ def test_the_weight_and_the_mean_of_a_norm_are_folded_in(kind: type[nn.Module], 
     directions = torch.randn(3, d)
     scale = norm.weight + 1 if kind is Shifted else norm.weight
     moved = directions - directions.mean(1, keepdim=True) if kind is nn.LayerNorm else directions
-    torch.testing.assert_close(directions @ folded(Ending(norm, w_u)), (moved * scale) @ w_u.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        directions @ folded(Unembedding(norm, w_u)), (moved * scale) @ w_u.T, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_without_a_norm_the_unembedding_is_unchanged() -> None:
     w_u = torch.randn(5, 8)
-    assert torch.equal(folded(Ending(None, w_u)), w_u.T)
+    assert torch.equal(folded(Unembedding(None, w_u)), w_u.T)

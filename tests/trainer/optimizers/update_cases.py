@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.optimizers import row_adam, triton_update
 from trainer.optimizers.adam import Adam
-from trainer.optimizers.base import Follower, LatentAxis
+from trainer.optimizers.base import LatentAxis, TiedParameter
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
 from trainer.runtime import narrow_copy, row_measures
@@ -385,7 +385,7 @@ def test_the_step_of_a_latent_does_not_depend_on_its_ranks_other_latents(moments
         optimizer = Adam([weights, encoder], 1e-2, beta1=0.9, beta2=0.999, state=moments)
         optimizer.unit_rows = (weights,)
         optimizer.latent_axes = {weights: LatentAxis(0, some), encoder: LatentAxis(1, some)}
-        optimizer.followers = {weights: Follower(encoder, 0.3)}
+        optimizer.followers = {weights: TiedParameter(encoder, 0.3)}
         optimizer.found_inf = torch.zeros((), device=DEVICE)
         by_rows = optimizer.by_rows()
         assert by_rows is not None

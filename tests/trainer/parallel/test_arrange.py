@@ -7,7 +7,7 @@ import torch
 from support.workloads import workload
 
 from trainer.contract.planning import memory
-from trainer.contract.planning.choose_mode import Place, settle
+from trainer.contract.planning.choose_mode import PlannedResources, settle
 from trainer.contract.planning.hardware import CPU, assumed_speeds
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Workload
@@ -21,7 +21,7 @@ from trainer.parallel.threads import Threads, on_all
 @pytest.mark.timeout(200)
 def test_ranks_use_no_more_memory_than_they_may(make_job, start_ranks, tmp_path) -> None:
     job = make_job(sae={"d_sae": 4096}, train={"batch_size": 800, "n_steps": 1, "deterministic": True})
-    free = Place(assumed_speeds(CPU, "fp32"))
+    free = PlannedResources(assumed_speeds(CPU, "fp32"))
     assert settle(Workload(job, 2, job.data_shape(), CPU), free).job.parallel.mode == "ddp"
     ddp, tensor = (
         memory.estimate(workload(job.replace("parallel", mode=mode), job.data_shape().d_in, 2, device="cpu")).total
@@ -72,7 +72,7 @@ def test_memory_that_nccl_already_holds_is_not_required_again(
 
     def fits(group: Threads, may_take: int | None = None) -> bool:
         free = arrange._free_of_all(World(torch.device("cpu"), group), work, may_take)
-        return settle(work, Place(assumed_speeds("NVIDIA H100", "bf16"), min(free))).fits
+        return settle(work, PlannedResources(assumed_speeds("NVIDIA H100", "bf16"), min(free))).fits
 
     assert on_all(2, fits) == [True, True]
     left -= 1

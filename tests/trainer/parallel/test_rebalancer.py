@@ -12,7 +12,7 @@ from support.rank_faults import share_anew_soon
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.metrics_store import SeriesReader
-from trainer.parallel.rebalancer import PATIENCE, PATIENCE_S, Balancer, Verdict
+from trainer.parallel.rebalancer import PATIENCE, PATIENCE_S, Balancer, RebalanceDecision
 from trainer.parallel.shares import Shares, even
 
 MakeJob = Callable[..., JobConfig]
@@ -23,11 +23,13 @@ def totals(busy: list[float], **others: list[float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in (columns | others).items()}
 
 
-def looks(balancer: Balancer, busy: list[float], times: int = PATIENCE, **others: list[float]) -> list[Verdict]:
+def looks(
+    balancer: Balancer, busy: list[float], times: int = PATIENCE, **others: list[float]
+) -> list[RebalanceDecision]:
     return [balancer.look(totals(busy, **others), PATIENCE_S / PATIENCE) for _ in range(times)]
 
 
-def told(verdicts: list[Verdict]) -> list[str]:
+def told(verdicts: list[RebalanceDecision]) -> list[str]:
     return [event.message for verdict in verdicts for event in verdict.events]
 
 

@@ -112,7 +112,7 @@ def test_ranks_can_wait_for_large_file_descriptors() -> None:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
         with near, far, moved:
             late.start()
-            rendezvous.Line([moved], 30, is_first=True).meet()
+            rendezvous.ProcessBarrier([moved], 30, is_first=True).meet()
             assert far.recv(1) == b"."
     finally:
         late.join()
@@ -187,7 +187,10 @@ def test_a_rank_waits_if_other_users_fill_the_connection_queue() -> None:
 def test_a_rank_may_meet_the_others_while_its_data_is_in_transit() -> None:
     first, other = socket.socketpair()
     with first, other, ThreadPoolExecutor(1) as rank:
-        lines = rendezvous.Line([first], 30, is_first=True), rendezvous.Line([other], 30, is_first=False)
+        lines = (
+            rendezvous.ProcessBarrier([first], 30, is_first=True),
+            rendezvous.ProcessBarrier([other], 30, is_first=False),
+        )
         sent = bytearray()
         with contextlib.suppress(BlockingIOError):
             while True:

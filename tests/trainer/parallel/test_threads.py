@@ -10,7 +10,7 @@ from trainer.contract.errors import UserError
 from trainer.parallel import threads
 from trainer.parallel.group import PeerLost
 from trainer.parallel.threads import Threads, on_all
-from trainer.runtime.device_queue import Past
+from trainer.runtime.device_queue import CompletedWork
 
 
 def test_tensors_of_many_shapes_are_summed_over_all_ranks_in_place() -> None:
@@ -99,9 +99,9 @@ def test_gpu_queues_wait_for_each_other_without_blocking_hosts(kind: str, monkey
     def without(left_out: int) -> list[str]:
         n_moments = [0] * 3
 
-        def made(device: torch.device) -> Moment | Past:
+        def made(device: torch.device) -> Moment | CompletedWork:
             n_moments[HERE.queue.index] += 1
-            return Past() if n_moments[HERE.queue.index] == left_out else Moment(device)
+            return CompletedWork() if n_moments[HERE.queue.index] == left_out else Moment(device)
 
         monkeypatch.setattr(threads, "moment", made)
         return races_in(3, give_and_change)

@@ -31,7 +31,7 @@ from trainer.contract.store.rows import Job
 from trainer.ranks.loading import load_trainer
 from trainer.ranks.rank import _report, _run, model_devices, rank_device, set_order_of_sums, wait_until_stuck
 from trainer.reporting import rank_log
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 
 ENDLESS = {"n_steps": 10**7, "log_every": 20}
 UNLOGGED = ENDLESS | {"log_every": 1_000_000}
@@ -208,7 +208,7 @@ def test_each_stop_signal_is_a_separate_request() -> None:
 
 
 def test_a_rank_without_progress_counts_as_stuck_unless_it_saves_or_waits() -> None:
-    progress = Progress()
+    progress = RunProgress()
     progress.beat("saving", 1, 0)
     waiting = threading.Thread(target=wait_until_stuck, args=(progress, 0.2), daemon=True)
     waiting.start()
@@ -368,7 +368,9 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=n_ranks, device="cuda", on_one_host=False)
     with pytest.raises(UserError, match=refusal):
-        _run(spec, rank, make_job(), RunPaths(tmp_path), Progress(), threading.Event(), threading.Event(), begin, 1.0)
+        _run(
+            spec, rank, make_job(), RunPaths(tmp_path), RunProgress(), threading.Event(), threading.Event(), begin, 1.0
+        )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.contract.planning.hardware import Box, read_box, write_box
+from trainer.contract.planning.hardware import MeasuredHardware, read_box, write_box
 from trainer.parallel.group import PeerLost
 from trainer.parallel.opening import open_connections
 from trainer.parallel.threads import Threads, on_all
@@ -41,7 +41,7 @@ def ranks_of(folder: Path, fault: str, **variables: str) -> tuple[list[int], lis
 
 
 def test_ranks_with_hanging_transfers_restart_in_place_through_host_memory(tmp_path: Path) -> None:
-    write_box(tmp_path / "box.json", Box())
+    write_box(tmp_path / "box.json", MeasuredHardware())
     pids, reported = ranks_of(tmp_path, "hangs")
     assert reported == [{"pid": pid, "staged": True, "variable": "1"} for pid in pids]
     assert read_box(tmp_path / "box.json").peers_fail

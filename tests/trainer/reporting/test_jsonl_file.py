@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.contract.files import write_own
-from trainer.contract.store.metrics_store import Heartbeat, Row
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow
 from trainer.contract.store.progress_line import ProgressLine, decode
 from trainer.reporting.jsonl_file import FileRequests, LineFile
 from trainer.reporting.progress import StoredProgress
@@ -30,7 +30,7 @@ def lines(folder: Path) -> list[ProgressLine | None]:
 
 def test_reported_data_is_in_the_file_after_closing(tmp_path: Path) -> None:
     with reporting(tmp_path) as progress:
-        progress.rows([Row("loss", 10, math.inf), Row("step_ms", 10, 3.0, rank=1)])
+        progress.rows([MetricRow("loss", 10, math.inf), MetricRow("step_ms", 10, 3.0, rank=1)])
         progress.event("checkpoint", "saved")
         progress.beat("training", 10, 400)
     (line,) = lines(tmp_path)
@@ -54,10 +54,10 @@ def test_a_resumed_run_writes_its_start_position_first(tmp_path: Path) -> None:
 def test_data_for_a_missing_folder_is_written_later(tmp_path: Path, eventually: Callable[..., None]) -> None:
     folder = tmp_path / "run"
     with reporting(folder) as progress:
-        progress.rows([Row("loss", 1, 1.0)])
+        progress.rows([MetricRow("loss", 1, 1.0)])
         eventually(lambda: progress._outage)
         folder.mkdir()
-        progress.rows([Row("loss", 2, 2.0)])
+        progress.rows([MetricRow("loss", 2, 2.0)])
         progress.beat("training", 2, 80)
     whole_lines = [line for line in lines(folder) if line is not None]
     assert [row for line in whole_lines for row in line.rows] == [("loss", 1, 1.0, 0), ("loss", 2, 2.0, 0)]
@@ -69,7 +69,7 @@ def test_a_truncated_line_is_ended_before_the_next_one(tmp_path: Path) -> None:
     with reporting(tmp_path) as progress:
         (tmp_path / "progress.jsonl").write_bytes(b'{"rows":[["lo')
         progress._store._cut = True
-        progress.rows([Row("loss", 2, 2.0)])
+        progress.rows([MetricRow("loss", 2, 2.0)])
     cut, whole = lines(tmp_path)
     assert cut is None
     assert whole is not None

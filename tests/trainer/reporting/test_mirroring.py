@@ -12,7 +12,7 @@ from trainer.contract.errors import JobFileError
 from trainer.contract.planning.check_job import Machine, check
 from trainer.contract.settings.catalog import MIRRORS, MirrorEntry
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.store.metrics_store import Row, SeriesReader
+from trainer.contract.store.metrics_store import MetricRow, SeriesReader
 from trainer.reporting.mirroring import Dealer, with_mirrors
 from trainer.reporting.mirrors.base import Mirror, MirroredRun
 from trainer.reporting.progress import StoredProgress
@@ -79,8 +79,8 @@ def told(folder: Path) -> list[tuple[str, str]]:
 
 def test_a_mirror_gets_all_rows_and_is_closed(make_job: MakeJob, tmp_path: Path) -> None:
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
-        progress.rows([Row("loss", 1, 1.0)])
-        progress.rows([Row("loss", 2, 0.5)])
+        progress.rows([MetricRow("loss", 1, 1.0)])
+        progress.rows([MetricRow("loss", 2, 0.5)])
         progress.beat("training", 2, 64)
         assert progress.place == ("training", 2)
     (toy,) = Toy.opened
@@ -96,7 +96,7 @@ def test_a_failing_mirror_is_reported_once_and_costs_no_rows(
     monkeypatch.setattr(Toy, "fails_in", where)
     with reporting(make_job(train={"mirror": ["toy"]}), tmp_path) as progress:
         for step in range(50):
-            progress.rows([Row("loss", step, 0.5)])
+            progress.rows([MetricRow("loss", step, 0.5)])
     warnings = [one for one in told(tmp_path) if one[0] == "warning"]
     assert warnings == [("warning", f"toy is left out from here on: no way to {where}")]
 
@@ -107,7 +107,7 @@ def test_a_mirror_that_does_not_close_is_abandoned_and_reported(
     monkeypatch.setattr(Toy, "fails_in", "never ends")
     monkeypatch.setattr("trainer.reporting.mirroring.CLOSE_S", 0.3)
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
-        progress.rows([Row("loss", 1, 0.5)])
+        progress.rows([MetricRow("loss", 1, 0.5)])
     assert told(tmp_path)[-1] == ("warning", "toy may lack some metrics: it has not taken all 0.3 s after the end")
     Toy.hangs.set()
 
@@ -121,7 +121,7 @@ def test_a_run_without_measurements_is_not_mirrored(make_job: MakeJob, tmp_path:
 def test_a_folder_without_an_id_disables_only_the_mirrors(make_job: MakeJob, tmp_path: Path) -> None:
     (tmp_path / "mirror.id").mkdir()
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
-        progress.rows([Row("loss", 1, 0.5)])
+        progress.rows([MetricRow("loss", 1, 0.5)])
     ((level, message),) = told(tmp_path)
     assert level == "warning"
     assert "the metrics are in no other tool" in message
@@ -135,12 +135,12 @@ def test_without_a_mirror_a_run_reports_directly_to_its_store(make_job: MakeJob,
 
 def test_saes_of_a_sweep_get_their_own_values_and_the_values_of_the_run() -> None:
     rows = [
-        Row("tokens_per_s", 1, 9.0),
-        Row("step_ms", 1, 3.0, rank=0),
-        Row("step_ms", 1, 4.0, rank=1),
-        Row("fvu@k=2", 1, 0.2),
-        Row("fvu", 1, 0.2),
-        Row("fvu@k=4", 1, 0.4),
+        MetricRow("tokens_per_s", 1, 9.0),
+        MetricRow("step_ms", 1, 3.0, rank=0),
+        MetricRow("step_ms", 1, 4.0, rank=1),
+        MetricRow("fvu@k=2", 1, 0.2),
+        MetricRow("fvu", 1, 0.2),
+        MetricRow("fvu@k=4", 1, 0.4),
     ]
     of_run = {"tokens_per_s": 9.0, "step_ms/0": 3.0, "step_ms/1": 4.0}
     dealt = Dealer(["k=2", "k=4"]).out(rows)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Row, SeriesReader
+from trainer.contract.store.metrics_store import MetricRow, SeriesReader
 from trainer.contract.store.rows import Job
 from trainer.reporting.progress import Requests, StoredProgress
 
@@ -31,7 +31,7 @@ def read(path: Path) -> SeriesReader:
 
 def test_reported_data_is_in_the_store_after_closing(tmp_path: Path) -> None:
     with reporting(tmp_path / "metrics.db") as progress:
-        progress.rows([Row("loss", 10, 0.5), Row("step_ms", 10, 3.0, rank=1)])
+        progress.rows([MetricRow("loss", 10, 0.5), MetricRow("step_ms", 10, 3.0, rank=1)])
         progress.event("checkpoint", "saved")
         progress.beat("training", 10, 400)
     with contextlib.closing(read(tmp_path / "metrics.db")) as reader:
@@ -50,7 +50,7 @@ def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_write(
     with reporting(path) as progress:
         progress.beat("training", 1, 40)
         eventually(path.exists)
-        progress.rows([Row("loss", 1, 0.5)])
+        progress.rows([MetricRow("loss", 1, 0.5)])
     with contextlib.closing(read(path)) as reader:
         heartbeat = reader.heartbeat()
     progress_time = progress._heartbeat.timestamp
@@ -83,14 +83,14 @@ def test_data_reported_while_the_store_is_locked_is_written_later(
 ) -> None:
     path = tmp_path / "metrics.db"
     with reporting(path) as progress:
-        progress.rows([Row("loss", 1, 1.0)])
+        progress.rows([MetricRow("loss", 1, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
         with locked(path):
-            progress.rows([Row("loss", 2, 2.0)])
+            progress.rows([MetricRow("loss", 2, 2.0)])
             progress.event("checkpoint", "saved")
             eventually(lambda: progress._outage)
         progress.beat("training", 3, 120)
-        progress.rows([Row("loss", 3, 3.0)])
+        progress.rows([MetricRow("loss", 3, 3.0)])
         eventually(lambda: latest(path).get("loss") == 3.0)
     with contextlib.closing(read(path)) as reader:
         assert [point.step for point in reader.points("loss")] == [1, 2, 3]
@@ -128,11 +128,11 @@ def test_rows_beyond_the_capacity_are_dropped_from_the_oldest_and_counted(
     monkeypatch.setattr("trainer.reporting.progress.ROWS_AT_ONCE", 30)
     path = tmp_path / "metrics.db"
     with reporting(path) as progress:
-        progress.rows([Row("loss", 1, 1.0)])
+        progress.rows([MetricRow("loss", 1, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
         with locked(path):
             for step in range(2, 252):
-                progress.rows([Row("loss", step, 0.0)])
+                progress.rows([MetricRow("loss", step, 0.0)])
             eventually(lambda: progress._outage)
         progress.beat("training", 251, 251)
         eventually(lambda: events(path))
@@ -145,10 +145,10 @@ def test_rows_beyond_the_capacity_are_dropped_from_the_oldest_and_counted(
 def test_rows_wait_for_a_missing_folder(tmp_path: Path, impatient: None, eventually: Callable[..., None]) -> None:
     path = tmp_path / "run" / "metrics.db"
     with reporting(path) as progress:
-        progress.rows([Row("loss", 1, 1.0)])
+        progress.rows([MetricRow("loss", 1, 1.0)])
         eventually(lambda: progress._outage)
         path.parent.mkdir()
-        progress.rows([Row("loss", 2, 2.0)])
+        progress.rows([MetricRow("loss", 2, 2.0)])
         eventually(lambda: latest(path).get("loss") == 2.0)
     with contextlib.closing(read(path)) as reader:
         assert [point.step for point in reader.points("loss")] == [1, 2]
@@ -197,15 +197,15 @@ def test_a_store_lost_during_a_run_is_recreated_and_the_loss_reported(
     path = tmp_path / "metrics.db"
     with reporting(path) as progress:
         progress.beat("training", 7, 280)
-        progress.rows([Row("loss", 7, 1.0)])
+        progress.rows([MetricRow("loss", 7, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
         # The app has the store open at the same time.
         with contextlib.closing(read(path)) as reader:
             assert reader.latest() == {"loss": 1.0}
             spoil(path)
-            progress.rows([Row("fvu", 8, 2.0)])
+            progress.rows([MetricRow("fvu", 8, 2.0)])
             eventually(lambda: latest(path).get("fvu") == 2.0)
-        progress.rows([Row("fvu", 9, 3.0)])
+        progress.rows([MetricRow("fvu", 9, 3.0)])
     assert latest(path) == {"fvu": 3.0}
     assert events(path) == [f"{told}a new one was made, without the curves and events up to step 7"]
     with contextlib.closing(read(path)) as reader:
@@ -260,7 +260,7 @@ def test_data_reported_before_a_save_is_stored_when_the_save_begins(tmp_path: Pa
     monkeypatch.setattr("trainer.reporting.progress.FLUSH_S", 60.0)
     with reporting(tmp_path / "metrics.db") as progress:
         for step in range(1, 4):
-            progress.rows([Row("loss", step, 1.0)])
+            progress.rows([MetricRow("loss", step, 1.0)])
             progress.settle()
             with contextlib.closing(read(tmp_path / "metrics.db")) as reader:
                 assert [point.step for point in reader.points("loss")] == list(range(1, step + 1))

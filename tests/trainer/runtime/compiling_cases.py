@@ -14,7 +14,7 @@ from triton.runtime.driver import driver
 from trainer.contract.store.metrics_store import is_before_first_step
 from trainer.ranks import rank
 from trainer.ranks.rank import Compiling
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.runtime.triton_kernels import N_KERNELS, report_compiling
 
 
@@ -24,7 +24,7 @@ def _double(x, out, n: tl.constexpr):
     tl.store(out + at, 2 * tl.load(x + at))
 
 
-class Phases(Progress):
+class Phases(RunProgress):
     """Progress that records all phases."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
-from trainer.saes.matryoshka import MatryoshkaBatchTopK, _Nested
+from trainer.saes.matryoshka import MatryoshkaBatchTopK, _PrefixErrors
 from trainer.saes.sparse_acts import DenseActs
 
 
@@ -139,6 +139,6 @@ def test_the_first_latents_reconstruct_more_with_five_levels_than_with_one() -> 
 
 def test_the_error_of_the_inner_levels_is_exact_for_a_large_batch() -> None:
     parts, y = torch.randn(4096, 3, 256), torch.randn(4096, 256)
-    _, inner_mse = _Nested.apply(parts, torch.zeros(256), y)
+    _, inner_mse = _PrefixErrors.apply(parts, torch.zeros(256), y)
     errors = parts.double().cumsum(dim=1)[:, :-1] - y.double()[:, None]
     assert float(inner_mse) == pytest.approx(float(errors.square().sum()), rel=1e-5)

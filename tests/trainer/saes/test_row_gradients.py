@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.contract.settings.job import JobConfig
 from trainer.saes import auxk
-from trainer.saes.auxk import Candidates
+from trainer.saes.auxk import DeadCandidates
 from trainer.saes.base import Sae
 from trainer.saes.kernels import top_k
 from trainer.saes.kernels.dead_latents import Weights
@@ -50,7 +50,7 @@ def test_row_gradients_of_several_passes_are_added_to_a_gradient_or_to_none(
     assert not left.take()
 
 
-def by_autograd(sae: Sae, centred: Tensor, candidates: Candidates) -> Tensor:
+def by_autograd(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
     """Return the candidates' output for the error, from weights whose gradients autograd scatters over all latents."""
     of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
     reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)

@@ -8,7 +8,7 @@ from support.saes import assert_same, batch, gradients, peers_losses, peers_twin
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.saes.auxk import AuxK, Candidates
+from trainer.saes.auxk import AuxK, DeadCandidates
 from trainer.saes.base import Sae
 from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.losses import auxk_error
@@ -136,12 +136,12 @@ def test_the_dead_latents_that_fired_least_recently_are_candidates() -> None:
 def test_a_gpu_learns_the_same_without_knowing_the_number_of_dead_latents(
     n_dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def candidates(self: AuxK, sae: Sae, dtype: torch.dtype) -> Candidates:
+    def candidates(self: AuxK, sae: Sae, dtype: torch.dtype) -> DeadCandidates:
         longest = sae.n_tokens_since_fired.topk(2 * self.k_aux).indices
         is_dead = sae.dead()[longest]
         bias = torch.where(is_dead, sae.b_enc.detach()[longest], -torch.inf)
         rows = Weights(sae.W_enc.detach().T[longest], bias, sae.W_dec.detach()[longest])
-        return Candidates(longest, rows, is_dead.any() / self.residual_variance, self.k_aux, [])
+        return DeadCandidates(longest, rows, is_dead.any() / self.residual_variance, self.k_aux, [])
 
     monkeypatch.setattr(AuxK, "candidates", candidates)
     monkeypatch.setattr(Sae, "may_have_dead", lambda sae: True)

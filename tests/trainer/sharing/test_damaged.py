@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import FORMATS
 from trainer.evaluation.exported import read_exported
-from trainer.sharing.base import Shared, format_in, shared_form
+from trainer.sharing.base import SharedSae, format_in, shared_form
 from trainer.training.import_sae import import_sae
 
 D_IN = 32
@@ -66,7 +66,7 @@ def read_or_refused(folder: Path, world: Path) -> None:
             assert all(tensor.isfinite().all() for tensor in sae.weights.values())
 
 
-def _run(folder: Path) -> Shared:
+def _run(folder: Path) -> SharedSae:
     shared = FORMATS[str(format_in(folder))].load()().read(folder) if format_in(folder) else None
     sae = read_exported(folder, torch.device("cpu"))
     acts, x_hat = sae.reconstruct(torch.ones(2, sae.d_in))
@@ -76,7 +76,7 @@ def _run(folder: Path) -> Shared:
     return shared
 
 
-def _import(folder: Path, world: Path) -> Shared:
+def _import(folder: Path, world: Path) -> SharedSae:
     """Return the SAE that the run has exported."""
     sets = [f"data.target_path={world / 'acts'}"] if "transcode" in (folder / "kind").read_text() else []
     import_sae(folder, folder / "run", str(world / "acts"), sets)

@@ -19,7 +19,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import FORMATS
 from trainer.saes.base import Sae
 from trainer.saes.topk import TopK
-from trainer.sharing.base import Format, Shared, shared_form
+from trainer.sharing.base import Format, SharedSae, shared_form
 
 SCALE = 0.4
 ORIGIN = {
@@ -195,7 +195,7 @@ def test_a_state_dict_has_tensors_only_and_no_extra_bytes(kind: str, tmp_path: P
     assert json.loads((tmp_path / "sae" / "config.json").read_text())["metadata"]["training_tokens"] == 5
 
 
-def with_features(folder: Path, **moved: Any) -> Shared:
+def with_features(folder: Path, **moved: Any) -> SharedSae:
     """Return an SAE of two latents with a stored features file."""
     (folder / "features.safetensors").write_bytes(features_file(**moved))
     sae = TopK(3, 2, None, k=1, k_aux=None, auxk_alpha=0.0).eval()

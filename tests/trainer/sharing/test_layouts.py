@@ -33,7 +33,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.catalog import READ_FORMATS
 from trainer.evaluation.exported import ExportedSae
-from trainer.sharing.base import Given, Shared
+from trainer.sharing.base import Given, SharedSae
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
 from trainer.sharing.reading import parsed_config
@@ -45,7 +45,7 @@ def given_by(flags: tuple[str, ...]) -> Given:
     return Given(parsed_config(flag for flag in flags if "=" in flag), "--transcoder" in flags)
 
 
-def written(layout: Layout, folder: Path) -> tuple[Reference, Shared]:
+def written(layout: Layout, folder: Path) -> tuple[Reference, SharedSae]:
     """Write an SAE and read it like an import."""
     reference = layout.write(folder)
     found = find(folder / layout.place)
@@ -53,7 +53,7 @@ def written(layout: Layout, folder: Path) -> tuple[Reference, Shared]:
     return reference, found.reader.read(found.place, given_by(layout.flags))
 
 
-def assert_computes(sae: Shared, reference: Reference, x: Tensor) -> None:
+def assert_computes(sae: SharedSae, reference: Reference, x: Tensor) -> None:
     expected, x_hat, clear = reference(x)
     assert clear.float().mean() > 0.5
     acts, found = ExportedSae(sae, CPU).reconstruct(x)

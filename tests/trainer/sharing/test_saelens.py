@@ -22,7 +22,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.hooks import parse_hook
 from trainer.evaluation.exported import ExportedSae
 from trainer.extraction.model_stream import ModelStream
-from trainer.extraction.packing import Batch
+from trainer.extraction.packing import ContextBatch
 from trainer.saes.base import Sae
 from trainer.sharing.base import shared_form
 from trainer.sharing.saelens import TRANSFORMER_LENS_MODELS, SaeLens, export_sae, origin
@@ -192,7 +192,7 @@ def test_saelens_reads_the_rows_that_an_sae_was_trained_on(family: str, tmp_path
     model = make_model(tmp_path / "model", family)
     (tmp_path / "text.txt").write_text("a cat sat")
     rows = torch.arange(4 * 16).reshape(4, 16) * 7 % 290 + 3
-    batch = Batch(rows.numpy(), np.tile(np.arange(16), (4, 1)), np.repeat(np.arange(4)[:, None], 16, axis=1))
+    batch = ContextBatch(rows.numpy(), np.tile(np.arange(16), (4, 1)), np.repeat(np.arange(4)[:, None], 16, axis=1))
     for hook in ("resid_post.1", "resid_pre.0", "resid_pre.2", "mlp_in.1", "mlp_out.1", "attn_out.1", "mlp.1"):
         stream, is_transcoder = stream_at(model, tmp_path / "text.txt", hook), hook == "mlp.1"
         sae = round_trip(made("batch_topk", 32 if is_transcoder else None), tmp_path / hook, **origin(stream.meta))

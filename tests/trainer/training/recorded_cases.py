@@ -437,7 +437,7 @@ def test_the_self_test_detects_a_penalised_step_replayed_on_an_old_batch(
     is_right, found = check()
     assert is_right
     assert found["replayed"] == 2
-    monkeypatch.setattr(recorded_step._Recording, "copy_in", lambda *_: None)
+    monkeypatch.setattr(recorded_step._CapturedStep, "copy_in", lambda *_: None)
     is_right, found = check()
     assert not is_right
     assert found["changes_off"] > 2 * learning.NEAR_CHANGES

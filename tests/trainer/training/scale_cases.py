@@ -35,7 +35,7 @@ def test_the_kernel_matches_single_operations(
     for one in (by_kernel, by_torch):
         one.skipped.copy_(torch.tensor([5.0, 3.0, 2.0]))
     expected = by_torch.of(*given)
-    found = gradients.Verdict(*triton_scale.judge(by_kernel.norm, by_kernel.skipped, *given, 4096, largest))
+    found = gradients.GradientCheck(*triton_scale.judge(by_kernel.norm, by_kernel.skipped, *given, 4096, largest))
     torch.testing.assert_close(by_kernel.norm, by_torch.norm, rtol=1e-6, atol=0, equal_nan=True)
     assert torch.equal(by_kernel.skipped, by_torch.skipped)
     for name in ("skips", "bad", "bad_gradient", "taken", "n_tokens"):

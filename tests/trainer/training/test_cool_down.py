@@ -20,14 +20,14 @@ from trainer.contract.runs.how_far import from_metadata
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.schedule import COOL_DOWN_SHARE, FEWEST_COOL_DOWN_STEPS, CoolDown, Schedule
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 
 PLANNED, ASKED, END = 2000, 200, 230
 MakeJob = Callable[..., JobConfig]
 MakeTrainer = Callable[..., Any]
 
 
-class AtStep(Progress):
+class AtStep(RunProgress):
     """Sets an event once a step is done."""
 
     def __init__(self, **events: tuple[int, threading.Event]) -> None:

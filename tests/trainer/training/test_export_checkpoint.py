@@ -27,7 +27,7 @@ from trainer.contract.runs.recipe import RECIPE, read_recipe
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.exported import read_exported
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.training.export_checkpoint import export_checkpoint
 from trainer.training.hub_card import hub_card
 from trainer.training.loop import Trainer
@@ -340,7 +340,7 @@ def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
             sae={"architecture": "jumprelu", "skip": True, "d_sae": 64 if layer < 2 else 32},
         )
         runs.append(tmp_path / f"layer{layer}")
-        stop, progress = threading.Event(), Progress()
+        stop, progress = threading.Event(), RunProgress()
         progress.beat = lambda phase, step, tokens, stop=stop, last=4 + 99 * (layer != 1): step >= last and stop.set()
         folders = {"checkpoints": runs[-1] / "checkpoints", "output": runs[-1] / "sae"}
         make_trainer(job, progress, stop=stop, **folders).run()

@@ -21,7 +21,7 @@ from trainer.contract.planning import latent_room
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.metrics_store import MetricRow
 from trainer.metrics import pace
 from trainer.parallel import totals
 from trainer.parallel.base import Parallel
@@ -198,7 +198,7 @@ def test_a_late_row_is_written_after_the_next_step_or_at_the_end_of_the_run(
     trainer._reads_late = True
     add, at = kept.rows, []
 
-    def note(rows: Iterable[Row]) -> None:
+    def note(rows: Iterable[MetricRow]) -> None:
         rows = list(rows)
         at.extend((row.step, trainer.position.step) for row in rows if row.name == "loss")
         add(rows)
@@ -546,7 +546,7 @@ def test_training_continues_if_an_intermediate_checkpoint_cannot_be_written(
     checkpoints.write_text("in the way")
     add = kept.rows
 
-    def clear_the_way(rows: Iterable[Row]) -> None:
+    def clear_the_way(rows: Iterable[MetricRow]) -> None:
         rows = list(rows)
         if any(row.step == 15 for row in rows):
             checkpoints.unlink(missing_ok=True)

@@ -9,7 +9,17 @@ from trainer.contract.failure import Failure, Refusal
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES, HowFar
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
-from trainer.contract.runs.report_card import AllTokens, Auc, Card, Data, Figures, Part, Probing, Spliced, TextRows
+from trainer.contract.runs.report_card import (
+    AllTokens,
+    Auc,
+    Card,
+    EvaluationData,
+    Figures,
+    Part,
+    PatchedModel,
+    Probing,
+    TextRows,
+)
 from trainer.contract.settings.catalog import METRICS
 from trainer.contract.settings.series import HELD_OUT, measured_names
 
@@ -137,7 +147,7 @@ _ALL_TOKENS = typed(
 )
 _SPLICED = typed(
     "In the language model",
-    Spliced,
+    PatchedModel,
     _LOSSES
     | {
         "text": "Text of the tokens.",
@@ -199,8 +209,8 @@ _RECIPE = typed(
     {"optimizer_settings": by_name({})},
 )
 _DATA = typed(
-    "Data",
-    Data,
+    "EvaluationData",
+    EvaluationData,
     {
         "place": "Folder or source of the rows.",
         "is_held_out": "Whether the run had held the rows back.",

@@ -7,7 +7,7 @@ import math
 from trainer.contract.planning.rows_on_gpu import MOST_TOKENS
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.settings.job import JobConfig, Sae
+from trainer.contract.settings.job import JobConfig, SaeSettings
 
 # Pre-activations per group in a GPU's top-k, which first compares the groups' maxima. On an H200, 4,096 rows of 24,576
 # took 0.21 ms with groups of 8 and 0.14 ms with groups of 32; for 65,536 columns, 64 was slower again.
@@ -25,7 +25,7 @@ START_ROWS, START_VALUES = 2048, 2**21
 _BYTES_OF_TOPK = 20
 
 
-def of_start(work: Workload, sae: Sae) -> int:
+def of_start(work: Workload, sae: SaeSettings) -> int:
     """Return the bytes that an SAE needs in addition to its weights to find a threshold before its first step."""
     if not hasattr(sae.knobs, "sparsity_coefficient"):
         return 0
@@ -35,18 +35,18 @@ def of_start(work: Workload, sae: Sae) -> int:
     return round(_BYTES_OF_TOPK * (at_once + largest) + 4 * START_ROWS * work.d_in)
 
 
-def of_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
+def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
     """Return the peak bytes of one micro-batch's forward and backward pass, including its gradients.
 
     Excludes the 16-bit copies of weights that outlive a pass.
     """
     is_dense = ARCHITECTURES[sae.architecture].dense_matrices and work.device == "cuda"
-    return round((_Dense if is_dense else _Chosen)(work, sae, keeps_copies=keeps_copies).peak())
+    return round((_Dense if is_dense else _SparseArchitecture)(work, sae, keeps_copies=keeps_copies).peak())
 
 
-def of_sparse_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
+def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
     """Return the peak bytes of a pass that keeps only the chosen latents, as every captured pass does."""
-    return round(_Chosen(work, sae, keeps_copies=keeps_copies).peak())
+    return round(_SparseArchitecture(work, sae, keeps_copies=keeps_copies).peak())
 
 
 def of_evaluation(work: Workload, job: JobConfig) -> int:
@@ -55,7 +55,7 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
     Excludes the 16-bit copies of weights that outlive a pass.
     """
     sae, entry = job.sae, ARCHITECTURES[job.sae.architecture]
-    at_once = _Chosen(work, sae, keeps_copies=kept_copies(work, job) > 0)
+    at_once = _SparseArchitecture(work, sae, keeps_copies=kept_copies(work, job) > 0)
     pre_acts = at_once.n_tokens * at_once.n_own
     bounded = at_once.rows + (at_once.product + COUNTED_BYTES) * pre_acts
     phases = (
@@ -93,26 +93,26 @@ def _writes_copies(work: Workload, job: JobConfig) -> bool:
     return work.device == "cuda" and work.product_bytes == 2 and OPTIMIZERS[job.train.optimizer].writes_copies
 
 
-def exchanged_bytes(work: Workload, sae: Sae) -> int:
+def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
     """Return the bytes that ranks exchange in a pass: candidates or summed reconstructions, whichever is larger."""
-    model = _Pass(work, sae)
+    model = _StepSizes(work, sae)
     return round(max(model.candidates(), model.summed()))
 
 
-def candidates_of_token(work: Workload, sae: Sae) -> int:
+def candidates_of_token(work: Workload, sae: SaeSettings) -> int:
     """Return how many top-k candidates per token each rank sends to the ranks that share its latents."""
     k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.knobs.most_active(work.d_in)
     return k if work.device == "cuda" else min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
 
-class _Pass:
+class _StepSizes:
     """The sizes in bytes that several phases use.
 
     `n_tokens` counts the tokens of all ranks that share latents, `own_tokens` one rank's shard of them once the
     latents' outputs are summed, `n_own` the rank's own latents.
     """
 
-    def __init__(self, work: Workload, sae: Sae, *, keeps_copies: bool = False) -> None:
+    def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
         self.work, self.sae, self.entry = work, sae, ARCHITECTURES[sae.architecture]
         self.d_in, self.width, self.product = work.d_in, work.d_out, work.product_bytes
         self.replicas, self.sharing, self.n_tokens = work.data_ranks, work.latent_ranks, work.micro_batch
@@ -153,7 +153,7 @@ class _Pass:
         return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
 
 
-class _Dense(_Pass):
+class _Dense(_StepSizes):
     """Architectures that keep all pre-activations; memory peaks in the middle of the backward pass."""
 
     def peak(self) -> float:
@@ -172,14 +172,14 @@ class _Dense(_Pass):
         return self.rows + 4 * self.own_tokens * self.width + max(phases)
 
 
-class _Chosen(_Pass):
+class _SparseArchitecture(_StepSizes):
     """Architectures that choose some latents.
 
     Memory peaks in the encoder's product, while reconstructions are summed, in AuxK's passes, or while AuxK's gradients
     are added to the others.
     """
 
-    def __init__(self, work: Workload, sae: Sae, *, keeps_copies: bool = False) -> None:
+    def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
         super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.knobs.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)

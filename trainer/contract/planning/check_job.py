@@ -12,9 +12,9 @@ from trainer.contract.extras import is_installed
 from trainer.contract.paths import free_disk
 from trainer.contract.planning import memory
 from trainer.contract.planning.extraction import ExtractionOutlook, check_extraction, outlook_of_extraction
-from trainer.contract.planning.forecast import NO_ROOM, Room
+from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
 from trainer.contract.planning.gpu_vendors import refusal_of_mixture, refusal_of_slices
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
 from trainer.contract.planning.rates import rate_problems
@@ -22,7 +22,7 @@ from trainer.contract.planning.workload import Layout, Workload, ranks_of
 from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import MIRRORS, OPTIMIZERS
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig, Sae
+from trainer.contract.settings.job import JobConfig, SaeSettings
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
@@ -56,8 +56,8 @@ class Machine(msgspec.Struct, frozen=True):
     gpus: tuple[MachineGpu, ...]
     cpu_count: int
     output_root: Path
-    memory: Room = NO_ROOM
-    speeds: Box = NOTHING_MEASURED
+    memory: DeviceMemory = NO_ROOM
+    speeds: MeasuredHardware = NOTHING_MEASURED
     # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and the reason why CUDA is unusable.
     cuda: bool = True
     cuda_problem: str = ""
@@ -263,7 +263,7 @@ def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
     return [Problem("train.n_steps" if member.train.n_steps else "train.n_tokens", message, "warning")]
 
 
-def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
+def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
     data, d_sae, k = work.shape, sae.width(work.d_in), sae.knobs.n_active
     problems = []
     if k > d_sae:

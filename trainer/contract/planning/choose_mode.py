@@ -24,7 +24,7 @@ LEAST_BATCH = 64
 LEAST_GAIN = 1.1
 
 
-class Place(msgspec.Struct, frozen=True):
+class PlannedResources(msgspec.Struct, frozen=True):
     """The resources that a job is planned for: the speed of its ranks, and the bytes that each may use of its device.
 
     The bytes are the free memory of the fullest device, or less if the job may not use all of it.
@@ -59,7 +59,7 @@ class Settled(msgspec.Struct, frozen=True):
         return self.memory.total
 
 
-def settle(work: Workload, place: Place) -> Settled:
+def settle(work: Workload, place: PlannedResources) -> Settled:
     """Choose the fastest mode that fits, or the one with the least memory if none fits; prefer the plain mode if no
     other is clearly faster.
 
@@ -90,7 +90,7 @@ def _ways(work: Workload) -> Iterator[tuple[str, int]]:
                 yield ("tensor" if sharing == work.ranks else "hybrid"), sharing
 
 
-def _cut(work: Workload, mode: str, sharing: int, place: Place) -> Settled:
+def _cut(work: Workload, mode: str, sharing: int, place: PlannedResources) -> Settled:
     """Settle the job in this mode with the largest micro-batches that fit, or the smallest if none fit."""
     whole, asked = work.tokens_per_step, work.job.parallel.latent_ranks
     shared = work.with_settings("parallel", mode=mode, latent_ranks=sharing if mode == "hybrid" else asked)
@@ -126,7 +126,7 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
     yield least
 
 
-def _reason(best: Settled, ways: list[Settled], place: Place) -> str:
+def _reason(best: Settled, ways: list[Settled], place: PlannedResources) -> str:
     """Return the reason, like `tensor on 4: 2.6× less time than ddp (which sends 1.2 GiB per step at 12.0 GB/s)`."""
     choice = f"{_name_of(best)} on {best.work.ranks}"
     if not best.fits:

@@ -14,10 +14,10 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.extras import install, is_installed
 from trainer.contract.paths import free_disk
-from trainer.contract.planning.forecast import NO_ROOM, Room
-from trainer.contract.planning.hardware import CPU, Box, slowest
+from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
-from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
+from trainer.contract.planning.outlook import NOTHING_MEASURED, ChosenCards, PlannedGpu, lack_of_host
 from trainer.contract.planning.stored_extraction import check_what_is_there
 from trainer.contract.settings.extract import STATE, ExtractJob, lack_of_output
 from trainer.contract.settings.language import lack_of_model, lack_of_text
@@ -40,7 +40,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     disk_bytes: int | None = None
     # Also None if the file system reports no size.
     disk_free_bytes: int | None = None
-    room: Room = NO_ROOM
+    room: DeviceMemory = NO_ROOM
     lack: str = ""
     excess: str = ""
     ranks: int = 1
@@ -65,12 +65,12 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
 def outlook_of_extraction(
     job: ExtractJob,
-    cards: Sequence[Card],
+    cards: Sequence[PlannedGpu],
     *,
     ranks: int = 1,
-    speeds: Box = NOTHING_MEASURED,
+    speeds: MeasuredHardware = NOTHING_MEASURED,
     cuda: bool = True,
-    host: Room = NO_ROOM,
+    host: DeviceMemory = NO_ROOM,
 ) -> ExtractionOutlook:
     """Return the outlook on the GPUs that launch.gpus names, or on the first ones; simulated GPUs run on the CPU.
 

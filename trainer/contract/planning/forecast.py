@@ -6,21 +6,21 @@ from collections.abc import Iterable
 
 import msgspec
 
-from trainer.contract.planning.choose_mode import Place, Settled, settle
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.choose_mode import PlannedResources, Settled, settle
+from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.workload import Workload
 
 COUNTS = (1, 2, 4, 8)
 
 
-class Room(msgspec.Struct, frozen=True):
+class DeviceMemory(msgspec.Struct, frozen=True):
     """The free and total memory for a rank on the device with the least; None if unknown."""
 
     free_bytes: int | None = None
     total_bytes: int | None = None
 
 
-NO_ROOM = Room()
+NO_ROOM = DeviceMemory()
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -42,10 +42,10 @@ class Forecast(msgspec.Struct, frozen=True):
 
 def forecast(
     work: Workload,
-    box: Box,
+    box: MeasuredHardware,
     *,
     counts: Iterable[int] = COUNTS,
-    room: Room = NO_ROOM,
+    room: DeviceMemory = NO_ROOM,
     price_per_gpu_hour: float | None = None,
     memory_of: str | None = None,
 ) -> list[Forecast]:
@@ -65,7 +65,9 @@ def forecast(
     return [row for row in rows if row.ranks in tuple(counts)]
 
 
-def settle_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | None = None) -> tuple[Settled, bool]:
+def settle_on(
+    work: Workload, box: MeasuredHardware, room: DeviceMemory = NO_ROOM, memory_of: str | None = None
+) -> tuple[Settled, bool]:
     """Resolve `auto` on the workload's devices; return the result and whether their speeds were measured.
 
     The job must fit into the free memory, or if nothing fits there, into the total memory. `memory_of` is the device
@@ -76,7 +78,7 @@ def settle_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | N
     # On one device every mode is `single`; a requested mode applies only to several devices.
     mode = "single" if work.ranks == 1 else "auto" if asked == "single" or not can_share(work) else asked
     room_bytes = room.total_bytes if room.free_bytes is None else room.free_bytes
-    work, place = work.with_settings("parallel", mode=mode), Place(speeds, room_bytes, memory_of)
+    work, place = work.with_settings("parallel", mode=mode), PlannedResources(speeds, room_bytes, memory_of)
     settled = settle(work, place)
     if not settled.fits and room.total_bytes is not None:
         settled = settle(work, msgspec.structs.replace(place, free_bytes=room.total_bytes))

@@ -86,7 +86,7 @@ class Speeds(msgspec.Struct, frozen=True):
     is_measured: bool = False
 
 
-class Card(msgspec.Struct, frozen=True):
+class DeviceSpeeds(msgspec.Struct, frozen=True):
     """The measured speeds of one kind of device; FLOP/s of products by precision."""
 
     flops_per_s: dict[str, Rate]
@@ -100,10 +100,10 @@ class Bus(msgspec.Struct, frozen=True):
     latency_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Box(msgspec.Struct, frozen=True):
+class MeasuredHardware(msgspec.Struct, frozen=True):
     """Everything measured on this machine so far: devices by name, buses by `<device name> x<ranks>`."""
 
-    cards: dict[str, Card] = {}
+    cards: dict[str, DeviceSpeeds] = {}
     buses: dict[str, Bus] = {}
     # Whether GPU-to-GPU transfers hung or failed while transfers through the host's memory worked.
     peers_fail: bool = False
@@ -121,11 +121,11 @@ class Box(msgspec.Struct, frozen=True):
             measured,
         )
 
-    def with_measured(self, device: str, precision: str, ranks: int, speeds: Speeds) -> Box:
+    def with_measured(self, device: str, precision: str, ranks: int, speeds: Speeds) -> MeasuredHardware:
         """Return a copy that also holds these measured speeds."""
         card = self.cards.get(device)
         flops = (card.flops_per_s if card else {}) | {precision: speeds.flops_per_s}
-        cards = self.cards | {device: Card(flops, speeds.memory_bytes_per_s)}
+        cards = self.cards | {device: DeviceSpeeds(flops, speeds.memory_bytes_per_s)}
         bus = {f"{device} x{ranks}": Bus(speeds.bus_bytes_per_s, speeds.latency_s)} if ranks > 1 else {}
         return msgspec.structs.replace(self, cards=cards, buses=self.buses | bus)
 
@@ -180,17 +180,21 @@ def slowest(names: Iterable[str]) -> str:
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 
-def read_box(file: Path | None) -> Box:
-    """Return the measured speeds; an empty `Box` if the file is missing or damaged, since they can be measured again.
+def read_box(file: Path | None) -> MeasuredHardware:
+    """Return the measured speeds; empty if the file is missing or damaged, since they can be measured again.
 
     A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
     """
     if file is None:
-        return Box()
-    return read_json(file, Box) or read_json(file.with_name("box.json"), Box) or Box()
+        return MeasuredHardware()
+    return (
+        read_json(file, MeasuredHardware)
+        or read_json(file.with_name("box.json"), MeasuredHardware)
+        or MeasuredHardware()
+    )
 
 
-def write_box(file: Path, box: Box) -> None:
+def write_box(file: Path, box: MeasuredHardware) -> None:
     """Replace the file atomically; ignore a failure, since it only makes the next estimate less exact."""
     with contextlib.suppress(OSError):
         write_json(file, box)

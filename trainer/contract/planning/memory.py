@@ -15,7 +15,7 @@ from trainer.contract.planning.hardware import has_nvlink
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.planning.workload import ONE_PROCESS, Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.settings.job import JobConfig, Sae, Train
+from trainer.contract.settings.job import JobConfig, SaeSettings, Train
 
 # The CUDA context with the loaded kernels.
 CUDA_CONTEXT_BYTES = 550 * 2**20
@@ -239,7 +239,7 @@ def checkpoint_bytes(work: Workload) -> int:
     )
 
 
-def n_parameters(work: Workload, sae: Sae, parts: int = 1) -> float:
+def n_parameters(work: Workload, sae: SaeSettings, parts: int = 1) -> float:
     """Return the parameters of encoder, decoder, biases and skip connection for one of `parts` shards of the latents.
 
     Omits a few vectors of some architectures.
@@ -248,7 +248,7 @@ def n_parameters(work: Workload, sae: Sae, parts: int = 1) -> float:
     return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)
 
 
-def n_skip(work: Workload, sae: Sae) -> int:
+def n_skip(work: Workload, sae: SaeSettings) -> int:
     """Return the parameters of a skip connection, which is replicated on every rank."""
     return work.d_in * work.d_out if sae.skip else 0
 

@@ -8,8 +8,8 @@ import msgspec
 
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import LEAST_GAIN, Settled
-from trainer.contract.planning.forecast import NO_ROOM, Room, can_share, settle_on
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory, can_share, settle_on
+from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.workload import Workload, model_gpus_of, ranks_of, with_model_gpus
 from trainer.contract.settings.job import JobConfig
@@ -92,8 +92,8 @@ def place_model(
     shape: DataShape,
     devices: int,
     device_name: str,
-    box: Box,
-    room: Room = NO_ROOM,
+    box: MeasuredHardware,
+    room: DeviceMemory = NO_ROOM,
     memory_of: str | None = None,
     *,
     ranks_before: int | None = None,
@@ -137,7 +137,7 @@ def _counts(whole: Workload) -> Iterator[int]:
             yield own
 
 
-def _rank(way: ModelPlacement, room: Room) -> tuple[int, float]:
+def _rank(way: ModelPlacement, room: DeviceMemory) -> tuple[int, float]:
     """Return a sort key, smallest for the best placement: whether it fits now, ever or never; then time or bytes."""
     lack = _lack(way, room)
     if lack == 2:
@@ -145,14 +145,14 @@ def _rank(way: ModelPlacement, room: Room) -> tuple[int, float]:
     return lack, way.settled.time.total_s * (LEAST_GAIN if way.model_gpus else 1.0)
 
 
-def _lack(way: ModelPlacement, room: Room) -> int:
+def _lack(way: ModelPlacement, room: DeviceMemory) -> int:
     """Return 0 if it fits into the free memory, 1 if only into the total memory, else 2."""
     limits = [limit for limit in (room.free_bytes, room.total_bytes) if limit is not None]
     fits = [way.needs_bytes <= limit for limit in limits]
     return 0 if all(fits) else 1 if any(fits) else 2
 
 
-def _why(best: ModelPlacement, ways: list[ModelPlacement], room: Room) -> str:
+def _why(best: ModelPlacement, ways: list[ModelPlacement], room: DeviceMemory) -> str:
     """Return a clause on the advantage over the other placement of the model."""
     lack = _lack(best, room)
     if lack == 2:

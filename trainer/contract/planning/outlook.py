@@ -14,8 +14,8 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Settled
-from trainer.contract.planning.forecast import NO_ROOM, Room, settle_on
-from trainer.contract.planning.hardware import CPU, Box, slowest
+from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory, settle_on
+from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
 from trainer.contract.planning.workload import Workload, with_model_gpus
@@ -23,10 +23,10 @@ from trainer.contract.settings.job import JobConfig, Launch
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import distinct_sizes, gibibytes
 
-NOTHING_MEASURED = Box()
+NOTHING_MEASURED = MeasuredHardware()
 
 
-class Card(Protocol):
+class PlannedGpu(Protocol):
     """A GPU: its free and total memory in bytes (None if it does not report them), and its user, or ""."""
 
     @property
@@ -58,7 +58,7 @@ class Outlook(msgspec.Struct, frozen=True):
     settled: Settled
     on_gpus: bool
     is_measured: bool = False
-    room: Room = NO_ROOM
+    room: DeviceMemory = NO_ROOM
     lack: str = ""
     excess: str = ""
     took: Took | None = None
@@ -146,11 +146,11 @@ def outlook(
     job: JobConfig,
     shape: DataShape,
     devices: int,
-    cards: Sequence[Card],
+    cards: Sequence[PlannedGpu],
     *,
-    speeds: Box = NOTHING_MEASURED,
+    speeds: MeasuredHardware = NOTHING_MEASURED,
     cuda: bool = True,
-    host: Room = NO_ROOM,
+    host: DeviceMemory = NO_ROOM,
 ) -> Outlook:
     """Return the outlook of the job on the GPUs that its launch.gpus names, or for "auto" on the first of `cards`.
 
@@ -170,14 +170,14 @@ def outlook(
 class ChosenCards:
     """The GPUs that a job gets: the ones named in `launch.gpus`, or else any `ranks` of `cards`, now the first ones."""
 
-    def __init__(self, launch: Launch, cards: Sequence[Card], ranks: int) -> None:
+    def __init__(self, launch: Launch, cards: Sequence[PlannedGpu], ranks: int) -> None:
         self._launch, self._cards, self._ranks = launch, cards, ranks
         gpus = launch.gpus
         self._named = isinstance(gpus, list)
         by_size = sorted(cards, key=lambda card: -(card.memory_total_bytes or 0))
         self.now = [card for card in cards if card.index in gpus] if isinstance(gpus, list) else list(cards[:ranks])
         ever = self.now if self._named else by_size[:ranks]
-        self.room = Room(
+        self.room = DeviceMemory(
             _least(card.memory_free_bytes for card in self.now), _least(card.memory_total_bytes for card in ever)
         )
 
@@ -197,16 +197,20 @@ class ChosenCards:
         return _excess(cards, self._ranks, needs_bytes, named=self._named)
 
 
-def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, host: Room) -> Outlook:
+def _in_processes(
+    job: JobConfig, shape: DataShape, ranks: int, speeds: MeasuredHardware, host: DeviceMemory
+) -> Outlook:
     """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
     job = with_model_gpus(job, ranks, 0)
-    room = Room(*(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes)))
+    room = DeviceMemory(
+        *(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes))
+    )
     settled, is_measured = settle_on(Workload(job, ranks, shape, CPU), speeds, room)
     lack, excess = lack_of_host(ranks * settled.needs_bytes, host, ranks)
     return Outlook(settled, False, is_measured, room, lack, excess)
 
 
-def lack_of_host(needs_bytes: int, host: Room, n_processes: int = 1) -> tuple[str, str]:
+def lack_of_host(needs_bytes: int, host: DeviceMemory, n_processes: int = 1) -> tuple[str, str]:
     """Return messages on memory that CPU processes lack now, and on a need beyond this machine's total; "" for none."""
     lack = excess = ""
     if _exceeds(needs_bytes, host.free_bytes):
@@ -222,7 +226,7 @@ def _exceeds(needs_bytes: int, room_bytes: int | None) -> bool:
     return room_bytes is not None and needs_bytes > room_bytes
 
 
-def _lack_of_any(launch: Launch, cards: Sequence[Card], ranks: int, needs_bytes: int) -> str:
+def _lack_of_any(launch: Launch, cards: Sequence[PlannedGpu], ranks: int, needs_bytes: int) -> str:
     """Return `1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; "" if enough GPUs are free."""
     free = [card for card in cards if launch.share or not card.busy]
     enough = sum(card.memory_free_bytes is None or card.memory_free_bytes >= needs_bytes for card in free)
@@ -233,7 +237,7 @@ def _lack_of_any(launch: Launch, cards: Sequence[Card], ranks: int, needs_bytes:
     return f"{few if enough else 'no GPU is free and has'} the {gibibytes(needs_bytes)} that it needs{each}"
 
 
-def _lack(cards: Sequence[Card], needs_bytes: int) -> str:
+def _lack(cards: Sequence[PlannedGpu], needs_bytes: int) -> str:
     """Return `GPU 2 has 9.1 GB free of 17.9 GB needed` for the fullest GPU."""
     fullest = min(cards, key=lambda card: _or_inf(card.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
@@ -242,7 +246,7 @@ def _lack(cards: Sequence[Card], needs_bytes: int) -> str:
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
 
-def _excess(cards: Sequence[Card], ranks: int, needs_bytes: int, *, named: bool) -> str:
+def _excess(cards: Sequence[PlannedGpu], ranks: int, needs_bytes: int, *, named: bool) -> str:
     """Return `needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all`, or how many unnamed GPUs suffice."""
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     if named:

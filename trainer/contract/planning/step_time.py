@@ -12,7 +12,7 @@ from trainer.contract.planning import activation_memory, first_look, latent_room
 from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.contract.settings.job import JobConfig, Sae
+from trainer.contract.settings.job import JobConfig, SaeSettings
 
 # Rows of the decoder and of the data that are read or written per active latent of a token: for the reconstruction, the
 # gradients of activations, and the gradients of both weight matrices, whose rows are read and written.
@@ -189,7 +189,7 @@ def _ring(n: int) -> float:
     return 2 * (n - 1) / n
 
 
-def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
+def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     """Return the seconds of the forward and backward passes of a rank's tokens through its latents."""
     tokens, sharing = work.tokens_per_step / work.data_ranks, work.latent_ranks
     own = sae.width(work.d_in) / sharing
@@ -212,7 +212,7 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
 
 
-def _auxk_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
+def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     """Return the seconds that AuxK adds once latents have died: products, their operands, and exchange.
 
     Each rank multiplies its own tokens with all candidates. Ranks that share the latents gather the candidates'
@@ -233,7 +233,7 @@ def _auxk_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     return flops / speeds.flops_per_s + n_bytes / speeds.memory_bytes_per_s + exchanged + waits
 
 
-def _skip_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
+def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     """Return the seconds of a skip connection's two products: its output and its own gradient."""
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0

@@ -13,15 +13,15 @@ from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity
 from trainer.contract.settings.knobs import show
 
 
-class _Shard(msgspec.Struct):
+class _ShardRecord(msgspec.Struct):
     n_tokens: int
 
 
-class _State(msgspec.Struct):
+class _ExtractionRecord(msgspec.Struct):
     """The fields of an extraction's state that identify its job and count its rows."""
 
     job: dict[str, Any]
-    shards: list[list[_Shard]]
+    shards: list[list[_ShardRecord]]
     is_finished: bool = False
     n_ranks: int = 1
 
@@ -44,14 +44,14 @@ def check_what_is_there(job: ExtractJob) -> list[Problem]:
 def n_stored_rows(job: ExtractJob) -> int:
     """Return how many rows of this extraction are in complete shards, after which it resumes; 0 for any other."""
     output = Path(job.extract.output)
-    state = read_json(output / STATE, _State)
+    state = read_json(output / STATE, _ExtractionRecord)
     return _n_rows(output, state) if state and not _changed(job, state) else 0
 
 
 def _whats_there(job: ExtractJob) -> tuple[str, bool]:
     """Return the sentence on the content of extract.output, and whether this job would be refused because of it."""
     output = Path(job.extract.output)
-    state = read_json(output / STATE, _State)
+    state = read_json(output / STATE, _ExtractionRecord)
     n_rows = _n_rows(output, state) if state else 0
     if state is None or not n_rows:
         strangers = "" if state else _strangers(job)
@@ -64,16 +64,16 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
     return f"{output} holds the first {n_rows:,} rows of this extraction: it goes on after them", False
 
 
-def _changed(job: ExtractJob, state: _State) -> list[str]:
+def _changed(job: ExtractJob, state: _ExtractionRecord) -> list[str]:
     """Return the paths of the settings in which this job differs from the job of the stored rows."""
     return [path for path, value in identity(job).items() if state.job.get(path) != value]
 
 
-def _n_rows(output: Path, state: _State) -> int:
+def _n_rows(output: Path, state: _ExtractionRecord) -> int:
     """Return the rows in complete shards; an unfinished extraction by several processes sums their own states."""
     if state.is_finished or state.n_ranks == 1:
         return state.n_stored
-    parts = (read_json(output / PARTS / str(rank) / STATE, _State) for rank in range(state.n_ranks))
+    parts = (read_json(output / PARTS / str(rank) / STATE, _ExtractionRecord) for rank in range(state.n_ranks))
     return sum(part.n_stored for part in parts if part)
 
 

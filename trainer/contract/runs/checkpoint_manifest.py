@@ -67,7 +67,7 @@ class Best(msgspec.Struct, frozen=True):
         return has_cooled and fvu > (1 + noise) * self.fvu
 
 
-class State(msgspec.Struct, frozen=True):
+class CheckpointState(msgspec.Struct, frozen=True):
     """The content of a checkpoint apart from its tensors.
 
     `d_out` is set for a transcoder only; `origin` describes the source of the data. If the data is a stream, `stream`
@@ -135,15 +135,15 @@ def best_first(folders: Iterable[Path]) -> list[Path]:
     return sorted(alike, key=lambda folder: states[folder].heldout_fvu or 0.0)
 
 
-def read_state(folder: Path) -> State:
+def read_state(folder: Path) -> CheckpointState:
     """Read the state of a checkpoint; raise `UserError` if the folder is not a checkpoint."""
     try:
-        return load_json(folder / STATE, State)
+        return load_json(folder / STATE, CheckpointState)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no checkpoint: its {STATE} cannot be read ({error})") from None
 
 
-def resumed_state(path: Path) -> State:
+def resumed_state(path: Path) -> CheckpointState:
     """Return the state of the checkpoint that a run resumes from.
 
     `path` is a checkpoint or a folder of checkpoints. Raise `UserError` if no checkpoint is usable.
@@ -156,7 +156,7 @@ def position_of(path: Path) -> Position:
     return resumed_state(path).position
 
 
-def _measured_state(folder: Path) -> State | None:
+def _measured_state(folder: Path) -> CheckpointState | None:
     """Return the state of a checkpoint, or None if it cannot be read or has no held-out FVU."""
     try:
         state = read_state(folder)

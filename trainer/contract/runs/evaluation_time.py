@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError
 from trainer.contract.json_file import read_json
-from trainer.contract.planning.hardware import CPU, Box
+from trainer.contract.planning.hardware import CPU, MeasuredHardware
 from trainer.contract.progress import Planned
 from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PART_TITLES, PROBES, PROMOTED, ROWS, Card
 from trainer.contract.settings.extract import STATE
@@ -34,7 +34,7 @@ LOADING = "loading the model"
 _TIMES_ROWS = 3
 
 
-class LanguageModel(msgspec.Struct, frozen=True):
+class LanguageModelSize(msgspec.Struct, frozen=True):
     """The language model of a job's data; `size` is None if the model's files are not on this machine."""
 
     path: str
@@ -45,7 +45,7 @@ class LanguageModel(msgspec.Struct, frozen=True):
         return Path(self.path).name or self.path
 
 
-def language_model(job: JobConfig) -> LanguageModel | None:
+def language_model(job: JobConfig) -> LanguageModelSize | None:
     """Return the model whose activations a job trains on, or None if it is not recorded."""
     for knobs in job.hooks.values():
         path: object = None
@@ -55,7 +55,7 @@ def language_model(job: JobConfig) -> LanguageModel | None:
             state = read_json(folder.parent / STATE, dict[str, Any]) or {}
             path = job_table.get("model.path") if isinstance(job_table := state.get("job"), dict) else None
         if isinstance(path, str) and path:
-            return LanguageModel(path, model_size(path))
+            return LanguageModelSize(path, model_size(path))
     return None
 
 
@@ -65,7 +65,7 @@ def planned(
     *,
     device: str,
     name: str = "",
-    box: Box | None = None,
+    box: MeasuredHardware | None = None,
     cards: Iterable[Card] = (),
 ) -> dict[str, Planned]:
     """Return the expected time of each stage of an evaluation that measures these parts.
@@ -77,7 +77,7 @@ def planned(
         shape, saes = job.data_shape(), list(members(job).values())
     except JobFileError:
         return {}
-    flops = (box or Box()).speeds(name or (CPU if device == "cpu" else ""), "fp32", 1).flops_per_s
+    flops = (box or MeasuredHardware()).speeds(name or (CPU if device == "cpu" else ""), "fp32", 1).flops_per_s
     if device == "cpu":
         flops *= min(16, len(os.sched_getaffinity(0)))
     d_out = shape.d_out or shape.d_in

@@ -60,7 +60,7 @@ _MOVED: dict[str, tuple[str, str, int | None]] = {
 _CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED).items()}
 
 
-class Moved(msgspec.Struct, frozen=True):
+class LogitChange(msgspec.Struct, frozen=True):
     """A token and the change of its logit by a latent's decoder direction; only relative sizes are meaningful."""
 
     text: str
@@ -77,7 +77,7 @@ class Token(msgspec.Struct, frozen=True):
     act: float
 
 
-class Context(msgspec.Struct, frozen=True):
+class ActivatingExample(msgspec.Struct, frozen=True):
     """The tokens around the token at `at`, on which the latent fires most within the document."""
 
     tokens: tuple[Token, ...]
@@ -103,19 +103,19 @@ class Feature(msgspec.Struct, frozen=True):
     mean: float
     histogram: tuple[int, ...]
     nearest: tuple[tuple[int, float], ...]
-    contexts: tuple[Context, ...]
-    promoted: tuple[Moved, ...] = ()
-    suppressed: tuple[Moved, ...] = ()
+    contexts: tuple[ActivatingExample, ...]
+    promoted: tuple[LogitChange, ...] = ()
+    suppressed: tuple[LogitChange, ...] = ()
 
 
-class _Table(dict[int, bytes]):
+class _TokenBytes(dict[int, bytes]):
     """Maps token ids to bytes; unknown ids give b""."""
 
     def __missing__(self, token: int) -> bytes:
         return b""
 
 
-class _Entry(msgspec.Struct):
+class _FeatureEntry(msgspec.Struct):
     dtype: str
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
@@ -128,7 +128,7 @@ class Features:
         try:
             header, self._begin = read_header(file)
             header.pop("__metadata__", None)
-            self._entries = convert_as(header, dict[str, _Entry])
+            self._entries = convert_as(header, dict[str, _FeatureEntry])
             with open_plain(file) as stream:
                 self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             self._check()
@@ -237,7 +237,7 @@ class Features:
         found = {*strongest}
         if len(found) < self.n_latents:
             found |= self._with_tokens(places)
-        table = _Table(zip(self._texts, texts, strict=True))
+        table = _TokenBytes(zip(self._texts, texts, strict=True))
         fired = self._ints("n_fired")
         joined = sorted(self._with_parts(words, texts, found), key=lambda latent: -fired[latent])[:_MOST_JOINED]
         over_tokens = [latent for latent in joined if self._has(latent, wanted, table)]
@@ -287,16 +287,16 @@ class Features:
         both = first & last
         return both if len(both) <= _MOST_JOINED else both - found
 
-    def _has(self, latent: int, wanted: str, table: _Table) -> bool:
+    def _has(self, latent: int, wanted: str, table: _TokenBytes) -> bool:
         """Return whether a context of a latent contains the words."""
         # Join the contexts with a byte that never occurs in text.
         return wanted in _folded(b"\xff".join(b"".join(tokens) for tokens in self._tokens_of(latent, table)))
 
-    def _n_contexts_on(self, latent: int, wanted: str, table: _Table) -> int:
+    def _n_contexts_on(self, latent: int, wanted: str, table: _TokenBytes) -> int:
         """Return the number of contexts in which the latent's strongest token is part of the words."""
         return sum(_are_on(wanted, list(tokens), self._before) for tokens in self._tokens_of(latent, table))
 
-    def _tokens_of(self, latent: int, table: _Table) -> Iterator[Iterator[bytes]]:
+    def _tokens_of(self, latent: int, table: _TokenBytes) -> Iterator[Iterator[bytes]]:
         """Yield the tokens of each context of a latent."""
         ids, width = self._ints("token_ids", latent), self._entries["token_ids"].shape[2]
         for first in range(0, len(ids), max(1, width)):
@@ -319,13 +319,15 @@ class Features:
             suppressed=self._moved("suppressed", latent),
         )
 
-    def _moved(self, name: str, latent: int) -> tuple[Moved, ...]:
+    def _moved(self, name: str, latent: int) -> tuple[LogitChange, ...]:
         if not self._tells_moved:
             return ()
         logits = self._floats(f"{name}_logits", latent)
-        return tuple(Moved(self.text(one), logit) for one, logit in zip(self._ints(name, latent), logits, strict=True))
+        return tuple(
+            LogitChange(self.text(one), logit) for one, logit in zip(self._ints(name, latent), logits, strict=True)
+        )
 
-    def _contexts(self, latent: int) -> list[Context]:
+    def _contexts(self, latent: int) -> list[ActivatingExample]:
         n_contexts, width = self._entries["token_ids"].shape[1:]
         ids, acts = self._ints("token_ids", latent), self._floats("acts", latent)
         contexts = []
@@ -391,14 +393,14 @@ def is_of_weights(file: Path | None, weights: str) -> bool:
     return False
 
 
-def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context:
+def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> ActivatingExample:
     """Return the context of these tokens, whose strongest token is at index `at`."""
     kept = without_cut_ends(tokens, at)
     runs = runs_of_tokens(kept)
     joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)
     strongest = (max(acts[run.start : run.stop]) for run in runs)
     told = tuple(Token(text, act) for text, act in zip(joined, strongest, strict=True))
-    return Context(told, next(number for number, run in enumerate(runs) if at in run))
+    return ActivatingExample(told, next(number for number, run in enumerate(runs) if at in run))
 
 
 def _are_on(wanted: str, tokens: Sequence[bytes], at: int) -> bool:

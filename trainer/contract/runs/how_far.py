@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.json_file import convert_as
-from trainer.contract.runs.checkpoint_manifest import Best, State
+from trainer.contract.runs.checkpoint_manifest import Best, CheckpointState
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
 
@@ -92,7 +92,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         return {f"{_PREFIX}{name}": value for name, value in known.items() if value is not None}
 
 
-def of_state(state: State, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
+def of_state(state: CheckpointState, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
     """Return the progress of a run of `planned` steps at a checkpoint.
 
     `values` are measured values by name; `schedule` is the learning-rate schedule, None for an optimizer without one.

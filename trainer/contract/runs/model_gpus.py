@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from trainer.contract.errors import UserError
-from trainer.contract.planning.forecast import Room
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.forecast import DeviceMemory
+from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.model_placement import place_model
 from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.runs.rank_spec import RankSpec
@@ -16,7 +16,12 @@ from trainer.contract.settings.job_file import AnyJob
 
 
 def with_model_placed(
-    spec: RankSpec, job: AnyJob, device_name: str, box: Box, room: Room, memory_of: str | None = None
+    spec: RankSpec,
+    job: AnyJob,
+    device_name: str,
+    box: MeasuredHardware,
+    room: DeviceMemory,
+    memory_of: str | None = None,
 ) -> RankSpec:
     """Return the spec with some devices reserved for the language model, if that is useful.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.hardware import MeasuredHardware
 
 # Transfer through the host's memory instead of directly between GPUs.
 STAGED = {"NCCL_P2P_DISABLE": "1"}
@@ -12,6 +12,6 @@ STAGED = {"NCCL_P2P_DISABLE": "1"}
 _ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
-def presets(box: Box) -> dict[str, str]:
+def presets(box: MeasuredHardware) -> dict[str, str]:
     """Return the variables for ranks on one machine; `box` holds the measurements of that machine."""
     return _ONE_HOST | (STAGED if box.peers_fail else {})

@@ -17,7 +17,7 @@ from trainer.contract.files import write_own
 from trainer.contract.json_file import load_json
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all, is_slice
-from trainer.contract.planning.hardware import Box, read_box
+from trainer.contract.planning.hardware import MeasuredHardware, read_box
 from trainer.contract.runs import cuda_variables, nccl
 from trainer.contract.settings.knobs import show
 from trainer.contract.store.rows import Count, Device, JobId, WorldSize
@@ -149,7 +149,7 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
         reason = f"srun has started {n_started} processes, but the attempt has {spec.n_processes}"
         raise UserError(f"{reason}; stop the job and resume it, and it is submitted anew")
     return {
-        **(_presets(spec, Box(), srun) if spec.device == "cuda" else {}),
+        **(_presets(spec, MeasuredHardware(), srun) if spec.device == "cuda" else {}),
         **srun,
         "RANK": str(_number(srun, "SLURM_PROCID")),
         "LOCAL_RANK": str(_number(srun, "SLURM_LOCALID")),
@@ -158,7 +158,7 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
     }
 
 
-def _presets(spec: RankSpec, box: Box, base: Mapping[str, str]) -> dict[str, str]:
+def _presets(spec: RankSpec, box: MeasuredHardware, base: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ranks on GPUs get unless the user has set them."""
     return cuda_variables.presets(base) | (nccl.presets(box) if spec.on_one_host else {})
 

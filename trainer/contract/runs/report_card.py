@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trainer.contract.json_file import convert_as, read_json
-from trainer.contract.runs.features import CARD, Context, Features
+from trainer.contract.runs.features import CARD, ActivatingExample, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
 from trainer.contract.runs.row_sums import RowSums
@@ -123,7 +123,7 @@ class AllTokens(Losses, frozen=True, kw_only=True):
     rows: TextRows
 
 
-class Spliced(Losses, frozen=True, kw_only=True):
+class PatchedModel(Losses, frozen=True, kw_only=True):
     """The losses with only those rows replaced that an extraction for this SAE would keep.
 
     The other rows stay unchanged and do not count. `left_out` describes them ("first tokens"), or is None if unknown.
@@ -164,7 +164,7 @@ class Probing(msgspec.Struct, frozen=True):
     dense: Auc
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     """The rows that were measured.
 
     `is_held_out` is set if they belong to the `n_held_out` rows that the run did not train on, `is_trained_on` if the
@@ -260,10 +260,10 @@ class Card(msgspec.Struct, frozen=True):
     step: int
     tokens: int
     origin: dict[str, Any]
-    data: Data
+    data: EvaluationData
     figures: Figures
     recovery: float | None = None
-    spliced: Spliced | None = None
+    spliced: PatchedModel | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
     # Stored in a separate file.
@@ -364,7 +364,7 @@ def _sampled(features: Features, latent: int) -> SampledLatent:
     return SampledLatent(latent, feature.density, tuple(map(_text, feature.contexts[:N_TEXTS])))
 
 
-def _text(context: Context) -> SampledText:
+def _text(context: ActivatingExample) -> SampledText:
     return SampledText(tuple(token.text for token in context.tokens), context.at, context.act)
 
 
@@ -413,7 +413,7 @@ def summary(card: Card) -> str:
     return "; ".join([f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}", *notes])
 
 
-def _cautions(data: Data) -> list[str]:
+def _cautions(data: EvaluationData) -> list[str]:
     """Return sentences about properties of the data that make the FVU look better than the SAE is."""
     return [note for note in (data.heavy, _of_zero_rows(data), copies_sentence(data.copies)) if note]
 
@@ -443,7 +443,7 @@ def _of_dimensions(card: Card) -> str:
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
 
-def _of_zero_rows(data: Data) -> str:
+def _of_zero_rows(data: EvaluationData) -> str:
     """Return a sentence about zero rows, or "" if they are few or left out."""
     is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
     return f"{zero_rows(data.zero_fraction, 'the rows')}; {DROP_ZERO_ROWS} leaves them out" if is_odd else ""
@@ -495,13 +495,13 @@ def _threshold(card: Card) -> str:
     return f"set on {card.threshold_set_on}{asked}{measured if asked else ''}"
 
 
-def _losses(spliced: Spliced) -> list[tuple[str, str]]:
+def _losses(spliced: PatchedModel) -> list[tuple[str, str]]:
     of_texts = f"{plural(spliced.n_texts, 'text')} in " if spliced.n_texts else ""
     read = f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {of_texts}{spliced.text}"
     return [*(_two_ways(spliced) if spliced.left_out else _one_way(spliced)), ("measured on", read)]
 
 
-def _one_way(spliced: Spliced) -> list[tuple[str, str]]:
+def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
     """Return lines with the losses if every row counts, or if it is unknown which rows count."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
@@ -510,9 +510,9 @@ def _one_way(spliced: Spliced) -> list[tuple[str, str]]:
     return [("CE score", f"{ce}: {_ce(spliced)}{_mean(spliced)}"), ("KL score", f"{kl}: {_kl(spliced)}"), *text]
 
 
-def _two_ways(spliced: Spliced) -> list[tuple[str, str]]:
+def _two_ways(spliced: PatchedModel) -> list[tuple[str, str]]:
     """Return lines with the losses on the extracted rows, and on all rows."""
-    views: dict[str, Spliced | AllTokens] = {f"without {spliced.left_out}": spliced}
+    views: dict[str, PatchedModel | AllTokens] = {f"without {spliced.left_out}": spliced}
     if spliced.all_tokens:
         views[AS_SAELENS] = spliced.all_tokens
     ce = [f"{_with_error(one.ce_score, one.ce_score_error)} {which}" for which, one in views.items()]
@@ -540,7 +540,7 @@ def _kl(one: Losses) -> str:
 
 
 def _mean(one: Losses) -> str:
-    mean = one.ce_with_mean if isinstance(one, Spliced) else None
+    mean = one.ce_with_mean if isinstance(one, PatchedModel) else None
     return "" if mean is None else f", {mean:.3f} with the mean row"
 
 

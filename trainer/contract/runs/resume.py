@@ -11,7 +11,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Layout, ranks_of, steps_of
-from trainer.contract.runs.checkpoint_manifest import Position, State, damage, newest_first, read_state
+from trainer.contract.runs.checkpoint_manifest import CheckpointState, Position, damage, newest_first, read_state
 from trainer.contract.runs.data_record import news_of_data, record_of
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
 from trainer.contract.runs.run_job import settings_since
@@ -45,7 +45,7 @@ class StoredRun(msgspec.Struct, frozen=True):
     run_dir: Path
     last: RankSpec
     checkpoint: Path | None
-    state: State
+    state: CheckpointState
     notes: tuple[str, ...]
 
     @property
@@ -91,7 +91,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 def stored_run(run_dir: Path) -> StoredRun:
     """Read the data needed to resume a run; raise `UserError` if it cannot be resumed."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
-    state = read_state(checkpoint) if checkpoint else State(Position(0, 0))
+    state = read_state(checkpoint) if checkpoint else CheckpointState(Position(0, 0))
     return StoredRun(run_dir, last_spec(run_dir), checkpoint, state, tuple(notes))
 
 

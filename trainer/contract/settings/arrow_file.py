@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from trainer.contract.files import open_plain
 from trainer.contract.settings.flatbuffer import Table
-from trainer.contract.settings.rows import NotRowsError, Rows, choose_column
+from trainer.contract.settings.rows import NotRowsError, RowRange, choose_column
 
 _MAGIC = b"ARROW1\0\0"
 _BEGINS = 0xFFFFFFFF
@@ -57,8 +57,8 @@ class _Column(NamedTuple):
     dtype: str
 
 
-def read_arrow_file(file: Path, name: str) -> list[Rows]:
-    """Find the rows of a column of lists: of the one by this name, or of the only one; one `Rows` for each batch.
+def read_arrow_file(file: Path, name: str) -> list[RowRange]:
+    """Find the rows of a column of lists: of the one by this name, or of the only one; one `RowRange` for each batch.
 
     Rows are those of the innermost lists, so that [n_contexts, n_tokens, d_in] are n_contexts * n_tokens rows. Raise
     `OSError`, or `NotRowsError`.
@@ -70,7 +70,7 @@ def read_arrow_file(file: Path, name: str) -> list[Rows]:
             raise NotRowsError("it is damaged, or no Arrow file; copy it again") from None
 
 
-def _batches(stream: BinaryIO, name: str) -> Iterator[Rows]:
+def _batches(stream: BinaryIO, name: str) -> Iterator[RowRange]:
     column = None
     for message in _messages(stream):
         if message.kind == _SCHEMA:
@@ -141,7 +141,7 @@ def _count(field: Table, depth: int = 0) -> tuple[int, int]:
     return 1 + sum(levels for levels, _ in counts), _BUFFERS[kind] + sum(buffers for _, buffers in counts)
 
 
-def _rows_of(message: _Message, column: _Column) -> Rows:
+def _rows_of(message: _Message, column: _Column) -> RowRange:
     batch = message.header
     if batch.table(3) is not None:
         raise NotRowsError("its batches are compressed; write it again without, as `datasets` does")
@@ -157,7 +157,7 @@ def _rows_of(message: _Message, column: _Column) -> Rows:
         raise NotRowsError(f"rows or numbers are missing in its column {column.name!a}; leave them out")
     n_rows, n_numbers = own[-2][0], own[-1][0]
     if not n_rows:
-        return Rows(0, 0, 0, column.dtype)
+        return RowRange(0, 0, 0, column.dtype)
     if n_numbers % n_rows:
         raise NotRowsError(f"the lists of its column {column.name!a} differ in length")
     (begin, size), (ends, size_of_ends) = buffers[of_numbers], buffers[of_list + 1]
@@ -165,4 +165,4 @@ def _rows_of(message: _Message, column: _Column) -> Rows:
     if size < n_numbers * _BYTES[column.dtype] or (entry and size_of_ends < (n_rows + 1) * entry):
         raise NotRowsError("it is cut short; copy it again")
     lists = (message.begin + ends, entry) if entry else None
-    return Rows(message.begin + begin, n_rows, n_numbers // n_rows, column.dtype, lists)
+    return RowRange(message.begin + begin, n_rows, n_numbers // n_rows, column.dtype, lists)

@@ -108,7 +108,7 @@ class MirrorEntry(Entry, frozen=True):
     package: str
 
 
-class Axis(msgspec.Struct, frozen=True):
+class CurveAxis(msgspec.Struct, frozen=True):
     """The vertical axis of a curve: whether it starts at 0, and the smallest value at its top."""
 
     from_zero: bool = True
@@ -128,7 +128,7 @@ class Series(msgspec.Struct, frozen=True):
     # The format in the log. Screens show four digits, or a percentage if this format is one.
     format: str = ".4f"
     # None if the job screen does not draw a curve. Curves appear in the order of the registry.
-    curve: Axis | None = Axis()
+    curve: CurveAxis | None = CurveAxis()
     # "minor" series are stored, and compared only on request. A "result" is also in the log, the results and the
     # exported SAE. A "key" series is also in the progress bar and the list of jobs, which can be sorted by it.
     prominence: Literal["key", "result", "minor"] = "key"
@@ -302,7 +302,7 @@ METRICS = {
         "trainer.metrics.dead:DeadFraction",
         "Share of latents that have not fired within the tokens after which they count as dead.",
         # The axis reaches at least 1 %: one dead latent among thousands must not look like a cliff.
-        Series("dead", "dead", better="lower", format=".1%", curve=Axis(least_top=0.01), prominence="result"),
+        Series("dead", "dead", better="lower", format=".1%", curve=CurveAxis(least_top=0.01), prominence="result"),
     ),
     "dense_fraction": MetricEntry(
         "trainer.metrics.sparsity:DenseLatents",

@@ -17,7 +17,7 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
 from trainer.contract.settings.job import MAX_NORM, Launch
 from trainer.contract.settings.knobs import about
-from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, Text
+from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, TextSettings
 
 KIND = "extract"
 # In the output folder: the progress of the extraction.
@@ -51,7 +51,7 @@ class ExtractJob(msgspec.Struct, frozen=True):
 
     kind: ClassVar[str] = KIND
     model: Model
-    text: Text
+    text: TextSettings
     extract: Extract
     launch: Launch = Launch()
     name: Annotated[str, about("What the job is called.", min_length=1, max_length=80)] = "activations"
@@ -97,7 +97,7 @@ def identity(job: ExtractJob) -> dict[str, Any]:
     return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}
 
 
-SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": Text, "extract": Extract, "launch": Launch}
+SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": TextSettings, "extract": Extract, "launch": Launch}
 
 
 def check_extract(job: ExtractJob) -> list[Problem]:

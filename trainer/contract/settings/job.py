@@ -26,7 +26,7 @@ MAX_NORM = 10.0
 Choice = str  # a name in a registry, checked against it, so that a new entry needs no change here
 
 
-class Data(msgspec.Struct, frozen=True):
+class DataSettings(msgspec.Struct, frozen=True):
     """The data section: the source of the activations and how rows are held out, left out or scaled."""
 
     knobs: SourceKnobs
@@ -98,7 +98,7 @@ def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
     return min(10_000_000, total_tokens // 10) if asked == "auto" else asked
 
 
-class Sae(msgspec.Struct, frozen=True):
+class SaeSettings(msgspec.Struct, frozen=True):
     """The SAE section: architecture, size and initialisation of the dictionary."""
 
     knobs: ArchitectureKnobs
@@ -249,7 +249,7 @@ class Train(msgspec.Struct, frozen=True):
         return [self.mirror] if isinstance(self.mirror, str) else self.mirror or []
 
 
-class Parallel(msgspec.Struct, frozen=True):
+class ParallelSettings(msgspec.Struct, frozen=True):
     """The parallel section: how the ranks share the work."""
 
     mode: Annotated[Choice, about('"auto": the fastest of those that fit, by a model of this box.')] = "auto"
@@ -337,7 +337,7 @@ class Launch(msgspec.Struct, frozen=True):
 HOOK = "data.hook"
 
 
-class Axis(msgspec.Struct, frozen=True):
+class SweepAxis(msgspec.Struct, frozen=True):
     """A setting with several values; a sweep trains an SAE for each value."""
 
     path: str
@@ -348,14 +348,14 @@ class JobConfig(msgspec.Struct, frozen=True):
     """A complete training job, with all defaults filled in."""
 
     kind: ClassVar[str] = "train"
-    data: Data
-    sae: Sae
+    data: DataSettings
+    sae: SaeSettings
     train: Train
-    parallel: Parallel = Parallel()
+    parallel: ParallelSettings = ParallelSettings()
     launch: Launch = Launch()
     name: Annotated[str, about("What the job is called.", min_length=1, max_length=80)] = "sae"
     # With a sweep, the sections hold the first value of each axis.
-    sweep: tuple[Axis, ...] = ()
+    sweep: tuple[SweepAxis, ...] = ()
 
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
         """Return dimensions and row count from the headers of the data files; raise `JobFileError` for a problem.
@@ -416,9 +416,9 @@ class JobConfig(msgspec.Struct, frozen=True):
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "data": Data,
-    "sae": Sae,
+    "data": DataSettings,
+    "sae": SaeSettings,
     "train": Train,
-    "parallel": Parallel,
+    "parallel": ParallelSettings,
     "launch": Launch,
 }

@@ -20,7 +20,7 @@ from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.settings import all_layers, extract, sweep
 from trainer.contract.settings.catalog import MIRRORS
 from trainer.contract.settings.extract import ExtractJob, check_extract
-from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, Data, JobConfig
+from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, DataSettings, JobConfig
 from trainer.contract.settings.job import SECTIONS as OF_TRAINING
 from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
 from trainer.contract.settings.sections import CHOSEN, KINDS, SECTIONS, find_knob, open_choices, section_knobs, words_of
@@ -294,7 +294,11 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
 
 def _require_length(data: msgspec.Struct | None, train: Any, problems: list[Problem]) -> None:
     """Report if the data is a stream and the job file does not set the length of the training."""
-    if isinstance(data, Data) and isinstance(data.knobs, StreamKnobs) and not {"n_tokens", "n_steps"} & {*train}:
+    if (
+        isinstance(data, DataSettings)
+        and isinstance(data.knobs, StreamKnobs)
+        and not {"n_tokens", "n_steps"} & {*train}
+    ):
         message = "is missing: the data is a stream, which does not say how long to train; give this or train.n_steps"
         problems.append(Problem("train.n_tokens", message))
 

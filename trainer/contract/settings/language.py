@@ -62,7 +62,7 @@ class Model(msgspec.Struct, frozen=True):
     ] = False
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextSettings(msgspec.Struct, frozen=True):
     """The text that the model reads."""
 
     path: TextPath | None = None

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from trainer.contract.files import open_plain
-from trainer.contract.settings.rows import NotRowsError, Rows, rows_and_width
+from trainer.contract.settings.rows import NotRowsError, RowRange, rows_and_width
 
 _MAGIC = b"\x93NUMPY"
 # The limit that numpy itself uses.
@@ -16,7 +16,7 @@ _LARGEST_HEADER = 10_000
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16", "<f8": "F64"}
 
 
-def read_npy(file: Path) -> Rows:
+def read_npy(file: Path) -> RowRange:
     """Return the rows of an array along its last dimension: n_contexts * n_tokens for [n_contexts, n_tokens, d_in].
 
     Raise `OSError` or `NotRowsError`.
@@ -41,4 +41,4 @@ def read_npy(file: Path) -> Rows:
         raise NotRowsError("its header is damaged") from None
     if is_column_major and width > 1:
         raise NotRowsError("its columns lie one after the other; save np.ascontiguousarray of it")
-    return Rows(8 + size + length, rows, width, _DTYPES.get(str(dtype), str(dtype)))
+    return RowRange(8 + size + length, rows, width, _DTYPES.get(str(dtype), str(dtype)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from trainer.contract.extras import install, is_installed
 from trainer.contract.files import open_plain
-from trainer.contract.settings.rows import NotRowsError, Rows, choose_column
+from trainer.contract.settings.rows import NotRowsError, RowRange, choose_column
 from trainer.contract.settings.thrift import read_struct
 
 _MAGIC = b"PAR1"
@@ -34,7 +34,7 @@ class _Column(NamedTuple):
     dtype: str
 
 
-def read_parquet_file(file: Path, name: str) -> Rows:
+def read_parquet_file(file: Path, name: str) -> RowRange:
     """Count the rows of a column of lists of numbers: of the one by this name, or of the only one.
 
     They begin nowhere, since they have to be decoded. Raise `OSError`, or `NotRowsError`.
@@ -53,7 +53,7 @@ def read_parquet_file(file: Path, name: str) -> Rows:
         raise NotRowsError("it is damaged, or no Parquet file; copy it again") from None
     if n_rows and n_numbers % n_rows:
         raise NotRowsError(f"the lists of its column {chosen!a} differ in length, or some are missing")
-    return Rows(0, n_rows, n_numbers // n_rows if n_rows else 0, columns[column].dtype, column=chosen)
+    return RowRange(0, n_rows, n_numbers // n_rows if n_rows else 0, columns[column].dtype, column=chosen)
 
 
 def _read_footer(file: Path) -> bytes:

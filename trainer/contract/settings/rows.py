@@ -14,7 +14,7 @@ _WHOLE = ("I", "U", "BOOL", "Bool", "Long", "Short", "Char", "Byte")
 _MOST_NAMES = 8
 
 
-class Rows(msgspec.Struct, frozen=True):
+class RowRange(msgspec.Struct, frozen=True):
     """The consecutive rows in a file: the byte offset of the first, their number, dimension and type.
 
     Supported types have the names used by safetensors; others keep the name used by their format.

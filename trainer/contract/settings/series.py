@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainer.contract import wording
-from trainer.contract.settings.catalog import ARCHITECTURES, METRICS, Axis, MetricEntry, Series
+from trainer.contract.settings.catalog import ARCHITECTURES, METRICS, CurveAxis, MetricEntry, Series
 
 # The metric used to compare runs, checkpoints and the SAEs of a sweep.
 CRITERION = "fvu"
-LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
+LOSS = Series("loss", better="lower", curve=CurveAxis(from_zero=False))
 LR = Series("learning rate", format=".1e", prominence="result")
 TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
 _OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}

@@ -19,7 +19,7 @@ from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.parquet_file import read_parquet_file
-from trainer.contract.settings.rows import NotRowsError, Rows, choose_tensor, rows_and_width
+from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor, rows_and_width
 from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
@@ -37,7 +37,7 @@ _CACHE = "cache-"
 _MOST_NAMES = 8
 
 
-class Shard(Rows, frozen=True, kw_only=True):
+class Shard(RowRange, frozen=True, kw_only=True):
     """The rows of a file, or consecutive rows of it that begin with row `first_row`."""
 
     file: Path
@@ -47,7 +47,7 @@ class Shard(Rows, frozen=True, kw_only=True):
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Tensor(msgspec.Struct):
+class _HeaderTensor(msgspec.Struct):
     """A tensor's entry in a header; offsets are relative to the end of the header."""
 
     dtype: str
@@ -55,7 +55,7 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[_Count, _Count]
 
 
-class _Column(msgspec.Struct):
+class _NumberColumn(msgspec.Struct):
     """The header entry of a tensor with one number per row."""
 
     dtype: str
@@ -98,7 +98,7 @@ def documents_in(shard: Shard) -> Documents | None:
         return None
     try:
         header, begin = read_header(shard.file)
-        column = convert_as(header[DOCUMENT], _Column)
+        column = convert_as(header[DOCUMENT], _NumberColumn)
     except (KeyError, ValueError, OSError):
         return None
     (n_rows,), (first, last) = column.shape, column.data_offsets
@@ -228,7 +228,7 @@ def _inspect(file: Path, field: str) -> list[Shard]:
     return shards
 
 
-def _read(file: Path, field: str) -> list[Rows]:
+def _read(file: Path, field: str) -> list[RowRange]:
     if file.is_file() and not file.stat().st_size:
         return []
     if file.suffix == ".npy":
@@ -245,17 +245,17 @@ def _read(file: Path, field: str) -> list[Rows]:
     return [_read_safetensors(file, field)]
 
 
-def _read_safetensors(file: Path, field: str) -> Rows:
+def _read_safetensors(file: Path, field: str) -> RowRange:
     try:
         header, begin = read_header(file)
-        tensors = {name: convert_as(one, _Tensor) for name, one in header.items() if name != "__metadata__"}
+        tensors = {name: convert_as(one, _HeaderTensor) for name, one in header.items() if name != "__metadata__"}
     except ValueError:
         raise _problem(field, file, "is not a whole safetensors file; copy it again") from None
     tensor = tensors[choose_tensor(TENSOR, {name: (one.dtype, one.shape) for name, one in tensors.items()})]
     (n_tokens, d_in), dtype, (start, end) = rows_and_width(tensor.shape), tensor.dtype, tensor.data_offsets
     if dtype in DTYPE_BYTES and end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
         raise _problem(field, file, "is cut short; copy it again")
-    return Rows(begin + start, n_tokens, d_in, dtype)
+    return RowRange(begin + start, n_tokens, d_in, dtype)
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.hooks import all_named, problems_of_hooks, short_names
-from trainer.contract.settings.job import HOOK, Axis, Train
+from trainer.contract.settings.job import HOOK, SweepAxis, Train
 from trainer.contract.settings.knobs import Knob, show
 from trainer.contract.settings.sections import CHOSEN, section_knobs, words_of
 
@@ -35,13 +35,13 @@ def may_differ(path: str) -> bool:
     return section == "sae" or of_learning or path == HOOK
 
 
-def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
+def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
     """Return the table of the first SAE, and the axes of the sweep in the order of their settings.
 
     A setting that only a later architecture or optimizer in a list has also becomes an axis, usually with one value.
     """
     base: Table = copy.deepcopy(dict(raw))
-    axes: list[Axis] = []
+    axes: list[SweepAxis] = []
     for section in CHOSEN:
         keys = base.get(section)
         if isinstance(keys, dict):
@@ -50,7 +50,7 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
     return base, tuple(axes)
 
 
-def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
+def problems_of(base: Table, axes: Sequence[SweepAxis]) -> list[Problem]:
     """Report problems of the axes themselves; invalid values are reported when the members' tables are parsed."""
     problems = [problem for axis in axes for problem in _problems_of_axis(axis)]
     paths = [axis.path for axis in axes]
@@ -63,14 +63,14 @@ def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
     return problems
 
 
-def _problems_of_axis(axis: Axis) -> list[Problem]:
+def _problems_of_axis(axis: SweepAxis) -> list[Problem]:
     if axis.path == HOOK:
         return problems_of_hooks(axis.values, HOOK)
     is_twice = len({_hashable(value) for value in axis.values}) < len(axis.values)
     return [Problem(axis.path, f"has a value twice: {show(axis.values)}")] if is_twice else []
 
 
-def member_tables(base: Table, axes: Sequence[Axis]) -> Iterator[tuple[str, Table]]:
+def member_tables(base: Table, axes: Sequence[SweepAxis]) -> Iterator[tuple[str, Table]]:
     """Yield the label and table of each SAE: each architecture and optimizer with all values of its settings."""
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
@@ -85,14 +85,14 @@ def member_tables(base: Table, axes: Sequence[Axis]) -> Iterator[tuple[str, Tabl
             yield _label(named | {HOOK: short[named[HOOK]]} if HOOK in named else named), _with_values(table, values)
 
 
-def _axes_of(section: str, keys: Table) -> Iterator[Axis]:
+def _axes_of(section: str, keys: Table) -> Iterator[SweepAxis]:
     words = words_of(section, keys)
     first = _names(section, words[:1])
     for knob in section_knobs(section, words):
         path = f"{section}.{knob.name}"
         values = _values(path, knob, keys.get(knob.name))
         if knob.name in keys and (len(values) > 1 or knob.name not in first):
-            yield Axis(path, tuple(values))
+            yield SweepAxis(path, tuple(values))
 
 
 def _first_of(section: str, keys: Table) -> Table:
@@ -115,7 +115,7 @@ def _values(path: str, knob: Knob, value: Any) -> list[Any]:
     return value if several and (not knob.is_list or isinstance(value[0], list)) else [value]
 
 
-def _combinations(axes: Sequence[Axis]) -> Iterator[Table]:
+def _combinations(axes: Sequence[SweepAxis]) -> Iterator[Table]:
     """Yield each choice of one value per axis, by path."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield {axis.path: value for axis, value in zip(axes, values, strict=True)}
@@ -130,7 +130,7 @@ def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
     return changed
 
 
-def _drop_foreign(table: Table, axis: Axis) -> None:
+def _drop_foreign(table: Table, axis: SweepAxis) -> None:
     """Drop settings that only other entries of the axis have; keep unknown keys, so that they are reported."""
     section = axis.path.partition(".")[0]
     own = _names(section, words_of(section, table[section]))

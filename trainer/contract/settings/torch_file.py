@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from trainer.contract.files import open_plain
-from trainer.contract.settings.rows import NotRowsError, Rows, choose_tensor, rows_and_width
+from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor, rows_and_width
 
 SUFFIXES = (".pt", ".pth")
 # Tensors take 300 bytes each in it; what is larger holds numbers or texts as Python objects.
@@ -50,7 +50,7 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-def read_torch_file(file: Path, name: str) -> Rows:
+def read_torch_file(file: Path, name: str) -> RowRange:
     """Find the rows of a tensor [..., d_in], or of the one by this name in a table of them.
 
     Raise `OSError`, or `NotRowsError`.
@@ -108,11 +108,11 @@ def _tensor_of(value: Any, name: str) -> _Tensor:
     return value
 
 
-def _rows_of(tensor: _Tensor, member: zipfile.ZipInfo, begin: int) -> Rows:
+def _rows_of(tensor: _Tensor, member: zipfile.ZipInfo, begin: int) -> RowRange:
     shape, dtype = tensor.shape, _DTYPES.get(tensor.storage.kind, tensor.storage.kind)
     rows, width = rows_and_width(shape)
     if dtype not in _BYTES or not rows * width:
-        return Rows(begin, rows, width, dtype)
+        return RowRange(begin, rows, width, dtype)
     if member.compress_type != zipfile.ZIP_STORED:
         raise NotRowsError(f"it is compressed; {_AGAIN}")
     dense = [*itertools.accumulate(reversed(shape[1:]), initial=1, func=lambda a, b: a * b)][::-1]
@@ -120,7 +120,7 @@ def _rows_of(tensor: _Tensor, member: zipfile.ZipInfo, begin: int) -> Rows:
         raise NotRowsError(f"its rows do not lie one after the other; {_AGAIN}")
     if (tensor.first + rows * width) * _BYTES[dtype] > member.file_size:
         raise NotRowsError("its tensor is larger than what the file holds; copy it again")
-    return Rows(begin + tensor.first * _BYTES[dtype], rows, width, dtype)
+    return RowRange(begin + tensor.first * _BYTES[dtype], rows, width, dtype)
 
 
 def _begin(stream: BinaryIO, member: zipfile.ZipInfo) -> int:

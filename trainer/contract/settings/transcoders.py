@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.contract.settings.job import Sae
+from trainer.contract.settings.job import SaeSettings
 
 
-def transcoder_problems(sae: Sae, d_in: int, d_out: int | None) -> list[Problem]:
+def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[Problem]:
     """Return problems of an SAE for inputs of `d_in` dimensions; `d_out` is its target's, None without a target."""
     entry, name = ARCHITECTURES[sae.architecture], sae.architecture
     if d_out is None:

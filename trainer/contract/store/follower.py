@@ -60,7 +60,7 @@ class Versioned(Protocol):
 Store = TypeVar("Store", bound=Versioned)
 
 
-class Follower(Generic[Store]):
+class StoreFollower(Generic[Store]):
     """Reads a store again whenever it has changed; `store` is its reader while it is open."""
 
     def __init__(self, path: Path, open_store: Callable[[Path], Store]) -> None:

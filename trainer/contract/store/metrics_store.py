@@ -34,7 +34,7 @@ def is_before_first_step(phase: str) -> bool:
     return phase in _BEFORE_FIRST_STEP or phase.startswith(COMPILING)
 
 
-class Row(msgspec.Struct, frozen=True):
+class MetricRow(msgspec.Struct, frozen=True):
     """One value of one metric; `rank` is 0 for values reduced over all ranks."""
 
     name: str
@@ -74,7 +74,9 @@ class SeriesWriter:
         self.path = path
         self._db = open_writer(path, "metrics")
 
-    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()) -> None:
+    def write(
+        self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()
+    ) -> None:
         """Write all arguments in one transaction; store NaN, infinities and values beyond `LARGEST` as null."""
         now = time.time()
         with explain_errors(self.path), transaction(self._db) as db:
@@ -104,7 +106,7 @@ class SeriesWriter:
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             newest = db.execute(_NEWEST, (first,))
             rewritten = [
-                Row(name, step, math.nan if (number := _finite(value)) is None else number, rank)
+                MetricRow(name, step, math.nan if (number := _finite(value)) is None else number, rank)
                 for name, step, value, rank in newest
                 if isinstance(name, str) and isinstance(rank, int)
             ]

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from trainer.contract.json_file import decode_as
-from trainer.contract.store.metrics_store import Heartbeat, Row
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow
 from trainer.contract.store.rows import Count, Event
 
 # Below 2**63, so that numbers computed from a step also fit into SQLite's integers.
@@ -27,11 +27,13 @@ class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
     rewind: Heartbeat | None = None
 
     @property
-    def series_rows(self) -> list[Row]:
-        return [Row(name, step, math.nan if value is None else value, rank) for name, step, value, rank in self.rows]
+    def series_rows(self) -> list[MetricRow]:
+        return [
+            MetricRow(name, step, math.nan if value is None else value, rank) for name, step, value, rank in self.rows
+        ]
 
 
-def stored_rows(rows: Iterable[Row]) -> tuple[_Row, ...]:
+def stored_rows(rows: Iterable[MetricRow]) -> tuple[_Row, ...]:
     return tuple((row.name, row.step, row.value if math.isfinite(row.value) else None, row.rank) for row in rows)
 
 

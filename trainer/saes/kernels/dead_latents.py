@@ -15,7 +15,7 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 
 
-class Silent(NamedTuple):
+class SilentLatents(NamedTuple):
     """Some latents, with their AuxK biases and the weight of the loss.
 
     `latents` [n] are distinct indices. `bias` [n] is b_enc, or −∞ for latents that are not dead. `weight`, 0-dim, is 1
@@ -26,9 +26,9 @@ class Silent(NamedTuple):
     bias: Tensor
     weight: Tensor
 
-    def first(self, n: int) -> Silent:
+    def first(self, n: int) -> SilentLatents:
         """Return the first n latents."""
-        return Silent(self.latents[:n], self.bias[:n], self.weight)
+        return SilentLatents(self.latents[:n], self.bias[:n], self.weight)
 
 
 class Weights(NamedTuple):
@@ -56,14 +56,14 @@ class Packed(NamedTuple):
 
 def longest_silent(
     silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
-) -> Silent | None:
+) -> SilentLatents | None:
     """Return the n dead latents that have been silent for longest, sorted by index.
 
     Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer latents are dead, living ones fill
     the rest. The bias has the product dtype, `dtype`. Return None if no kernel applies.
     """
     if (triton := triton_for(silence, dtype)) and triton.fits(silence, dead_after):
-        return Silent(*triton.longest_silent(silence, b_enc, variance, dead_after, n, dtype))
+        return SilentLatents(*triton.longest_silent(silence, b_enc, variance, dead_after, n, dtype))
     return None
 
 

@@ -40,7 +40,7 @@ MEMORY, MOST_GROWTH = 4, 1.25
 SHRINKS_AFTER = 100
 
 
-class _Batch(NamedTuple):
+class _ObservedBatch(NamedTuple):
     """A batch: its tokens, the buffer size (None: dense), and how many values were not below the bound."""
 
     n_tokens: int
@@ -68,8 +68,8 @@ class Foresight:
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
         # The batches of the step being queued, and the batches of steps whose numbers the host has not read yet.
-        self._of_step: list[_Batch] = []
-        self._unread: deque[list[_Batch]] = deque()
+        self._of_step: list[_ObservedBatch] = []
+        self._unread: deque[list[_ObservedBatch]] = deque()
         # If steps are recorded: the numbers expected per token, and the last buffer size per token.
         self._expected: deque[float] = deque(maxlen=SHRINKS_AFTER)
         self._per_token: int | None = None
@@ -97,7 +97,7 @@ class Foresight:
         if self._ahead:
             self._pass = _Pass(n_tokens, size, n_above)
         else:
-            self._of_step.append(_Batch(n_tokens, size, HostCopy(n_above)))
+            self._of_step.append(_ObservedBatch(n_tokens, size, HostCopy(n_above)))
         return chosen
 
     def decide(self, n_tokens: int, d_sae: int) -> int | None:
@@ -115,7 +115,7 @@ class Foresight:
         overwrites the previous number; the copies, queued between replays, are separate.
         """
         if self._ahead and self._pass:
-            self._of_step.append(_Batch(self._pass.n_tokens, self._pass.room, HostCopy(self._pass.n_above)))
+            self._of_step.append(_ObservedBatch(self._pass.n_tokens, self._pass.room, HostCopy(self._pass.n_above)))
         if self._of_step:
             self._unread.append(self._of_step)
         self._of_step, self._ahead = [], None
@@ -142,7 +142,7 @@ class Foresight:
             self._per_token = per_token = latent_room.per_token(max(self._expected), d_sae, self._per_token)
         return per_token * n_tokens if per_token else None
 
-    def _learn(self, step: list[_Batch]) -> None:
+    def _learn(self, step: list[_ObservedBatch]) -> None:
         """Process the numbers of a step's batches; forget earlier steps if one overflowed."""
         numbers = [int(batch.n_above.read()) for batch in step]
         if any(n_above == batch.room for n_above, batch in zip(numbers, step, strict=True)):

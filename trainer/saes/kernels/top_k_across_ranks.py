@@ -51,9 +51,9 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
     (columns, values, ceiling), n_sent = _candidates(pre_acts, k, group)
     sent = torch.cat([_pad(values, n_sent), ceiling[:, None]], dim=1)
     verdict = group.from_owners(_verdicts(group.to_owners(sent), k), len(sent))
-    local = _Found(columns, values, verdict[:, : columns.shape[1]])
+    local = _LocalChoice(columns, values, verdict[:, : columns.shape[1]])
     if len(rows := verdict[:, -1].nonzero().flatten()):
-        local = local.with_rows(rows, _Found(*_among_largest(pre_acts.of(rows), k, group)))
+        local = local.with_rows(rows, _LocalChoice(*_among_largest(pre_acts.of(rows), k, group)))
     return local.chosen()
 
 
@@ -89,18 +89,18 @@ def _verdicts(everybodys: Tensor, k: int) -> Tensor:
     return torch.cat([is_chosen.movedim(0, 1), is_open.expand(len(ceilings), -1)[:, :, None]], dim=2)
 
 
-class _Found(NamedTuple):
+class _LocalChoice(NamedTuple):
     """Columns [n_tokens, n] with their values and a mask of the chosen ones."""
 
     columns: Tensor
     values: Tensor
     is_chosen: Tensor
 
-    def with_rows(self, rows: Tensor, others: _Found) -> _Found:
+    def with_rows(self, rows: Tensor, others: _LocalChoice) -> _LocalChoice:
         """Replace the rows of some tokens by `others`."""
         width = max(self.columns.shape[1], others.columns.shape[1])
         pairs = zip(self, others, strict=True)
-        return _Found(*(_pad(own, width).index_copy(0, rows, _pad(other, width)) for own, other in pairs))
+        return _LocalChoice(*(_pad(own, width).index_copy(0, rows, _pad(other, width)) for own, other in pairs))
 
     def chosen(self) -> Chosen:
         counts = self.is_chosen.sum(dim=1)

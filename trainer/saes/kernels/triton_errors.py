@@ -36,7 +36,7 @@ class OfBags(NamedTuple):
     sums: Sums
 
 
-class Nested(NamedTuple):
+class NestedErrors(NamedTuple):
     """The errors of the prefixes of 1, 2, ... levels, and the reconstruction from all levels.
 
     `errors` is [n_tokens, n_levels, d_out]. `x_hat` [n_tokens, d_out] and `sums` belong to the full set of levels.
@@ -61,15 +61,17 @@ def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, Sums]:
     return errors, Sums(error, centred)
 
 
-def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
+def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> NestedErrors:
     """Add the outputs of the levels, parts [n_tokens, n_levels, d_out], to `offset`, [d_out] or [n_tokens, d_out]."""
     errors = torch.empty_like(parts, memory_format=torch.contiguous_format)
     x_hat = torch.empty_like(y, memory_format=torch.contiguous_format)
     error, centred, *inner = _summed(errors, x_hat, y, parts, offset, y_mean)
-    return Nested(errors, x_hat, Sums(error, centred), inner[0].square if inner else error.square.new_zeros(()))
+    return NestedErrors(errors, x_hat, Sums(error, centred), inner[0].square if inner else error.square.new_zeros(()))
 
 
-def nested_bags(acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
+def nested_bags(
+    acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor
+) -> NestedErrors:
     """Return the result of `nested` for activations that have (token, level) pairs as tokens.
 
     `rows` is [d_sae, d_out] and `offset` is [d_out]. The outputs of the levels are summed entry by entry and never
@@ -79,7 +81,7 @@ def nested_bags(acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y
         y.new_empty(len(y), n_levels, y.shape[1]),
         torch.empty_like(y, memory_format=torch.contiguous_format),
     )
-    return Nested(errors, x_hat, *_fill_of_bags(errors, x_hat, None, acts, rows, offset, y, y_mean))
+    return NestedErrors(errors, x_hat, *_fill_of_bags(errors, x_hat, None, acts, rows, offset, y, y_mean))
 
 
 def errors_of_bags(acts: SparseActs, rows: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> OfBags:
@@ -209,7 +211,7 @@ def _are_right_of_bags(y: Tensor) -> list[Tensor]:
     return [(one == other).all() for one, other in zip(_tensors(found), _tensors(expected), strict=True)]
 
 
-def _tensors(found: Nested) -> tuple[Tensor, ...]:
+def _tensors(found: NestedErrors) -> tuple[Tensor, ...]:
     assert found.sums.centred is not None, "the kernels sum both"
     return found.errors, found.x_hat, found.inner, *found.sums.error, *found.sums.centred
 

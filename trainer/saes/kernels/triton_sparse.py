@@ -61,7 +61,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     return out
 
 
-class Measured(NamedTuple):
+class SumBuffers(NamedTuple):
     """Output buffers for measures of each latent's sum, fp32 [d_sae].
 
     `out_squares` gets the squared norm. With `unit_rows` [d_sae, d] it gets the squared norm of the component
@@ -94,7 +94,7 @@ def sum_by_latent(
     factor: Tensor | None = None,
     *,
     splits: bool,
-    measured: Measured | None = None,
+    measured: SumBuffers | None = None,
 ) -> Summed:
     """Return actsᵀ dense for `dense` [n_tokens, d], multiplied by `factor` (0-dim) if given.
 
@@ -128,7 +128,7 @@ def sum_by_latent(
     longest = LONGEST if splits else n_entries
     sizes = {"n_entries": n_entries, "n_latents": d_sae, "n_columns": dense.shape[1], "longest": longest}
     of_parts = measured if measured is None or n_parts == 1 else _of_parts(measured, n_parts)
-    unmeasured = dict.fromkeys(Measured._fields)
+    unmeasured = dict.fromkeys(SumBuffers._fields)
     measuring = of_parts._asdict() if of_parts else unmeasured
     # Only these latents have entries in a window beyond their first `longest`.
     shared = places.latents_of_windows(d_sae, longest) if n_entries > longest else None
@@ -144,13 +144,13 @@ def sum_by_latent(
     return Summed(sums, products, totals, shared)
 
 
-def _of_parts(measured: Measured, n_parts: int) -> Measured:
+def _of_parts(measured: SumBuffers, n_parts: int) -> SumBuffers:
     """Allocate the measures of column parts."""
     squares, dots, lengths = measured.out_squares.new_empty(3, n_parts, len(measured.out_squares))
-    return Measured(squares) if measured.out_dots is None else Measured(squares, dots, measured.unit_rows, lengths)
+    return SumBuffers(squares) if measured.out_dots is None else SumBuffers(squares, dots, measured.unit_rows, lengths)
 
 
-def _join(of_parts: Measured, measured: Measured) -> None:
+def _join(of_parts: SumBuffers, measured: SumBuffers) -> None:
     """Merge the measures of column parts into the measures of full rows."""
     squares, dots, _, lengths = of_parts
     n_parts, n_latents = squares.shape
@@ -238,7 +238,7 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int,
     dense = torch.tensor([[1.0], [3.0]], device=device, dtype=dtype).expand(2, width)
     unit_rows = torch.full((2, width), width**-0.5, device=device)
     squares, dots = torch.empty(2, device=device), torch.empty(2, device=device)
-    measured = Measured(squares, dots, unit_rows)
+    measured = SumBuffers(squares, dots, unit_rows)
     factor = torch.full((), 0.5, device=device)
     given = acts, 2 * dense, torch.ones_like(dense), factor
     sums, products, *_ = sum_by_latent(*given, splits=True, measured=measured)

@@ -135,7 +135,7 @@ def parts_of(acts: SparseActs, rows: Tensor, n_levels: int) -> Tensor:
 UNEVEN = [[3, 0, 9, 17, 1], [0, 0, 0, 0, 0], [0, 8, 0, 0, 0], [2, 2, 0, 1, 30], [0, 0, 0, 0, 1], [5, 4, 3, 2, 0]]
 
 
-def all_of(found: triton_errors.Nested) -> tuple[Tensor, ...]:
+def all_of(found: triton_errors.NestedErrors) -> tuple[Tensor, ...]:
     return found.errors, found.x_hat, found.inner, *numbers_of(found.sums)
 
 

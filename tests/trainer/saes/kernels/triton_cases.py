@@ -180,7 +180,7 @@ def test_the_component_of_a_split_sum_across_its_row_stays_precise(
     along[5, : d // 2] *= -1
     dense = along + across * case.dense
     squares, dots = torch.full((2, d_sae), torch.nan, device=DEVICE)
-    measured = triton_sparse.Measured(squares, dots, unit_rows)
+    measured = triton_sparse.SumBuffers(squares, dots, unit_rows)
     sums = triton_sparse.sum_by_latent(case.acts, dense, case.rows, splits=False, measured=measured).sums.double()
     exact_dots = (sums * unit_rows).sum(dim=1)
     exact = (sums - exact_dots[:, None] * unit_rows).square().sum(dim=1)
@@ -193,7 +193,7 @@ def test_squares_of_split_sums_are_right_without_unit_rows(monkeypatch: pytest.M
     monkeypatch.setattr(triton_sparse, "WIDEST", 32)
     case = make([3, 5, 1], 7, 80)
     squares = torch.full((7,), torch.nan, device=DEVICE)
-    found = triton_sparse.sum_by_latent(case.acts, case.dense, splits=False, measured=triton_sparse.Measured(squares))
+    found = triton_sparse.sum_by_latent(case.acts, case.dense, splits=False, measured=triton_sparse.SumBuffers(squares))
     torch.testing.assert_close(squares, found.sums.square().sum(dim=1))
 
 
