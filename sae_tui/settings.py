@@ -13,9 +13,9 @@ from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
 from trainer.contract.paths import is_shared
 from trainer.contract.settings.consent import SETTING
+from trainer.contract.settings.declare import about, settings_of
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.job_file import read_toml
-from trainer.contract.settings.knobs import about, knobs_of
 from trainer.contract.settings.toml import Judged, parse_toml
 
 # Headings in the settings form.
@@ -186,14 +186,16 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
         raw = read_toml(path, judged := Judged())
     except JobFileError as error:
         return Settings(), list(error.problems)
-    knobs = {knob.name: knob for knob in knobs_of(Settings)}
+    settings = {setting.name: setting for setting in settings_of(Settings)}
     values: dict[str, Any] = {}
     problems = [
-        Problem(name, f"is not a setting; {path.name} knows {', '.join(knobs)}") for name in raw if name not in knobs
+        Problem(name, f"is not a setting; {path.name} knows {', '.join(settings)}")
+        for name in raw
+        if name not in settings
     ]
-    for name in raw.keys() & knobs.keys():
+    for name in raw.keys() & settings.keys():
         try:
-            values[name] = knobs[name].convert(raw[name])
+            values[name] = settings[name].convert(raw[name])
         except ValueError as error:
             problems.append(Problem(name, f"{error} (in {path})"))
     programs = [name for name in _PROGRAMS if values.get(name)]
@@ -279,8 +281,8 @@ def settings_text(settings: Settings) -> str:
     import tomli_w
 
     lines = ["# Settings of sae-tui."]
-    for knob in knobs_of(Settings):
-        takes = f" It is {knob.wanted}."
-        entry = tomli_w.dumps({knob.name: getattr(settings, knob.name)})
-        lines += ["", f"# {knob.help}{takes}", entry.strip()]
+    for setting in settings_of(Settings):
+        takes = f" It is {setting.wanted}."
+        entry = tomli_w.dumps({setting.name: getattr(settings, setting.name)})
+        lines += ["", f"# {setting.help}{takes}", entry.strip()]
     return "\n".join(lines) + "\n"

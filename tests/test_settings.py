@@ -7,7 +7,7 @@ import pytest
 
 from sae_tui.settings import Settings, change_settings, load_settings, save_settings, settings_text
 from trainer.contract.errors import UserError
-from trainer.contract.settings.knobs import knobs_of
+from trainer.contract.settings.declare import settings_of
 
 
 def test_saved_settings_are_read_back_and_have_comments(tmp_path) -> None:
@@ -114,4 +114,4 @@ def test_saving_does_not_adopt_commands_from_a_file_others_can_write(tmp_path) -
 
 
 def test_every_setting_is_in_a_group_of_the_form() -> None:
-    assert [knob.name for knob in knobs_of(Settings) if not knob.group] == []
+    assert [setting.name for setting in settings_of(Settings) if not setting.group] == []

@@ -30,7 +30,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
-from trainer.contract.settings.sections import section_knobs
+from trainer.contract.settings.sections import section_settings
 from trainer.contract.wording import plural
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
@@ -170,7 +170,7 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
         chosen = settings.get(choice)
         if chosen is not None:
             catalog.entry(registry, chosen, choice)
-        if any(knob.name == name for knob in section_knobs(section, chosen)):
+        if any(setting.name == name for setting in section_settings(section, chosen)):
             return section
     raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
 

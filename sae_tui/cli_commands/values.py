@@ -6,7 +6,7 @@ import argparse
 import re
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.knobs import cut
+from trainer.contract.settings.declare import cut
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)

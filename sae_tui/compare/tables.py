@@ -17,7 +17,7 @@ from sae_tui.jobs.states import is_ranked, was_resumed
 from sae_tui.settings import Settings
 from trainer.contract.runs.recipe import MOST_L0_MISS
 from trainer.contract.settings.catalog import Series
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.series import (
     LOSS,
     error_of,

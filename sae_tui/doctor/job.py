@@ -159,8 +159,8 @@ def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredH
     """Return the automatic placement of the job's language model; None if there is nothing to place."""
     if not devices.are_cards or model_gpus_of(job) == 0:
         return None
-    knobs = msgspec.structs.replace(job.data.knobs, model_gpus="auto")
-    left_open = job.replace("data", knobs=knobs)
+    settings = msgspec.structs.replace(job.data.settings, model_gpus="auto")
+    left_open = job.replace("data", settings=settings)
     return place_model(left_open, data, devices.count, devices.name, speeds, devices.room, devices.memory_of)
 
 

@@ -20,8 +20,8 @@ from trainer.contract.extras import OF_TRAINER, Elsewhere, judged_by
 from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.settings.catalog import MIRRORS
+from trainer.contract.settings.declare import cut
 from trainer.contract.settings.job_file import AnyJob, to_table
-from trainer.contract.settings.knobs import cut
 from trainer.contract.settings.known import unknown_settings
 from trainer.contract.wording import join_words
 

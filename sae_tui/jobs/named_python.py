@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import PYTHONS
-from trainer.contract.settings.knobs import show
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
 # What leads a Python to packages that are not its own: it may be of another version, and of other versions of them.

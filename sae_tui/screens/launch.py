@@ -28,8 +28,8 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
-from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from sae_tui.widgets.reading import TextScreen
+from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
@@ -108,14 +108,14 @@ class LaunchScreen(FramedScreen):
 
     def action_advanced(self) -> None:
         """Show all settings, or only the usual ones."""
-        for form in self.query(KnobForm):
+        for form in self.query(SettingForm):
             form.toggle_all()
 
     def action_to_review(self) -> None:
         """Go to the first wrong setting, or to the launch button if all are correct."""
-        wrong = [row.field.path for row in self.query(KnobRow) if row.has_class("-wrong")]
+        wrong = [row.field.path for row in self.query(SettingRow) if row.has_class("-wrong")]
         if wrong:
-            self.query_one(KnobForm).focus_field(wrong[0])
+            self.query_one(SettingForm).focus_field(wrong[0])
         else:
             self.query_one("#launch-button").focus()
 
@@ -133,14 +133,14 @@ class LaunchScreen(FramedScreen):
 
     def action_find_setting(self) -> None:
         """Ask for part of a setting's name, and go to that setting."""
-        self.query_one(KnobForm).find()
+        self.query_one(SettingForm).find()
 
     def action_to_gpus(self) -> None:
         self.query_one("#picker").focus()
 
     def action_to_settings(self) -> None:
         """Go to the field that last had the cursor, or to the first one."""
-        self.query_one(KnobForm).focus_again()
+        self.query_one(SettingForm).focus_again()
 
     @on(Button.Pressed, "#launch-button")
     def action_launch(self) -> None:
@@ -174,7 +174,7 @@ class LaunchScreen(FramedScreen):
         """Offer the sweep key only if there are several SAEs, and the host key only if there are other hosts."""
         if action == "launch_there":
             return self.session.hosts is not None
-        return action != "launch_each" or any(form.is_sweep for form in self.query(KnobForm))
+        return action != "launch_each" or any(form.is_sweep for form in self.query(SettingForm))
 
     def action_launch_each(self) -> None:
         """Launch every SAE of a sweep as a separate job; the jobs are queued for GPUs and end independently."""
@@ -218,7 +218,7 @@ class LaunchScreen(FramedScreen):
         job = review.job
         if job is None:
             self._refuse("inspected", review)
-        elif not isinstance(job, JobConfig) or (place := getattr(job.data.knobs, "folders", None)) is None:
+        elif not isinstance(job, JobConfig) or (place := getattr(job.data.settings, "folders", None)) is None:
             self.notify("Only stored activations can be inspected; this job makes its own.", severity="warning")
         else:
             self.notify(f"Looking at {place} …", markup=False)

@@ -27,8 +27,8 @@ from sae_tui.panels.review import ReviewText
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.frame import HeadingLine, entitle, frame_of
-from sae_tui.widgets.knob_form import Field, KnobForm
 from sae_tui.widgets.menu import Menu
+from sae_tui.widgets.setting_form import Field, SettingForm
 from trainer.contract.errors import UserError
 from trainer.contract.settings.backends import cluster_of
 from trainer.contract.settings.consent import Consent, refused, without
@@ -80,7 +80,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.review = Review()
         # The entries that set the kind of job; it has no field in the form.
         self._kind: dict[str, Any] = {}
-        self._knobs = job_form.chosen_knobs({})
+        self._settings = job_form.chosen_settings({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
@@ -102,7 +102,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
                 yield Menu([(path.stem, path) for path in job_form.presets()], prompt=none, compact=True, id="preset")
                 yield Static("", id="changes")
             with VerticalScroll(id="form-scroll", can_focus=False):
-                yield KnobForm(_fields({}), {}, id="form", original=self._original)
+                yield SettingForm(_fields({}), {}, id="form", original=self._original)
         with Vertical(id="review-panel", classes="panel"):
             yield MemoryBar(id="memory")
             with Horizontal(id="review-row"):
@@ -161,7 +161,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     @property
     def changed(self) -> list[str]:
         """The settings changed by the user since the form was filled, by path."""
-        return [path for form in self.query(KnobForm) for path in form.changed_from(job_form.flatten(self._start))]
+        return [path for form in self.query(SettingForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     @property
     def is_extraction(self) -> bool:
@@ -229,10 +229,10 @@ class LaunchForm(VerticalScroll, can_focus=False):
         """Put a complete job into the form and the GPU picker."""
         values = job_form.flatten(table)
         self._kind = {path: values[path] for path in ("kind",) if path in values}
-        if job_form.chosen_knobs(values) != self._knobs:
+        if job_form.chosen_settings(values) != self._settings:
             self._build(values)
         else:
-            self.query_one(KnobForm).set_values(values)
+            self.query_one(SettingForm).set_values(values)
         self._entitle()
         picker = self.query_one(GpuPicker)
         picker.show_elsewhere(cluster_of(table["launch"]["backend"]))
@@ -271,7 +271,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     # checking
 
-    @on(KnobForm.Edited)
+    @on(SettingForm.Edited)
     @on(GpuPicker.Changed)
     @on(Known)
     def _check(self) -> None:
@@ -283,11 +283,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _review(self) -> None:
         # There is no form while it is being built or the screen is closing.
-        forms = list(self.query(KnobForm))
+        forms = list(self.query(SettingForm))
         if self._building or not forms:
             return
         values, wrong = self._typed_into(forms[0])
-        if job_form.chosen_knobs(values) != self._knobs:
+        if job_form.chosen_settings(values) != self._settings:
             self._build(values)
             return
         picker = self.query_one(GpuPicker)
@@ -323,7 +323,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if event.number != self._asked:
             return
         self.review = event.review
-        for form in self.query(KnobForm):
+        for form in self.query(SettingForm):
             form.say(event.review.by_field, event.overridden, event.review.warned_fields)
         self.query_one(ReviewText).show_review(event.review)
         self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
@@ -334,7 +334,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if then is not None:
             then(event.review)
 
-    def _show_changes(self, form: KnobForm) -> None:
+    def _show_changes(self, form: SettingForm) -> None:
         """Show how many settings were changed, and update the key that exists for sweeps only."""
         count = len(self.changed)
         self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
@@ -347,7 +347,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         """True while a key waits for a review; later keys must then wait too."""
         return self._then is not None
 
-    def _typed_into(self, form: KnobForm) -> tuple[dict[str, Any], dict[str, str]]:
+    def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the form's valid values, including the kind of job, and the errors of the other fields, by path."""
         values, wrong = form.values()
         return self._kind | values, wrong
@@ -357,7 +357,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
         With `elsewhere`, leave out the Python of this machine's settings: the other host has its own.
         """
-        form = self.query_one(KnobForm)
+        form = self.query_one(SettingForm)
         values, wrong = self._typed_into(form)
         if elsewhere and values.get("launch.python") == self.session.settings.python:
             values = {path: value for path, value in values.items() if path != "launch.python"}
@@ -371,22 +371,22 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _build(self, values: dict[str, Any]) -> None:
         """Build the form again, since another architecture or source has other settings; then check it."""
-        self._knobs, self._building = job_form.chosen_knobs(values), True
+        self._settings, self._building = job_form.chosen_settings(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
     async def _rebuild(self, values: dict[str, Any]) -> None:
         place, focused = self.query_one("#form-scroll"), self._focused_field()
-        classes = " ".join(name for form in self.query(KnobForm) for name in form.classes)
+        classes = " ".join(name for form in self.query(SettingForm) for name in form.classes)
         await place.remove_children()
-        await place.mount(KnobForm(_fields(values), values, id="form", classes=classes, original=self._original))
+        await place.mount(SettingForm(_fields(values), values, id="form", classes=classes, original=self._original))
         self._building = False
-        for form in self.query(KnobForm):
+        for form in self.query(SettingForm):
             form.focus_field(focused)
         self._check()
 
     def _focused_field(self) -> str:
         """Return the path of the setting being edited; "" if another widget has the focus."""
-        rows = [row for form in self.query(KnobForm) for row in form.rows if row.has_focus_within]
+        rows = [row for form in self.query(SettingForm) for row in form.rows if row.has_focus_within]
         return rows[0].field.path if rows else ""
 
     def _recommended(self) -> tuple[int, ...]:
@@ -405,8 +405,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
 def _fields(values: dict[str, Any]) -> list[Field]:
     fields = job_form.form_fields(values)
-    names = Counter(knob.name for _, knob, _ in fields)
+    names = Counter(setting.name for _, setting, _ in fields)
     return [
-        Field(path, knob, choices, may_differ(path), label=path if names[knob.name] > 1 else knob.name)
-        for path, knob, choices in fields
+        Field(path, setting, choices, may_differ(path), label=path if names[setting.name] > 1 else setting.name)
+        for path, setting, choices in fields
     ]

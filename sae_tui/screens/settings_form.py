@@ -15,10 +15,10 @@ from sae_tui.settings import AT_START, Settings, change_settings, load_settings,
 from sae_tui.ssh import checked_host
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
-from sae_tui.widgets.knob_form import Field, KnobForm
+from sae_tui.widgets.setting_form import Field, SettingForm
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.printable import printable
-from trainer.contract.settings.knobs import Knob, knobs_of
+from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.wording import join_words, plural
 
 
@@ -54,7 +54,7 @@ class SettingsScreen(FramedScreen):
         self._read()
         yield HeadingLine(" Settings", classes="heading", markup=False)
         with VerticalScroll(id="form-scroll", can_focus=False, classes="panel"):
-            yield KnobForm(
+            yield SettingForm(
                 _fields(),
                 self._stored | self._draft,
                 id="form",
@@ -65,7 +65,7 @@ class SettingsScreen(FramedScreen):
         yield Footer()
 
     def on_mount(self) -> None:
-        form = self.query_one(KnobForm)
+        form = self.query_one(SettingForm)
         form.focus_again()
         self._check()
         if self._broken:
@@ -88,14 +88,18 @@ class SettingsScreen(FramedScreen):
     @property
     def changes(self) -> dict[str, Any]:
         """The settings that were changed and are valid, by name."""
-        values, _ = self.query_one(KnobForm).values()
-        typed = {name: values.get(name, knob.default) for name, knob in _knobs().items() if name in self._draft}
-        return {name: value for name, value in typed.items() if value != self._stored.get(name, _knobs()[name].default)}
+        values, _ = self.query_one(SettingForm).values()
+        typed = {
+            name: values.get(name, setting.default) for name, setting in _settings().items() if name in self._draft
+        }
+        return {
+            name: value for name, value in typed.items() if value != self._stored.get(name, _settings()[name].default)
+        }
 
-    @on(KnobForm.Edited)
+    @on(SettingForm.Edited)
     def _check(self) -> None:
         """Check the form, and keep the changed values as a draft."""
-        form = self.query_one(KnobForm)
+        form = self.query_one(SettingForm)
         self._draft.clear()
         self._draft.update({row.field.path: row.text for row in form.rows if row.is_changed})
         form.say(self._wrong(), self.session.given, self._warnings)
@@ -103,7 +107,7 @@ class SettingsScreen(FramedScreen):
 
     def _wrong(self) -> dict[str, str]:
         """Return the errors of settings by name, including settings that were not changed."""
-        values, wrong = self.query_one(KnobForm).values()
+        values, wrong = self.query_one(SettingForm).values()
         for name in values.get("hosts", []):
             try:
                 checked_host(name)
@@ -127,13 +131,13 @@ class SettingsScreen(FramedScreen):
         self.app.pop_screen()
 
     def action_find_setting(self) -> None:
-        self.query_one(KnobForm).find()
+        self.query_one(SettingForm).find()
 
     def action_reset(self) -> None:
         """Restore the saved value of the field with the cursor; if it is unchanged, the default."""
-        for row in self.query_one(KnobForm).rows:
+        for row in self.query_one(SettingForm).rows:
             if row.has_focus_within:
-                name, default = row.field.path, row.field.knob.default
+                name, default = row.field.path, row.field.setting.default
                 row.set_value(self._stored.get(name, default) if row.is_changed else default)
 
     def action_save(self) -> None:
@@ -142,7 +146,7 @@ class SettingsScreen(FramedScreen):
             return
         wrong = [name for name in self._wrong() if name in self._draft]
         if wrong:
-            self.query_one(KnobForm).focus_field(wrong[0])
+            self.query_one(SettingForm).focus_field(wrong[0])
             self.notify(f"Not saved: correct {join_words(wrong)} first.", severity="warning", markup=False)
         elif self.changes or self._broken:
             self._save(self.changes)
@@ -160,7 +164,7 @@ class SettingsScreen(FramedScreen):
         self._tell_saved(changes, [name for name in changes if now.get(name) != before.get(name)])
         self.session.go.read_settings()
         self._read()
-        self.query_one(KnobForm).start_from(self._stored)
+        self.query_one(SettingForm).start_from(self._stored)
         self._check()
 
     def _tell_saved(self, changes: dict[str, Any], meanwhile: list[str]) -> None:
@@ -171,12 +175,12 @@ class SettingsScreen(FramedScreen):
         self.notify("; ".join(parts) + ".", severity="warning" if meanwhile else "information", markup=False)
 
 
-def _knobs() -> dict[str, Knob]:
-    return {knob.name: knob for knob in knobs_of(Settings)}
+def _settings() -> dict[str, Setting]:
+    return {setting.name: setting for setting in settings_of(Settings)}
 
 
 def _fields() -> list[Field]:
     """Return a field for every setting, grouped by section."""
-    groups = list(dict.fromkeys(knob.group for knob in knobs_of(Settings)))
-    knobs = sorted(knobs_of(Settings), key=lambda knob: groups.index(knob.group))
-    return [Field(knob.name, knob, knob.choices, section=knob.group or "Others") for knob in knobs]
+    groups = list(dict.fromkeys(setting.group for setting in settings_of(Settings)))
+    settings = sorted(settings_of(Settings), key=lambda setting: groups.index(setting.group))
+    return [Field(setting.name, setting, setting.choices, section=setting.group or "Others") for setting in settings]

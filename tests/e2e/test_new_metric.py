@@ -63,7 +63,7 @@ def train(data: DataDir, job: JobConfig) -> int:
     with contextlib.closing(progress):
         Trainer(
             job,
-            source=Synthetic(**msgspec.structs.asdict(job.data.knobs)),
+            source=Synthetic(**msgspec.structs.asdict(job.data.settings)),
             parallel=Parallel(torch.device("cpu")),
             progress=progress,
             stop=threading.Event(),

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from trainer.contract.planning import first_look
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
-from trainer.contract.settings.optimizers import AdamKnobs
+from trainer.contract.settings.optimizers import AdamSettings
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, own_part
@@ -134,11 +134,11 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-_state_dtype = AdamKnobs.state_dtype
+_state_dtype = AdamSettings.state_dtype
 
 
-def _state_dtype_on_gpus(knobs: AdamKnobs, _device: str) -> str:
-    return _state_dtype(knobs, "cuda")
+def _state_dtype_on_gpus(settings: AdamSettings, _device: str) -> str:
+    return _state_dtype(settings, "cuda")
 
 
 def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
@@ -163,7 +163,7 @@ _TENSOR = torch.tensor
 _ALWAYS = (
     (FakeTensor, "nonzero", _half_of_them),
     (FakeTensor, "__bool__", _no),
-    (AdamKnobs, "state_dtype", _state_dtype_on_gpus),
+    (AdamSettings, "state_dtype", _state_dtype_on_gpus),
     (torch.cuda, "device_of", _anywhere),
     # A GPU's allocator reuses a product's memory. A mock would keep a reference to it and prevent that.
     (reused_buffer, "put_back", _nothing),

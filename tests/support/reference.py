@@ -29,8 +29,8 @@ from sae_tui.screens.help import _title as title_of_key
 from sae_tui.settings import Settings
 from trainer.contract.exits import Exit
 from trainer.contract.settings import catalog
-from trainer.contract.settings.knobs import Knob, knobs_of
-from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_knobs
+from trainer.contract.settings.declare import Setting, settings_of
+from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_settings
 from trainer.help import OVERVIEW
 from trainer.parser import make_parser as trainer_parser
 
@@ -114,22 +114,25 @@ def _plain(text: str) -> str:
     return re.sub(r"([<*\[\]]|(?<!\w)_)", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 
-def _knob_table(section: str, knobs: Iterable[Knob]) -> str:
+def _setting_table(section: str, settings: Iterable[Setting]) -> str:
     head = ("key", "default", "values", "meaning")
-    return _table(head, ([_code(knob.name), _default(knob), _takes(section, knob), _about(knob)] for knob in knobs))
+    return _table(
+        head,
+        ([_code(setting.name), _default(setting), _takes(section, setting), _about(setting)] for setting in settings),
+    )
 
 
-def _default(knob: Knob) -> str:
-    if knob.required:
+def _default(setting: Setting) -> str:
+    if setting.required:
         return "required"
-    if knob.default is msgspec.NODEFAULT:  # a list field, created separately for each struct
+    if setting.default is msgspec.NODEFAULT:  # a list field, created separately for each struct
         return "`[]`"
-    return "none" if knob.default is None else _code(msgspec.json.encode(knob.default).decode())
+    return "none" if setting.default is None else _code(msgspec.json.encode(setting.default).decode())
 
 
-def _takes(section: str, knob: Knob) -> str:
-    words = choices_of(f"{section}.{knob.name}", knob)
-    return ", ".join(f'`"{word}"`' for word in words) if words else _plain(_range(knob.wanted))
+def _takes(section: str, setting: Setting) -> str:
+    words = choices_of(f"{section}.{setting.name}", setting)
+    return ", ".join(f'`"{word}"`' for word in words) if words else _plain(_range(setting.wanted))
 
 
 def _range(wanted: str) -> str:
@@ -148,8 +151,8 @@ def _range(wanted: str) -> str:
     return " ".join(filter(None, words)) + (found["auto"] or "")
 
 
-def _about(knob: Knob) -> str:
-    return _plain(knob.help) + (" *Rarely changed.*" if knob.advanced else "")
+def _about(setting: Setting) -> str:
+    return _plain(setting.help) + (" *Rarely changed.*" if setting.advanced else "")
 
 
 def _job_file() -> str:
@@ -170,17 +173,17 @@ def _job_file() -> str:
 def _section(name: str, heading: str) -> Iterator[str]:
     yield heading
     if name not in CHOSEN:
-        yield _knob_table(name, section_knobs(name))
+        yield _setting_table(name, section_settings(name))
         return
     field, registry = CHOSEN[name]
-    own = {word: knobs_of(entry.knobs) for word, entry in registry.items()}
+    own = {word: settings_of(entry.settings) for word, entry in registry.items()}
     # Settings of list entries are documented with the entry.
-    of_entries = {knob.name for knobs in own.values() for knob in knobs}
-    yield _knob_table(name, (knob for knob in section_knobs(name) if knob.name not in of_entries))
-    for word, knobs in own.items():
-        if knobs:
+    of_entries = {setting.name for settings in own.values() for setting in settings}
+    yield _setting_table(name, (setting for setting in section_settings(name) if setting.name not in of_entries))
+    for word, settings in own.items():
+        if settings:
             yield f'**`{field} = "{word}"`** {registry[word].summary}'
-            yield _knob_table(name, knobs)
+            yield _setting_table(name, settings)
 
 
 def _settings() -> str:
@@ -189,7 +192,7 @@ def _settings() -> str:
             "# Settings",
             "`settings.toml` in the data folder is read when `sae-tui` starts. `,` in the app changes it. A wrong value"
             " is reported, and the default is used instead.",
-            _knob_table("settings", knobs_of(Settings)),
+            _setting_table("settings", settings_of(Settings)),
         ]
     )
 

@@ -45,9 +45,9 @@ TRANSCODERS = {
 }
 
 
-def random_sae(kind: type[Sae], *shape: int, **knobs: Any) -> Any:
+def random_sae(kind: type[Sae], *shape: int, **settings: Any) -> Any:
     """Make a float64 SAE with random weights and unit decoder rows; no latent is dead before 100 tokens."""
-    sae = kind(*(shape or (D_IN, D_SAE)), **knobs)
+    sae = kind(*(shape or (D_IN, D_SAE)), **settings)
     sae.dead_after_tokens = 100
     sae = sae.double()
     torch.manual_seed(1)
@@ -106,8 +106,8 @@ def made(
 ) -> Sae:
     """Make a 32 → 128 SAE with random weights in evaluation mode; a transcoder may have a skip connection."""
     torch.manual_seed(0)
-    kind_class, knobs, _ = KINDS[kind]
-    sae: Sae = kind_class(32, 128, d_out, **knobs)
+    kind_class, settings, _ = KINDS[kind]
+    sae: Sae = kind_class(32, 128, d_out, **settings)
     if skip:
         sae.add_skip()
     for parameter in sae.parameters():

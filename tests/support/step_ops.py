@@ -226,7 +226,7 @@ def recorded_step(
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch
-    above = job.sae.knobs.n_active * n_tokens // ranks.latents.size
+    above = job.sae.settings.n_active * n_tokens // ranks.latents.size
     with fake_gpu(None if dense else above):
         log = log or OpLog()
         with log.kernels():

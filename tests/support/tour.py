@@ -29,7 +29,7 @@ from sae_tui.app import SaeApp
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings
-from sae_tui.widgets.knob_form import KnobRow
+from sae_tui.widgets.setting_form import SettingRow
 from trainer.contract.paths import DataDir
 
 SIZE = (112, 34)
@@ -68,7 +68,7 @@ class Camera:
 
     def field(self) -> str:
         """Return the setting of the field with the cursor."""
-        rows = [node for node in self.app.focused.ancestors if isinstance(node, KnobRow)]
+        rows = [node for node in self.app.focused.ancestors if isinstance(node, SettingRow)]
         return rows[0].field.path if rows else ""
 
     async def type(self, text: str, caption: str) -> None:

@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from trainer.contract.settings.architectures import ArchitectureKnobs
+from trainer.contract.settings.architectures import ArchitectureSettings
 from trainer.contract.settings.catalog import ArchitectureEntry
-from trainer.contract.settings.knobs import about
+from trainer.contract.settings.declare import about
 from trainer.saes.base import Output, Sae
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
 from trainer.saes.losses import squared_error
 
 
-class LoudestKnobs(ArchitectureKnobs, frozen=True):
+class LoudestSettings(ArchitectureSettings, frozen=True):
     """Settings of `Loudest`."""
 
     n_loudest: Annotated[int, about("Latents kept per token.", unit="latents", ge=1)] = 8
@@ -52,4 +52,4 @@ class Loudest(Sae):
         return {"architecture": "topk", "k": self.n_loudest, "rescale_acts_by_decoder_norm": False}
 
 
-ENTRY = ArchitectureEntry(f"{__name__}:Loudest", "The loudest latents of each token.", LoudestKnobs, transcodes="no")
+ENTRY = ArchitectureEntry(f"{__name__}:Loudest", "The loudest latents of each token.", LoudestSettings, transcodes="no")

@@ -18,11 +18,11 @@ from sae_tui.jobs.launchers.local import RankGroup
 from sae_tui.jobs.supervisor import supervise
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS, BackendEntry
+from trainer.contract.settings.declare import about
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.knobs import about
 
 
-class NiceKnobs(msgspec.Struct, frozen=True):
+class NiceSettings(msgspec.Struct, frozen=True):
     """The settings of this backend."""
 
     niceness: Annotated[int, about("How far a rank makes way for others.", ge=0, le=19)] = 5
@@ -32,11 +32,11 @@ class NiceRanks(RankGroup):
     """Ranks on this machine, each started through `nice`."""
 
     def __init__(self, beginning: Beginning) -> None:
-        knobs = beginning.config.launch.knobs
-        assert isinstance(knobs, NiceKnobs)
+        settings = beginning.config.launch.settings
+        assert isinstance(settings, NiceSettings)
 
         def command(spec: Path) -> list[str]:
-            return ["nice", "-n", str(knobs.niceness), *beginning.command(spec)]
+            return ["nice", "-n", str(settings.niceness), *beginning.command(spec)]
 
         super().__init__(msgspec.structs.replace(beginning, command=command))
 
@@ -48,7 +48,7 @@ def check_gpus(job: JobConfig) -> list[Problem]:
 
 
 ENTRY = BackendEntry(
-    f"{__name__}:NiceRanks", "Ranks that give way to others.", NiceKnobs, check=f"{__name__}:check_gpus"
+    f"{__name__}:NiceRanks", "Ranks that give way to others.", NiceSettings, check=f"{__name__}:check_gpus"
 )
 
 if __name__ == "__main__":

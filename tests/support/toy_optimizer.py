@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from trainer.contract.settings.catalog import OptimizerEntry
-from trainer.contract.settings.knobs import about
-from trainer.contract.settings.optimizers import OptimizerKnobs
+from trainer.contract.settings.declare import about
+from trainer.contract.settings.optimizers import OptimizerSettings
 from trainer.optimizers.base import Optimizer
 
 
-class HeavyBallKnobs(OptimizerKnobs, frozen=True):
+class HeavyBallSettings(OptimizerSettings, frozen=True):
     """Gradient descent with momentum (Polyak 1964)."""
 
     heaviness: Annotated[float, about("Decay of the running sum of gradients.", ge=0, lt=1)] = 0.9
@@ -39,4 +39,4 @@ class HeavyBall(Optimizer):
             parameter.sub_(now.lr * ~now.skips * state["speed"])
 
 
-ENTRY = OptimizerEntry(f"{__name__}:HeavyBall", "Gradient descent with momentum.", HeavyBallKnobs, state_values=1)
+ENTRY = OptimizerEntry(f"{__name__}:HeavyBall", "Gradient descent with momentum.", HeavyBallSettings, state_values=1)

@@ -11,14 +11,14 @@ from torch import Tensor
 from trainer.activations.base import StreamSource
 from trainer.activations.synthetic import Synthetic
 from trainer.contract.settings.catalog import SourceEntry
-from trainer.contract.settings.knobs import about
-from trainer.contract.settings.sources import DataShape, StreamKnobs, SyntheticKnobs
+from trainer.contract.settings.declare import about
+from trainer.contract.settings.sources import DataShape, StreamSettings, SyntheticSettings
 
 # Rows per chunk; it does not divide any batch size.
 CHUNK = 37
 
 
-class ToyKnobs(StreamKnobs, frozen=True, kw_only=True):
+class ToySettings(StreamSettings, frozen=True, kw_only=True):
     d_in: Annotated[int, about("Width of a row.", ge=1)] = 16
     ends_after: Annotated[int, about("Rows until the stream ends; none: never.", ge=0)] | None = None
     first_bad: Annotated[int, about("The first row that is not finite; none: all are.", ge=0)] | None = None
@@ -36,11 +36,11 @@ class ToyKnobs(StreamKnobs, frozen=True, kw_only=True):
 class ToyStream(StreamSource):
     """Rows of a known dictionary in order; part r of n has the rows r, r + n, r + 2n and so on."""
 
-    def __init__(self, **settings: Any) -> None:
-        self._knobs = knobs = ToyKnobs(**settings)
-        self.d_in, self.place, self.meta = knobs.d_in, knobs.place, {"model_name": "toy"}
-        self.shuffle_tokens, self.knows_texts = knobs.shuffle_tokens, knobs.text_rows > 0
-        of_dictionary = SyntheticKnobs(d_in=knobs.d_in, n_features=40, active=4.0, noise=0.05)
+    def __init__(self, **values: Any) -> None:
+        self._settings = settings = ToySettings(**values)
+        self.d_in, self.place, self.meta = settings.d_in, settings.place, {"model_name": "toy"}
+        self.shuffle_tokens, self.knows_texts = settings.shuffle_tokens, settings.text_rows > 0
+        of_dictionary = SyntheticSettings(d_in=settings.d_in, n_features=40, active=4.0, noise=0.05)
         self._made = Synthetic(**{name: getattr(of_dictionary, name) for name in of_dictionary.__struct_fields__})
 
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
@@ -48,19 +48,19 @@ class ToyStream(StreamSource):
 
     def next_rows(self) -> tuple[Tensor, Tensor] | None:
         numbers = np.arange(self._next, self._next + CHUNK) * self._n_ranks + self._rank
-        if self._knobs.ends_after is not None:
-            numbers = numbers[numbers < self._knobs.ends_after]
+        if self._settings.ends_after is not None:
+            numbers = numbers[numbers < self._settings.ends_after]
         if not len(numbers):
             return None
         self._next += len(numbers)
         self._numbers = numbers
         rows = self._made.rows(numbers)
-        if (first := self._knobs.first_bad) is not None:
-            rows[(numbers >= first) & (numbers < first + self._knobs.bad_rows)] = torch.nan
+        if (first := self._settings.first_bad) is not None:
+            rows[(numbers >= first) & (numbers < first + self._settings.bad_rows)] = torch.nan
         return rows, rows
 
     def documents(self) -> Tensor:
-        return torch.from_numpy(self._numbers // self._knobs.text_rows)
+        return torch.from_numpy(self._numbers // self._settings.text_rows)
 
     def state(self) -> dict[str, int]:
         return {"next": self._next}
@@ -69,4 +69,4 @@ class ToyStream(StreamSource):
         self._next = state["next"]
 
 
-ENTRY = SourceEntry("support.toy_stream:ToyStream", "Rows as they come.", ToyKnobs)
+ENTRY = SourceEntry("support.toy_stream:ToyStream", "Rows as they come.", ToySettings)

@@ -34,13 +34,13 @@ def test_the_true_features_are_recovered(architecture: str) -> None:
 
 def recovered(architecture: str, seed: int) -> float:
     """Train on known features and return their mean max cosine similarity (MMCS) with the decoder, 0 to 1."""
-    has_k = "k" in catalog.ARCHITECTURES[architecture].knobs.__struct_fields__
+    has_k = "k" in catalog.ARCHITECTURES[architecture].settings.__struct_fields__
     sae = {"architecture": architecture, "d_sae": 512} | ({"k": 5} if has_k else {})
     n_steps = N_STEPS.get(architecture, 800)
     train = {"batch_size": BATCH_SIZE, "n_steps": n_steps, "seed": seed}
     job, problems = parse_job({"data": {"source": "synthetic"}, "sae": sae, "train": train})
     assert job is not None, problems
-    source = Synthetic(**msgspec.structs.asdict(job.data.knobs))
+    source = Synthetic(**msgspec.structs.asdict(job.data.settings))
     learner = Learner(job, source.d_in, None, Parallel(torch.device("cpu")))
     sample = source.rows(np.arange(8192) + BATCH_SIZE * n_steps)
     learner.initialise(sample, sample)

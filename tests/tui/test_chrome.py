@@ -57,9 +57,9 @@ async def test_with_the_terminals_own_colours_bar_tracks_and_inputs_stay_visible
         bar, rail = (app.screen.query_one(GpuPanel)._style(name) for name in ("spark", "rail"))
         assert bar.color != rail.color
         await pilot.press("n")
-        await wait_until(pilot, lambda: app.screen.query("KnobRow Input"))
+        await wait_until(pilot, lambda: app.screen.query("SettingRow Input"))
         await pilot.pause()
-        assert app.screen.query("KnobRow Input").first(Input).rich_style.underline
+        assert app.screen.query("SettingRow Input").first(Input).rich_style.underline
 
 
 # The footer.
@@ -322,9 +322,9 @@ async def test_a_field_uses_the_available_width(make_app, width, least) -> None:
     app = make_app(2)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.press("n")
-        await wait_until(pilot, lambda: app.screen.query("KnobRow Input"))
+        await wait_until(pilot, lambda: app.screen.query("SettingRow Input"))
         await pilot.pause()
-        assert app.screen.query("KnobRow Input").first().size.width >= least
+        assert app.screen.query("SettingRow Input").first().size.width >= least
 
 
 async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_can_be_scrolled(make_app) -> None:

@@ -21,9 +21,9 @@ from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer
-from sae_tui.widgets.knob_form import KnobForm
 from sae_tui.widgets.log_view import LogView
 from sae_tui.widgets.reading import Page, TextScreen
+from sae_tui.widgets.setting_form import SettingForm
 from trainer.contract.store.states import JobState
 
 THEIRS = """
@@ -177,7 +177,7 @@ async def test_the_form_is_launched_on_another_host_with_its_current_values(make
         await far_jobs(pilot)
         await pilot.press("n")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.review.text)
-        app.screen.query_one(KnobForm).focus_field("name")
+        app.screen.query_one(SettingForm).focus_field("name")
         await pilot.press("ctrl+u", *"wide")
         await pilot.press("f6")
         await wait_until(pilot, lambda: isinstance(app.screen, Find))

@@ -27,8 +27,8 @@ from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from sae_tui.widgets.reading import Page, TextScreen
+from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
@@ -49,7 +49,7 @@ async def opened(pilot, app) -> LaunchScreen:
     await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen))
     screen = app.screen
     await wait_until(
-        pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and screen.form.review.needed_bytes
+        pilot, lambda: screen.query_one("#row-name", SettingRow).text == "quick" and screen.form.review.needed_bytes
     )
     return screen
 
@@ -59,8 +59,8 @@ async def reviewed(pilot, screen, *words: str) -> str:
     return screen.form.review.text
 
 
-async def type_into(pilot, screen, path: str, text: str) -> KnobRow:
-    row = screen.query_one(f"#row-{path.replace('.', '-')}", KnobRow)
+async def type_into(pilot, screen, path: str, text: str) -> SettingRow:
+    row = screen.query_one(f"#row-{path.replace('.', '-')}", SettingRow)
     row.query_one(Input).value = text
     await pilot.pause()
     return row
@@ -198,7 +198,7 @@ async def test_an_invalid_value_is_reported_at_its_field_and_blocks_the_launch(m
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         for path, value, problem in WRONG_VALUES:
-            row = screen.query_one(f"#row-{path.replace('.', '-')}", KnobRow)
+            row = screen.query_one(f"#row-{path.replace('.', '-')}", SettingRow)
             right = row.text
             await type_into(pilot, screen, path, value)
             hint = row.query_one(".hint", Static)
@@ -218,11 +218,11 @@ async def test_all_settings_can_be_shown_without_losing_typed_values(make_app) -
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "sae.k", "24")
-        shown = [row for row in screen.query(KnobRow) if row.display]
+        shown = [row for row in screen.query(SettingRow) if row.display]
         await pilot.press("ctrl+t")
-        everything = [row for row in screen.query(KnobRow) if row.display]
+        everything = [row for row in screen.query(SettingRow) if row.display]
         assert len(shown) < len(everything) == len(job_form.form_fields({}))
-        assert screen.query_one("#row-sae-k", KnobRow).text == "24"
+        assert screen.query_one("#row-sae-k", SettingRow).text == "24"
 
 
 async def test_a_job_file_can_be_saved_and_opened_again(make_app, tmp_path) -> None:
@@ -234,10 +234,10 @@ async def test_a_job_file_can_be_saved_and_opened_again(make_app, tmp_path) -> N
         await reviewed(pilot, screen, "GPUs")
         await answer(pilot, app, "ctrl+s", path)
         await wait_until(pilot, path.exists)
-        assert load_job(path).sae.knobs.k == 24
+        assert load_job(path).sae.settings.k == 24
         await type_into(pilot, screen, "sae.k", "8")
         await open_file(pilot, app, path)
-        await wait_until(pilot, lambda: screen.query_one("#row-sae-k", KnobRow).text == "24")
+        await wait_until(pilot, lambda: screen.query_one("#row-sae-k", SettingRow).text == "24")
 
 
 async def test_an_unreadable_job_file_is_reported_in_one_sentence(make_app, tmp_path) -> None:
@@ -276,7 +276,7 @@ async def test_the_form_is_kept_when_the_screen_is_left_and_reopened(make_app) -
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "name", "kept")
         await pilot.press("escape", "n")
-        assert app.screen.query_one("#row-name", KnobRow).text == "kept"
+        assert app.screen.query_one("#row-name", SettingRow).text == "kept"
 
 
 async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_app, data, monkeypatch) -> None:
@@ -293,7 +293,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         assert any("The draft that was left is back" in one.message for one in app._notifications)
-        assert [screen.query_one(f"#row-{one}", KnobRow).text for one in ("sae-k", "train-lr")] == ["24", "auto"]
+        assert [screen.query_one(f"#row-{one}", SettingRow).text for one in ("sae-k", "train-lr")] == ["24", "auto"]
     assert left.exists()
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -437,7 +437,7 @@ async def test_a_review_may_arrive_while_the_form_is_removed(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        rows = screen.query_one(KnobForm).rows
+        rows = screen.query_one(SettingForm).rows
         screen._detach()
         for row in rows:
             row.say("is wrong")
@@ -477,7 +477,7 @@ async def test_the_preset_of_an_extraction_shows_its_own_settings(make_app, data
         await type_into(pilot, screen, "extract.n_tokens", "10k")
         await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
         await reviewed(pilot, screen, "3 GPUs · 10,000 rows of 2 hooks, 512 wide · needs ", " per GPU, and ")
-        assert not screen.query(KnobRow).filter("#row-sae-k")
+        assert not screen.query(SettingRow).filter("#row-sae-k")
         assert "Weights 38Mi" in screen.query_one(MemoryBar).plain
         await type_into(pilot, screen, "model.hooks", "resid_post.4, resid_post.4")
         await wait_until(pilot, lambda: screen.query_one("#row-model-hooks").has_class("-wrong"))
@@ -587,7 +587,7 @@ async def test_a_sweep_in_a_job_file_shows_the_settings_of_all_its_architectures
         screen = await opened(pilot, app)
         await open_file(pilot, app, path)
         await reviewed(pilot, screen, "8 SAEs: architecture=topk k=8 b_dec_init=mean, ")
-        shown = {row.field.path: row.text for row in screen.query(KnobRow)}
+        shown = {row.field.path: row.text for row in screen.query(SettingRow)}
         assert shown["sae.architecture"] == '["topk", "batch_topk"]'
         assert shown["sae.threshold_rate"] == "0.5"
         assert shown["train.deterministic"] == "true"
@@ -607,8 +607,8 @@ async def test_architecture_settings_of_a_job_file_are_kept(make_app, tmp_path) 
         await pilot.press("ctrl+t")
         await open_file(pilot, app, path)
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).sae.architecture == "batch_topk")
-        assert job_of(screen).sae.knobs.threshold_rate == 0.125
-        assert screen.query_one("#row-sae-threshold_rate", KnobRow).display
+        assert job_of(screen).sae.settings.threshold_rate == 0.125
+        assert screen.query_one("#row-sae-threshold_rate", SettingRow).display
 
 
 async def test_another_data_source_shows_its_own_settings(make_app) -> None:
@@ -646,7 +646,7 @@ async def test_a_boolean_setting_offers_both_values(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        row = screen.query_one("#row-train-deterministic", KnobRow)
+        row = screen.query_one("#row-train-deterministic", SettingRow)
         assert row.text == "false"
         await pilot.press("ctrl+t")
         assert row.text == "false"
@@ -658,7 +658,7 @@ async def test_the_help_of_the_focused_field_is_shown_in_full(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app)
-        row = screen.query_one("#row-data-path", KnobRow)
+        row = screen.query_one("#row-data-path", SettingRow)
         assert row.size.height == 1
         row.query_one(Input).focus()
         await wait_until(pilot, lambda: row.size.height > 1)
@@ -674,7 +674,7 @@ async def test_the_launched_job_has_the_current_values_not_those_of_an_older_rev
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "train.n_tokens", "60000")
         await reviewed(pilot, screen, "GPUs")
-        screen.query_one("#row-sae-d_sae", KnobRow).query_one(Input).value = "999"
+        screen.query_one("#row-sae-d_sae", SettingRow).query_one(Input).value = "999"
         screen.action_launch()
         await wait_until(pilot, data.run(1).job_file.exists)
         assert load_job(data.run(1).job_file).sae.d_sae == 999
@@ -692,7 +692,7 @@ async def test_a_failed_launch_returns_to_the_filled_form(make_app, monkeypatch)
         await type_into(pilot, screen, "name", "kept")
         await pilot.press("ctrl+l")
         await wait_until(pilot, lambda: any("no more processes" in note.message for note in app._notifications))
-        assert app.screen.query_one("#row-name", KnobRow).text == "kept"
+        assert app.screen.query_one("#row-name", SettingRow).text == "kept"
 
 
 async def test_an_invalid_path_is_reported_in_one_sentence(make_app) -> None:
@@ -762,7 +762,7 @@ async def test_a_setting_is_found_by_part_of_its_name_even_if_it_is_hidden(make_
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        row = screen.query_one("#row-train-grad_clip", KnobRow)
+        row = screen.query_one("#row-train-grad_clip", SettingRow)
         assert not row.display
         await pilot.press("ctrl+f", *"clip", "enter")
         await wait_until(pilot, lambda: row.has_focus_within)
@@ -775,7 +775,7 @@ async def test_an_overridden_setting_is_dimmed_and_shows_its_effective_value(mak
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        row = screen.query_one("#row-sae-expansion_factor", KnobRow)
+        row = screen.query_one("#row-sae-expansion_factor", SettingRow)
         hint = row.query_one(".hint", Static)
         await wait_until(pilot, lambda: str(hint.render()).startswith("1.333 (from d_sae) · "))
         assert row.has_class("-overridden")
@@ -823,7 +823,7 @@ async def test_choosing_the_current_preset_again_resets_the_form_after_a_questio
             await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
             assert app.screen.question == "Replace your 2 changed settings by preset quick?"
             await pilot.press(answer)
-            await wait_until(pilot, lambda kept=kept: screen.query_one("#row-sae-k", KnobRow).text == kept)
+            await wait_until(pilot, lambda kept=kept: screen.query_one("#row-sae-k", SettingRow).text == kept)
         assert screen.form.changed == []
         await wait_until(pilot, lambda: not screen.query_one("#changes", Static).render())
 
@@ -867,7 +867,7 @@ async def test_a_registered_architecture_and_optimizer_show_their_settings(make_
         await type_into(pilot, screen, "sae.n_loudest", "10000")
         await reviewed(pilot, screen, "must be at most the number of latents")
         await type_into(pilot, screen, "sae.n_loudest", "16")
-        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).sae.knobs.n_active == 16)
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).sae.settings.n_active == 16)
         await pilot.press("ctrl+t")
         await wait_until(pilot, lambda: screen.query("#row-train-optimizer Select"))
         screen.query_one("#row-train-optimizer Select", Select).value = "heavy_ball"
@@ -927,8 +927,8 @@ async def test_the_form_asks_before_it_loads_a_job_file_that_runs_code(make_app,
             assert question.startswith(f"{file} runs code:\n  launch.python: runs `{python} -P -m trainer rank ...`")
             assert not (tmp_path / "ran").exists()
             await pilot.press(key)
-            await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "given")
-            values, _ = screen.query_one(KnobForm).values()
+            await wait_until(pilot, lambda: screen.query_one("#row-name", SettingRow).text == "given")
+            values, _ = screen.query_one(SettingForm).values()
             assert values.get("launch.python") == taken
         await wait_until(pilot, (tmp_path / "ran").exists)
 
@@ -950,6 +950,6 @@ async def test_another_python_is_asked_in_the_background_and_its_answer_is_revie
         await pilot.press("ctrl+t")
         await type_into(pilot, screen, "launch.python", str(tmp_path))
         await reviewed(pilot, screen, f"{tmp_path} is a folder; name the Python in it")
-        assert screen.query_one("#row-launch-python", KnobRow).has_class("-wrong")
+        assert screen.query_one("#row-launch-python", SettingRow).has_class("-wrong")
         await type_into(pilot, screen, "launch.python", "")
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).launch.python is None)

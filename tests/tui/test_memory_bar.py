@@ -15,7 +15,7 @@ from sae_tui.panels.headline import Headline
 from sae_tui.panels.memory_bar import MemoryBar, memory_lines, short
 from sae_tui.panels.review import review_lines
 from sae_tui.screens.launch import LaunchScreen
-from sae_tui.widgets.knob_form import KnobForm, KnobRow
+from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import Problem
 from trainer.contract.planning.memory import Memory
 from trainer.contract.settings.job_file import dump_job
@@ -33,7 +33,9 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.review.need)
     screen = app.screen
     panel = screen.query_one(MemoryBar)
-    await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and "Weights" in panel.plain)
+    await wait_until(
+        pilot, lambda: screen.query_one("#row-name", SettingRow).text == "quick" and "Weights" in panel.plain
+    )
     # With a batch of this size, replicas are the fastest parallel mode.
     screen.query_one("#row-train-batch_size Input", Input).value = "1024"
     await wait_until(pilot, lambda: (job := screen.form.review.job) and job.train.batch_size == 1024)
@@ -181,7 +183,7 @@ async def test_a_past_job_of_the_same_shape_provides_its_peak(make_app, data) ->
             peak_memory_bytes=3 * GIB,
         )
         await wait_until(pilot, lambda: app.session.jobs)
-        screen.query_one(KnobForm).post_message(KnobForm.Edited())
+        screen.query_one(SettingForm).post_message(SettingForm.Edited())
         await wait_until(pilot, lambda: "measured 3.0 GiB in job 1, libraries included" in panel.plain)
         screen.query_one("#row-sae-d_sae Input", Input).value = "999"
         await wait_until(pilot, lambda: "measured" not in panel.plain)

@@ -8,8 +8,8 @@ from textual.widgets import Input, Static
 from sae_tui.panels.far_gpus import FarGpus
 from sae_tui.screens.settings_form import SettingsScreen
 from sae_tui.settings import Settings
-from sae_tui.widgets.knob_form import KnobRow
-from trainer.contract.settings.knobs import knobs_of
+from sae_tui.widgets.setting_form import SettingRow
+from trainer.contract.settings.declare import settings_of
 
 SIZE = (120, 40)
 
@@ -28,8 +28,8 @@ async def opened(pilot) -> SettingsScreen:
     return pilot.app.screen
 
 
-def row_of(app, name: str) -> KnobRow:
-    return next(row for row in app.screen.query(KnobRow) if row.field.path == name)
+def row_of(app, name: str) -> SettingRow:
+    return next(row for row in app.screen.query(SettingRow) if row.field.path == name)
 
 
 def hint(app, name: str) -> str:
@@ -51,8 +51,8 @@ async def test_every_setting_can_be_changed_and_takes_effect_at_once(make_app, f
     there = far_side(tmp_path / "far", "say(HELLO); say({'type': 'gpus', 'cards': [CARD]}); stay()")
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        assert [row.field.path for row in app.screen.query(KnobRow)].sort() == [
-            k.name for k in knobs_of(Settings)
+        assert [row.field.path for row in app.screen.query(SettingRow)].sort() == [
+            k.name for k in settings_of(Settings)
         ].sort()
         typed = {"theme": "light", "sampling_interval_s": "30", "history_hours": "2", "alert_disk_gib": "0"}
         words = str(there).replace("'", '"')

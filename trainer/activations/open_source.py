@@ -18,7 +18,7 @@ def open_source(job: JobConfig) -> Source:
     if len(job.hooks) > 1:
         job.data_shape()
     load = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
-    first, *others = [load(**msgspec.structs.asdict(knobs)) for knobs in job.hooks.values()]
+    first, *others = [load(**msgspec.structs.asdict(settings)) for settings in job.hooks.values()]
     source: Source = first.beside(others) if others else first
     return source
 

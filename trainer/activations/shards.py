@@ -23,7 +23,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.runs.data_record import DataRecord, cut_sentence
 from trainer.contract.settings.shards import Shard, ShardSet, documents_in
-from trainer.contract.settings.sources import Paths, ShardKnobs, each, inspect_sets
+from trainer.contract.settings.sources import Paths, ShardSettings, each, inspect_sets
 from trainer.contract.wording import join_words
 
 Bytes = NDArray[np.uint8]
@@ -62,20 +62,22 @@ class Shards(IndexedSource):
         weights: list[float] | None = None,
         hook: str | None = None,
     ) -> None:
-        knobs = ShardKnobs(path, target_path, weights, hook)
-        self.d_in, self.d_out, _ = knobs.shape()
-        sets = inspect_sets(knobs.folders, "data.path")
+        settings = ShardSettings(path, target_path, weights, hook)
+        self.d_in, self.d_out, _ = settings.shape()
+        sets = inspect_sets(settings.folders, "data.path")
         self.sizes, self.weights = [one.n_tokens for one in sets], weights
         self.n_tokens = sum(self.sizes)
-        targets = knobs.targets
-        self.place = knobs.place if targets is None else f"{knobs.place} with targets in {join_words(each(targets))}"
+        targets = settings.targets
+        self.place = (
+            settings.place if targets is None else f"{settings.place} with targets in {join_words(each(targets))}"
+        )
         self.meta = _meta_of(sets)
         self.notes = [note for one in sets for note in one.notes]
         if self.meta.get("shuffled") is True:
             self.run = _RUN
-        self._sets, self._target_sets, self._target_field = sets, None, knobs.target_field
+        self._sets, self._target_sets, self._target_field = sets, None, settings.target_field
         if targets is not None:
-            self._target_sets = inspect_sets(targets, knobs.target_field)
+            self._target_sets = inspect_sets(targets, settings.target_field)
             meta = _meta_of(self._target_sets)
             of_targets = {"hook_name": "hook_name_out", "output_module": "output_module_out", "mean": "mean_out"}
             self.meta |= {ours: meta.get(theirs) for theirs, ours in of_targets.items()}

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding_bag, normalize
 
 from trainer.activations.base import IndexedSource, Indices
 from trainer.activations.permutation import Words, mixed
-from trainer.contract.settings.sources import SyntheticKnobs
+from trainer.contract.settings.sources import SyntheticSettings
 
 Floats = NDArray[np.float64]
 
@@ -27,10 +27,10 @@ class Synthetic(IndexedSource):
     def __init__(
         self, *, d_in: int, n_features: int, active: float, skew: float, noise: float, n_rows: int, data_seed: int
     ) -> None:
-        knobs = SyntheticKnobs(d_in, n_features, active, skew, noise, n_rows, data_seed)
-        self.d_in, self.d_out, _ = knobs.shape()
+        settings = SyntheticSettings(d_in, n_features, active, skew, noise, n_rows, data_seed)
+        self.d_in, self.d_out, _ = settings.shape()
         self.n_tokens = n_rows
-        self.place, self.meta = knobs.place, dict[str, Any]()
+        self.place, self.meta = settings.place, dict[str, Any]()
         # Do not use the seed itself: an SAE with the same seed would start from the same random directions.
         key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
         self._noise, self._key = noise, key

@@ -38,9 +38,9 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import ends_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction
-from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.shards import inspect_shards
-from trainer.contract.settings.sources import SourceKnobs
+from trainer.contract.settings.sources import SourceSettings
 from trainer.contract.settings.tokens_of_data import folder_of
 from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.contexts import MOST_ROWS, TokenRows, acts_of, contexts_of, moved_alone, texts_of
@@ -139,7 +139,7 @@ class _Hooks:
         sets: list[TextSet],
         stored: contextlib.ExitStack,
     ) -> None:
-        self._knobs, self._source, self._device = [*job.hooks.values()], source, device
+        self._settings, self._source, self._device = [*job.hooks.values()], source, device
         self._model, self._sets, self._stored = model, sets, stored
         self.model = functools.lru_cache(maxsize=1)(self._load_model)
         self.probes = functools.lru_cache(maxsize=1)(self._train_probes)
@@ -153,8 +153,8 @@ class _Hooks:
         if self._model is None:
             return None
         stage(LOADING)
-        source, knobs = self.source(hook), self._knobs[hook]
-        extraction = _extraction_of(knobs) if self._model == "auto" else load_extraction(self._model)
+        source, settings = self.source(hook), self._settings[hook]
+        extraction = _extraction_of(settings) if self._model == "auto" else load_extraction(self._model)
         at = hook_of_data(extraction, source.meta)
         target = {"hook_name": source.meta.get("hook_name_out")}
         hook_out = None if source.d_out is None else hook_of_data(extraction, target)
@@ -169,7 +169,7 @@ class _Hooks:
         return probe_rows([LabelledRows(one.name, model.last_rows(one.texts), one.labels) for one in self._sets])
 
     def _rows_with_tokens(self, hook: int) -> Path | None:
-        return self._stored.enter_context(rows_with_tokens(self._knobs[hook], self._device))
+        return self._stored.enter_context(rows_with_tokens(self._settings[hook], self._device))
 
 
 class _PartTimer:
@@ -238,11 +238,11 @@ def _counted(texts: Iterable[TokenRows]) -> Iterator[TokenRows]:
         advance(len(text.x))
 
 
-def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
+def _extraction_of(settings: SourceSettings) -> ExtractJob:
     """Return the extraction that wrote the data, or an extraction that would store the rows of a streaming model."""
-    if isinstance(knobs, ModelKnobs):
-        return job_of_stream(knobs, [*dict.fromkeys(ends_of(knobs.hook))])
-    if folder := folder_of(knobs):
+    if isinstance(settings, ModelSettings):
+        return job_of_stream(settings, [*dict.fromkeys(ends_of(settings.hook))])
+    if folder := folder_of(settings):
         return job_of_data(folder)
     raise UserError("--model: the data is not of one extraction; give the job file of the one meant instead of auto")
 

@@ -23,7 +23,7 @@ CONTEXT = 256
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
     """Return a function that finds where the latents of a job's SAE fire, or None if the data records no tokens."""
-    folders = [folder_of(knobs) for knobs in job.hooks.values()]
+    folders = [folder_of(settings) for settings in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
     rows = EvaluationRows.of_hooks(open_source(job), job, torch.device("cpu"))

@@ -13,8 +13,8 @@ import torch
 
 from trainer.contract.progress import advance, stage
 from trainer.contract.settings.hooks import ends_of
-from trainer.contract.settings.model_source import ModelKnobs
-from trainer.contract.settings.sources import SourceKnobs
+from trainer.contract.settings.model_source import ModelSettings
+from trainer.contract.settings.sources import SourceSettings
 from trainer.contract.settings.tokens_of_data import folder_of
 from trainer.extraction.extraction import extract
 from trainer.extraction.model_stream import job_of_stream
@@ -26,17 +26,17 @@ N_ROWS = {"cuda": 2**16, "cpu": 2**13}
 
 
 @contextlib.contextmanager
-def rows_with_tokens(knobs: SourceKnobs, device: torch.device) -> Iterator[Path | None]:
+def rows_with_tokens(settings: SourceSettings, device: torch.device) -> Iterator[Path | None]:
     """Yield the folder of the data, or None if it has no folder or several.
 
     For a language model's stream, read the beginning of its text again, store the rows in a temporary folder, and
     delete it afterwards. Raise `UserError` if this fails.
     """
-    if not isinstance(knobs, ModelKnobs):
-        yield folder_of(knobs)
+    if not isinstance(settings, ModelSettings):
+        yield folder_of(settings)
         return
-    hook, _ = ends_of(knobs.hook)
-    job, n = job_of_stream(knobs, [hook]), N_ROWS[device.type]
+    hook, _ = ends_of(settings.hook)
+    job, n = job_of_stream(settings, [hook]), N_ROWS[device.type]
     with tempfile.TemporaryDirectory(prefix="sae-tui-texts-") as folder:
         job = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output=folder, n_tokens=n))
         stage(READING_TEXTS, n)

@@ -243,9 +243,9 @@ class SplicedModel:
 
     def _left_out(self) -> str:
         """Return a phrase that names the tokens that are not extracted, or "" if all are extracted."""
-        knobs = self._job.extract
-        first = "first tokens" if knobs.skip_first == 1 else f"the first {knobs.skip_first} tokens"
-        names = [*([first] if knobs.skip_first else []), *([] if knobs.keep_special else ["special tokens"])]
+        settings = self._job.extract
+        first = "first tokens" if settings.skip_first == 1 else f"the first {settings.skip_first} tokens"
+        names = [*([first] if settings.skip_first else []), *([] if settings.keep_special else ["special tokens"])]
         return " and ".join(names)
 
     def _splice(self, view: PatchedSums, batch: ContextBatch, reading: ReadContexts) -> None:

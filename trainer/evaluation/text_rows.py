@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.progress import advance
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import ContextBatch, Tokenizer
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.errors import UserError
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.hooks import POST_NORM, Hook
-from trainer.contract.settings.knobs import show
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "temporal_block")
 _MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "mlp_block")

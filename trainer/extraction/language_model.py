@@ -18,8 +18,8 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.knobs import show
 from trainer.contract.settings.language import Model, lack_of_model
 from trainer.contract.settings.model_size import model_size
 from trainer.extraction.hook_points import (

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 
 # Bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB. A tokenizer_config.json has 180
 # bytes for each added token: 12 MB for the 65,000 tokens of some speech models.

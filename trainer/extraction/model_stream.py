@@ -17,7 +17,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.extract import Extract, ExtractJob
 from trainer.contract.settings.hooks import ends_of, parse_hook
 from trainer.contract.settings.language import Model, TextSettings
-from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.model_source import ModelSettings
 from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import LanguageModel
@@ -43,23 +43,23 @@ class ModelStream(StreamSource):
     is_divided = True
     knows_texts = True
 
-    def __init__(self, **settings: Any) -> None:
-        self._knobs = knobs = ModelKnobs(**settings)
-        self.d_in, self.d_out, _ = knobs.shape()
-        self.place, self.shuffle_tokens = knobs.place, knobs.shuffle_tokens
+    def __init__(self, **values: Any) -> None:
+        self._settings = settings = ModelSettings(**values)
+        self.d_in, self.d_out, _ = settings.shape()
+        self.place, self.shuffle_tokens = settings.place, settings.shuffle_tokens
         self._of_hooks = [self]
         self._readers: Readers | None = None
         self._batches: ReadAhead[ContextBatch] | None = None
         self._documents = _NO_DOCUMENTS
-        hook, target = map(parse_hook, ends_of(knobs.hook))
+        hook, target = map(parse_hook, ends_of(settings.hook))
         self.meta = {
-            "model_name": knobs.model,
-            "model_revision": knobs.revision,
+            "model_name": settings.model,
+            "model_revision": settings.revision,
             "hook_name": hook.transformer_lens or hook.name,
             "hook": hook.name,
-            "context_size": knobs.context,
-            "dataset_path": knobs.place,
-            "special_tokens_dropped": not knobs.keep_special,
+            "context_size": settings.context,
+            "dataset_path": settings.place,
+            "special_tokens_dropped": not settings.keep_special,
         }
         if self.d_out is not None:
             self.meta["hook_name_out"] = target.transformer_lens
@@ -68,14 +68,14 @@ class ModelStream(StreamSource):
         return self._of_hooks[hook]
 
     def beside(self, others: Sequence[ModelStream]) -> ModelStream:
-        together = ModelStream(**msgspec.structs.asdict(self._knobs))
+        together = ModelStream(**msgspec.structs.asdict(self._settings))
         together._of_hooks = [self, *others]
         together.n_hooks = len(together._of_hooks)
         return together
 
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
-        self._job = job_of_stream(self._knobs, self._hooks)
+        self._job = job_of_stream(self._settings, self._hooks)
         # Loaded one after the other, so that host memory holds the weights of only one model at a time.
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
@@ -144,7 +144,7 @@ class ModelStream(StreamSource):
     @property
     def _hooks(self) -> list[str]:
         """The hooks of all inputs, followed by the hooks of all targets for transcoders."""
-        ends = [ends_of(stream._knobs.hook) for stream in self._of_hooks]
+        ends = [ends_of(stream._settings.hook) for stream in self._of_hooks]
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
     def state(self) -> dict[str, int]:
@@ -234,15 +234,17 @@ def _side_by_side(of_hooks: list[Tensor]) -> Tensor:
     return of_hooks[0] if len(of_hooks) == 1 else torch.cat(of_hooks, dim=1)
 
 
-def job_of_stream(knobs: ModelKnobs, hooks: list[str]) -> ExtractJob:
+def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:
     """Return the extraction that would store the same rows; it has no output folder."""
     return ExtractJob(
-        model=Model(knobs.model, hooks, knobs.revision, knobs.dtype, knobs.remote_code),
-        text=TextSettings(knobs.text, knobs.dataset, knobs.subset, knobs.split, knobs.column, knobs.context),
+        model=Model(settings.model, hooks, settings.revision, settings.dtype, settings.remote_code),
+        text=TextSettings(
+            settings.text, settings.dataset, settings.subset, settings.split, settings.column, settings.context
+        ),
         extract=Extract(
             output="",
-            batch_tokens=knobs.batch_tokens,
-            skip_first=knobs.skip_first,
-            keep_special=knobs.keep_special,
+            batch_tokens=settings.batch_tokens,
+            skip_first=settings.skip_first,
+            keep_special=settings.keep_special,
         ),
     )

@@ -12,8 +12,8 @@ import msgspec
 from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UsageError
 from trainer.contract.json_file import read_json, write_json
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity, lack_of_output
-from trainer.contract.settings.knobs import show
 from trainer.contract.wording import plural
 from trainer.extraction.shard_writer import DimensionSums, ShardFile, add_sums
 

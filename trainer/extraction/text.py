@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeGuard
 from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
 from trainer.contract.files import open_plain
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.language import TEXT_SUFFIXES, TextSettings, lack_of_text
 
 # A text, the messages of a chat, or token ids.

@@ -21,7 +21,7 @@ from trainer.contract.progress import stage
 from trainer.contract.runs.report_card import copies_sentence, held_out_words
 from trainer.contract.settings.job import MAX_NORM, DataSettings
 from trainer.contract.settings.shards import inspect_shards
-from trainer.contract.settings.sources import ShardKnobs
+from trainer.contract.settings.sources import ShardSettings
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, gibibytes, join_words, plural, zero_rows
 from trainer.parallel.group import Group
 from trainer.saes.initial_weights import LARGEST_SPREAD, SMALLEST_VALUE
@@ -98,8 +98,8 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     mean, variance = moments(ordinary)
     heavy = heavy_dimensions(variance)
     scale = float(variance.sum().sqrt())
-    knobs = ShardKnobs(str(path))
-    wanted, how = DataSettings(knobs).held_out(source.n_tokens), HowHeldOut(knobs.usual_hold_out(), 0)
+    settings = ShardSettings(str(path))
+    wanted, how = DataSettings(settings).held_out(source.n_tokens), HowHeldOut(settings.usual_hold_out(), 0)
     data = IndexedData(source, wanted, seed, Group(), how)
     facts = Inspection(
         n_tokens=source.n_tokens,

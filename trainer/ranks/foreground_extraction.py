@@ -25,9 +25,9 @@ from trainer.contract.printable import printable_lines
 from trainer.contract.process import STOP_SIGNALS
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
-from trainer.contract.settings.knobs import show
 from trainer.contract.wording import join_words, plural
 from trainer.extraction.extraction import ExtractionResult, extract, result_of
 from trainer.extraction.peers import Alone

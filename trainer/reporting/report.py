@@ -12,7 +12,7 @@ from trainer.activations.outliers import LeftOut
 from trainer.contract.runs.checkpoint_manifest import Best
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, OVERFITTING, PASSES
 from trainer.contract.runs.report_card import held_out_words
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK, log_words, series_named, title_of
 from trainer.contract.store.metrics_store import MetricRow
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows

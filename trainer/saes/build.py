@@ -20,7 +20,7 @@ def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
     for problem in transcoder_problems(job.sae, d_in, d_out):
         raise UserError(str(problem))
     entry = catalog.entry(catalog.ARCHITECTURES, job.sae.architecture, "sae.architecture")
-    sae: Sae = entry.load()(d_in, job.sae.width(d_in), d_out, **msgspec.structs.asdict(job.sae.knobs))
+    sae: Sae = entry.load()(d_in, job.sae.width(d_in), d_out, **msgspec.structs.asdict(job.sae.settings))
     if job.sae.skip:
         sae.add_skip()
     if job.data.scales_dimensions:

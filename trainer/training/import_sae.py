@@ -101,7 +101,7 @@ def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -
 
 
 def _setting(job: JobConfig, name: str) -> object:
-    return getattr(job.sae, name) if hasattr(job.sae, name) else getattr(job.sae.knobs, name)
+    return getattr(job.sae, name) if hasattr(job.sae, name) else getattr(job.sae.settings, name)
 
 
 def _architecture(shared: SharedSae) -> str:

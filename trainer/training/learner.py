@@ -87,13 +87,13 @@ class Learner:
         kind = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer").load()
         following = following_rates(job, is_transcoder=self.sae.is_transcoder)
         self._lr = full_rate(layout, self.sae.d_sae, is_transcoder=self.sae.is_transcoder)
-        knobs = msgspec.structs.asdict(
-            self._train.knobs.for_run(layout.total_steps if layout.chooses_latents else LONG_RUN, device.type)
+        settings = msgspec.structs.asdict(
+            self._train.settings.for_run(layout.total_steps if layout.chooses_latents else LONG_RUN, device.type)
         )
         shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data, parallel.as_sent) if shares_steps else Stepped(self.sae)
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
-        self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **knobs)
+        self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **settings)
         falls = decay_fraction(job, is_transcoder=self.sae.is_transcoder)
         self.schedule = Schedule(layout.total_steps, self._train.warmup_fraction, falls)
         self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
@@ -368,7 +368,7 @@ class Learner:
     @property
     def k(self) -> int:
         """The configured number of active latents per token."""
-        return self._job.sae.knobs.n_active
+        return self._job.sae.settings.n_active
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], following: FollowingRates | None) -> list[dict[str, Any]]:

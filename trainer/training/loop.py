@@ -513,8 +513,12 @@ class Trainer:
 
     def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
         """Report the share of rows left out at each hook."""
-        for name, knobs in self._job.hooks.items():
-            labels = [label for label, one in self._layout.members.items() if one.data.knobs == knobs] if name else [""]
+        for name, settings in self._job.hooks.items():
+            labels = (
+                [label for label, one in self._layout.members.items() if one.data.settings == settings]
+                if name
+                else [""]
+            )
             self.report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 
     def _share_news(self) -> None:

@@ -34,11 +34,11 @@ from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.workload import Layout
 from trainer.contract.printable import printable, printable_toml
 from trainer.contract.settings import consent, job_file
+from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
-from trainer.contract.settings.knobs import Knob, knobs_of
-from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_knobs, words_of
+from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_settings, words_of
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
@@ -241,19 +241,19 @@ def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
     return [choice.index for choice in usable[: _n_gpus(gpus)]]
 
 
-def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
+def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Setting, tuple[str, ...]]]:
     """Return the path, the definition and the allowed words of every setting of the form.
 
     The settings depend on the kind of job and on choices such as the architecture.
     """
     kind = kind_of(values)
-    (name,) = knobs_of(ExtractJob if kind == ExtractJob.kind else JobConfig)
-    fields: list[tuple[str, Knob, tuple[str, ...]]] = [("name", name, ())]
+    (name,) = settings_of(ExtractJob if kind == ExtractJob.kind else JobConfig)
+    fields: list[tuple[str, Setting, tuple[str, ...]]] = [("name", name, ())]
     for section in KINDS[kind]:
-        for knob in section_knobs(section, _chosen(section, values)):
-            path = f"{section}.{knob.name}"
+        for setting in section_settings(section, _chosen(section, values)):
+            path = f"{section}.{setting.name}"
             if path != _BY_PICKER:
-                fields.append((path, knob, choices_of(path, knob)))
+                fields.append((path, setting, choices_of(path, setting)))
     return fields
 
 
@@ -262,14 +262,14 @@ def kind_of(values: Mapping[str, Any]) -> str:
     return str(values.get("kind", JobConfig.kind))
 
 
-def chosen_knobs(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
+def chosen_settings(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
     """Return the classes that define the settings: first a list of all sections, then a list per section with choices.
 
     Such a list contains the class of the chosen entry, such as the architecture, or several classes for a sweep.
     """
     kind = kind_of(values)
     of_entries = [
-        [registry[word].knobs for word in _chosen(section, values) if word in registry]
+        [registry[word].settings for word in _chosen(section, values) if word in registry]
         for section, (_, registry) in CHOSEN.items()
         if section in KINDS[kind]
     ]
@@ -281,7 +281,7 @@ def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
     if section not in CHOSEN:
         return []
     field = CHOSEN[section][0]
-    default = next(knob.default for knob in section_knobs(section) if knob.name == field)
+    default = next(setting.default for setting in section_settings(section) if setting.name == field)
     return words_of(section, {field: values.get(f"{section}.{field}", default)})
 
 
@@ -332,7 +332,7 @@ def _paths_read(job: AnyJob) -> list[tuple[str, str]]:
     """Return (section, name) of each setting that holds a path to the job's input."""
     if isinstance(job, ExtractJob):
         return [("model", "path"), ("text", "path")]
-    return [("data", name) for name in job.data.knobs.paths]
+    return [("data", name) for name in job.data.settings.paths]
 
 
 def each_alone(job: AnyJob) -> list[AnyJob]:

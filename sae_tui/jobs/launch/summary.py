@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.contract.planning.plan import Plan
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import dead_after
 from trainer.contract.settings.job_file import parse_any, to_table
-from trainer.contract.settings.knobs import show
-from trainer.contract.settings.sections import KINDS, section_knobs, words_of
+from trainer.contract.settings.sections import KINDS, section_settings, words_of
 from trainer.contract.settings.toml import table_of
 
 _KNOWN_BY = (
@@ -79,8 +79,8 @@ def _name(path: str, names: Counter[str]) -> str:
 def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, value and default of every setting of the job; for an axis of a sweep the value is a list."""
     for section in KINDS[kind]:
-        for knob in section_knobs(section, words_of(section, table[section])):
-            yield f"{section}.{knob.name}", table[section].get(knob.name), knob.default
+        for setting in section_settings(section, words_of(section, table[section])):
+            yield f"{section}.{setting.name}", table[section].get(setting.name), setting.default
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

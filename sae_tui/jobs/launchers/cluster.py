@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.supervisor_log import note
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 from trainer.contract.trust import open_own
 
 LOOK_EVERY_S = 1.5

@@ -73,6 +73,6 @@ def _promises(job: Job) -> dict[str, Promise]:
 
 def _folders_read(job: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield the setting and the real path of each folder that a training reads."""
-    for name in job.data.knobs.paths:
-        for path in each(getattr(job.data.knobs, name) or []):
+    for name in job.data.settings.paths:
+        for path in each(getattr(job.data.settings, name) or []):
             yield f"data.{name}", os.path.realpath(path)

@@ -77,11 +77,11 @@ def test_only_an_automatic_rate_is_reduced_for_small_steps(
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_adam_has_shorter_averages_in_a_shorter_run(make_job: MakeJob, optimizer: str) -> None:
-    knobs = make_job(train={"optimizer": optimizer}).train.knobs
-    for_runs = [knobs.for_run(n_steps, "cpu") for n_steps in (10, 500, 10_000, 10**6)]
+    settings = make_job(train={"optimizer": optimizer}).train.settings
+    for_runs = [settings.for_run(n_steps, "cpu") for n_steps in (10, 500, 10_000, 10**6)]
     assert [one.beta1 for one in for_runs] == [0.75, 0.75, 0.9, 0.9]
     assert [one.beta2 for one in for_runs] == [0.95, 0.98, 0.999, 0.999]
-    given = make_job(train={"optimizer": optimizer, "beta1": 0.8, "beta2": 0.9}).train.knobs
+    given = make_job(train={"optimizer": optimizer, "beta1": 0.8, "beta2": 0.9}).train.settings
     resolved = given.for_run(500, "cpu")
     assert (resolved.beta1, resolved.beta2) == (0.8, 0.9)
 

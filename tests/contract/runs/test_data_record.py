@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from trainer.contract.errors import JobFileError
 from trainer.contract.runs import data_record
 from trainer.contract.runs.data_record import DataRecord, cut_short, news_of_data, record_of, sampled
-from trainer.contract.settings.sources import ShardKnobs, SyntheticKnobs
+from trainer.contract.settings.sources import ShardSettings, SyntheticSettings
 
 
 def save(file: Path, n_rows: int, seed: int = 0) -> None:
@@ -37,13 +37,13 @@ def folder(tmp_path: Path) -> Path:
 
 def recorded(folder: Path) -> DataRecord:
     """Return the record after a round trip through a checkpoint's JSON."""
-    record = sampled(record_of([ShardKnobs(str(folder))]))
+    record = sampled(record_of([ShardSettings(str(folder))]))
     return msgspec.json.decode(msgspec.json.encode(record), type=DataRecord)
 
 
 def refusal(folder: Path, before: DataRecord) -> str:
     with pytest.raises(JobFileError) as caught:
-        record_of([ShardKnobs(str(folder))], before)
+        record_of([ShardSettings(str(folder))], before)
     (problem,) = caught.value.problems
     assert problem.path == "data.path"
     assert problem.message.endswith("; put it back as it was, or start a new run on the data as it is now")
@@ -83,11 +83,11 @@ def test_copied_and_touched_files_with_the_same_content_are_the_same_data(folder
     (folder / "d.npy").rename(tmp_path / "d.npy")
     shutil.copyfile(tmp_path / "d.npy", folder / "d.npy")
     os.utime(folder / "d.npy", ns=(2, 2))
-    now = record_of([ShardKnobs(str(folder))], before)
+    now = record_of([ShardSettings(str(folder))], before)
     assert news_of_data(before, now) is None
     # In a copy of the folder, the shards keep their samples.
     shutil.copytree(folder, tmp_path / "elsewhere")
-    moved = record_of([ShardKnobs(str(tmp_path / "elsewhere"))], before)
+    moved = record_of([ShardSettings(str(tmp_path / "elsewhere"))], before)
     assert [one.sample for one in moved[0].shards] == [one.sample for one in before[0].shards]
 
 
@@ -97,13 +97,13 @@ def test_new_shards_follow_the_old_ones_and_are_not_split(
     before = recorded(folder)
     save(folder / "a.npy", 7)
     save(folder / "c.npy", 5)
-    grown = sampled(record_of([ShardKnobs(str(folder))], before))
+    grown = sampled(record_of([ShardSettings(str(folder))], before))
     assert grown[0].names == ["b.npy", "d.npy", "a.npy", "c.npy"]
     assert grown[0].split_rows == 160
     said = "data.path: has grown by 12 rows in a.npy and c.npy; the same rows stay held out, and all new rows are"
     assert (news_of_data(before, grown) or "").startswith(said)
     save(folder / "0.npy", 1)
-    again = record_of([ShardKnobs(str(folder))], grown)
+    again = record_of([ShardSettings(str(folder))], grown)
     assert again[0].names == ["b.npy", "d.npy", "a.npy", "c.npy", "0.npy"]
     assert again[0].split_rows == 160
 
@@ -112,16 +112,16 @@ def test_every_folder_of_inputs_and_targets_is_recorded(folder: Path, tmp_path: 
     for name in ("other", "to", "other-to"):
         shutil.copytree(folder, tmp_path / name)
     inputs, targets = [str(folder), str(tmp_path / "other")], [str(tmp_path / "to"), str(tmp_path / "other-to")]
-    knobs = ShardKnobs(inputs, targets)
-    before = sampled(record_of([knobs]))
+    settings = ShardSettings(inputs, targets)
+    before = sampled(record_of([settings]))
     assert [(one.field, one.path) for one in before] == [
         *(("data.path", path) for path in inputs),
         *(("data.target_path", path) for path in targets),
     ]
     save(tmp_path / "other-to" / "b.npy", 100, 5)
     with pytest.raises(JobFileError, match=r"data.target_path: .* b.npy in .*other-to, which holds other values"):
-        record_of([knobs], before)
-    assert record_of([SyntheticKnobs()]) == []
+        record_of([settings], before)
+    assert record_of([SyntheticSettings()]) == []
 
 
 def test_a_changed_sha256_in_meta_json_is_refused_despite_equal_size_and_time(folder: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_sample_of_a_large_shard_detects_reordered_rows(folder: Path, monkey
     before = recorded(folder)
     assert [one.n_blocks for one in before[0].shards] == [5, 5]
     os.utime(folder / "b.npy", ns=(1, 1))
-    assert record_of([ShardKnobs(str(folder))], before)[0].names == ["b.npy", "d.npy"]
+    assert record_of([ShardSettings(str(folder))], before)[0].names == ["b.npy", "d.npy"]
     shuffle_rows(folder / "b.npy")
     assert "b.npy" in refusal(folder, before)
 
@@ -161,7 +161,7 @@ def test_a_truncated_shard_is_named(folder: Path) -> None:
 
 
 def test_a_shard_that_changes_before_it_is_sampled_is_not_the_same(folder: Path) -> None:
-    record = record_of([ShardKnobs(str(folder))])
+    record = record_of([ShardSettings(str(folder))])
     save(folder / "d.npy", 60, 2)
     os.utime(folder / "d.npy", ns=(1, 1))
     before = sampled(record)
@@ -170,11 +170,11 @@ def test_a_shard_that_changes_before_it_is_sampled_is_not_the_same(folder: Path)
 
 
 def test_a_file_that_cannot_be_sampled_is_identified_by_its_time(folder: Path) -> None:
-    record = record_of([ShardKnobs(str(folder))])
+    record = record_of([ShardSettings(str(folder))])
     (folder / "d.npy").rename(folder / "d")
     before = sampled(record)
     (folder / "d").rename(folder / "d.npy")
     assert before[0].shards[1].sample is None
-    assert record_of([ShardKnobs(str(folder))], before)[0].names == ["b.npy", "d.npy"]
+    assert record_of([ShardSettings(str(folder))], before)[0].names == ["b.npy", "d.npy"]
     os.utime(folder / "d.npy", ns=(1, 1))
     assert "d.npy" in refusal(folder, before)

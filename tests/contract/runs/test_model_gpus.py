@@ -35,8 +35,8 @@ def given(tmp_path: Path) -> RankSpec:
 
 
 def placed(spec: RankSpec, job: JobConfig, model_gpus: int | str) -> RankSpec:
-    knobs = msgspec.structs.replace(job.data.knobs, model_gpus=model_gpus)
-    return with_model_placed(spec, job.replace("data", knobs=knobs), "", MeasuredHardware(), DeviceMemory())
+    settings = msgspec.structs.replace(job.data.settings, model_gpus=model_gpus)
+    return with_model_placed(spec, job.replace("data", settings=settings), "", MeasuredHardware(), DeviceMemory())
 
 
 def test_gpus_of_the_model_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, given: RankSpec) -> None:

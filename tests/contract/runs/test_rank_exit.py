@@ -19,7 +19,7 @@ from trainer.contract.process import state_of
 from trainer.contract.runs import rank_exit
 from trainer.contract.runs.data_record import record_of
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, signal_name, wait_for_ends
-from trainer.contract.settings.sources import ShardKnobs
+from trainer.contract.settings.sources import ShardSettings
 
 SLEEPS = "import time; time.sleep(600)"
 
@@ -156,7 +156,7 @@ def test_a_truncated_shard_that_killed_a_rank_is_named(start, tmp_path):
     shard = tmp_path / "acts" / "a.npy"
     shard.parent.mkdir()
     np.save(shard, np.zeros((100_000, 4), np.float32))
-    (tmp_path / "data.json").write_bytes(msgspec.json.encode(record_of([ShardKnobs(str(shard.parent))])))
+    (tmp_path / "data.json").write_bytes(msgspec.json.encode(record_of([ShardSettings(str(shard.parent))])))
     reads = "import mmap, os; f = open('acts/a.npy', 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
     rank = start(f"{reads}; os.truncate('acts/a.npy', 100); m[-1]")
     (tmp_path / "rank0.log").write_text("checkpoint saved\n")

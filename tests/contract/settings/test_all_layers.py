@@ -60,7 +60,7 @@ def test_a_hook_without_a_layer_means_all_layers_with_stored_rows(tmp_path: Path
     more = stored(tmp_path / "more", "mlp_in.2", "mlp_out.2", "mlp_in.5", "mlp_out.5")
     job, _ = parse_job({"data": {"path": [str(rows), str(more)], "hook": "mlp"}})
     assert job is not None
-    assert job.data.knobs.hook == "mlp.2"  # type: ignore[attr-defined]
+    assert job.data.settings.hook == "mlp.2"  # type: ignore[attr-defined]
 
 
 def test_layers_are_found_in_folders_next_to_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +105,9 @@ def test_an_extraction_accepts_ranges_and_full_mlps_and_all_layers(model: Path) 
 
 
 def test_the_launch_screen_accepts_ranges_and_full_mlps(model: Path, tmp_path: Path) -> None:
-    (knob,) = (one for path, one, _ in job_form.form_fields({"kind": "extract"}) if path == "model.hooks")
+    (setting,) = (one for path, one, _ in job_form.form_fields({"kind": "extract"}) if path == "model.hooks")
     values = {
-        "kind": "extract", "model.path": str(model), "model.hooks": knob.parse("mlp.0-1, resid_post"),
+        "kind": "extract", "model.path": str(model), "model.hooks": setting.parse("mlp.0-1, resid_post"),
         "text.path": str(tmp_path / "text.txt"), "extract.output": str(tmp_path / "rows"),
     }  # fmt: skip
     reviewed = job_form.review(job_form.Draft(values, {}, "cpu"), [], DataDir(tmp_path), [], cuda=False)

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from trainer.contract.settings import catalog
-from trainer.contract.settings.catalog import Entry, KnobsEntry
+from trainer.contract.settings.catalog import Entry, SettingsEntry
 
 REGISTRIES = (catalog.ARCHITECTURES, catalog.OPTIMIZERS, catalog.SOURCES, catalog.PARALLEL, catalog.METRICS)
 ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.items()}
@@ -17,7 +17,7 @@ def test_the_keyword_arguments_of_a_registered_class_are_its_settings(entry: Ent
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return  # it converts them to its settings itself
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    assert keywords == (list(entry.knobs.__struct_fields__) if isinstance(entry, KnobsEntry) else [])
+    assert keywords == (list(entry.settings.__struct_fields__) if isinstance(entry, SettingsEntry) else [])
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)

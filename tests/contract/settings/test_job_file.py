@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import CONTROL
 from trainer.contract.settings.catalog import ARCHITECTURES, MIRRORS
+from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import SECTIONS, JobConfig, SweepAxis
 from trainer.contract.settings.job_file import (
     apply_override,
@@ -28,8 +29,7 @@ from trainer.contract.settings.job_file import (
     to_table,
     with_data_path,
 )
-from trainer.contract.settings.knobs import Knob, knobs_of
-from trainer.contract.settings.sections import CHOSEN, choices_of, section_knobs
+from trainer.contract.settings.sections import CHOSEN, choices_of, section_settings
 
 MINIMAL = {"data": {"path": "acts"}}
 PRESETS = sorted((Path(__file__).parents[3] / "data" / "presets").glob("*.toml"))
@@ -77,25 +77,25 @@ HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers
 OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
 
 
-def allowed(path: str, knob: Knob) -> st.SearchStrategy[Any]:
+def allowed(path: str, setting: Setting) -> st.SearchStrategy[Any]:
     if path in OF_THEIR_OWN:
         return OF_THEIR_OWN[path]
-    choices = choices_of(path, knob)
-    return st.sampled_from(choices) if choices else values(msgspec.inspect.type_info(knob.annotation))
+    choices = choices_of(path, setting)
+    return st.sampled_from(choices) if choices else values(msgspec.inspect.type_info(setting.annotation))
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> dict[str, Any]:
     """Draw a job table with a valid value in every setting of every section."""
-    (name_knob,) = knobs_of(JobConfig)
-    table: dict[str, Any] = {"name": draw(allowed("name", name_knob).filter(lambda text: not CONTROL.search(text)))}
+    (name_setting,) = settings_of(JobConfig)
+    table: dict[str, Any] = {"name": draw(allowed("name", name_setting).filter(lambda text: not CONTROL.search(text)))}
     for section in SECTIONS:
         chosen = {}
         if section in CHOSEN:
             field, registry = CHOSEN[section]
             chosen = {field: draw(st.sampled_from(sorted(registry)))}
-        knobs = section_knobs(section, *chosen.values())
-        drawn = {knob.name: draw(allowed(f"{section}.{knob.name}", knob)) for knob in knobs}
+        declared = section_settings(section, *chosen.values())
+        drawn = {setting.name: draw(allowed(f"{section}.{setting.name}", setting)) for setting in declared}
         table[section] = {key: value for key, value in (drawn | chosen).items() if value is not None}
     return table
 
@@ -114,7 +114,9 @@ def test_a_written_job_contains_all_settings_that_have_a_value() -> None:
     assert job is not None
     table = to_table(job)
     for section in SECTIONS:
-        with_default = {knob.name for knob in section_knobs(section) if knob.required or knob.default is not None}
+        with_default = {
+            setting.name for setting in section_settings(section) if setting.required or setting.default is not None
+        }
         assert set(table[section]) == with_default
     assert table["name"] == "sae"
     assert table["sae"]["k"] == 32
@@ -209,16 +211,16 @@ def test_a_bad_value_is_one_problem_that_names_the_setting(path: str, value: obj
     assert "\n" not in str(problem)
 
 
-ALL_KNOBS = [(f"{section}.{knob.name}", knob) for section in SECTIONS for knob in section_knobs(section)]
+ALL_SETTINGS = [(f"{section}.{setting.name}", setting) for section in SECTIONS for setting in section_settings(section)]
 
 
-@pytest.mark.parametrize(("path", "knob"), ALL_KNOBS, ids=[path for path, _ in ALL_KNOBS])
-def test_no_setting_accepts_a_date_or_a_table(path: str, knob: Knob) -> None:
+@pytest.mark.parametrize(("path", "setting"), ALL_SETTINGS, ids=[path for path, _ in ALL_SETTINGS])
+def test_no_setting_accepts_a_date_or_a_table(path: str, setting: Setting) -> None:
     for value in ({"a": 1}, tomllib.loads("d = 2024-01-01")["d"]):
         job, problems = parse_job(table_with(path, value))
         assert job is None
         assert [problem.path for problem in problems] == [path]
-        assert problems[0].message.startswith(f"must be {knob.wanted}, not ")
+        assert problems[0].message.startswith(f"must be {setting.wanted}, not ")
 
 
 def test_a_job_file_with_a_byte_order_mark_and_windows_line_ends_is_read(tmp_path: Path) -> None:
@@ -354,7 +356,7 @@ def test_a_relative_data_path_is_resolved_in_the_working_directory_first(
     paths = {}
     for name in ("both", "only", "nowhere", "../there/only"):
         (there / "job.toml").write_text(f'[data]\npath = "{name}"\n')
-        paths[name] = load_job(there / "job.toml").data.knobs.path  # type: ignore[attr-defined]
+        paths[name] = load_job(there / "job.toml").data.settings.path  # type: ignore[attr-defined]
     assert paths == {
         "both": str(here / "both"),
         "only": str(there / "only"),
@@ -368,8 +370,8 @@ def test_targets_are_resolved_like_the_data(
 ) -> None:
     (tmp_path / "there" / "out").mkdir(parents=True)
     bases = [tmp_path / "here", tmp_path / "there"]
-    knobs = with_data_path(make_job(data={"path": "in", "target_path": "out"}), bases).data.knobs
-    assert (knobs.path, knobs.target_path) == (str(tmp_path / "here/in"), str(tmp_path / "there/out"))  # type: ignore[attr-defined]
+    data = with_data_path(make_job(data={"path": "in", "target_path": "out"}), bases).data.settings
+    assert (data.path, data.target_path) == (str(tmp_path / "here/in"), str(tmp_path / "there/out"))  # type: ignore[attr-defined]
     made_up = make_job(data={"source": "synthetic"})
     assert with_data_path(made_up, bases) == made_up
 
@@ -377,13 +379,13 @@ def test_targets_are_resolved_like_the_data(
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nosuchuser/x"], ids=["nul", "long", "nobody"])
 def test_an_impossible_path_raises_no_error(make_job: Callable[..., JobConfig], path: str) -> None:
     job = with_data_path(make_job(data={"path": path}), [Path("/somewhere")])
-    assert job.data.knobs.path == f"/somewhere/{path}"  # type: ignore[attr-defined]
+    assert job.data.settings.path == f"/somewhere/{path}"  # type: ignore[attr-defined]
 
 
 def test_the_home_folder_is_expanded(make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     job = with_data_path(make_job(data={"path": "~/acts"}), [Path("/somewhere")])
-    assert job.data.knobs.path == "/home/ada/acts"  # type: ignore[attr-defined]
+    assert job.data.settings.path == "/home/ada/acts"  # type: ignore[attr-defined]
 
 
 def test_garbage_collection_during_refusals_does_not_crash() -> None:

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings import catalog
-from trainer.contract.settings.architectures import ArchitectureKnobs
+from trainer.contract.settings.architectures import ArchitectureSettings
 from trainer.contract.settings.catalog import ArchitectureEntry
+from trainer.contract.settings.declare import about
 from trainer.contract.settings.job import JobConfig, SweepAxis
 from trainer.contract.settings.job_file import dump_job, members, parse_job, to_table
-from trainer.contract.settings.knobs import about
 from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
-class RoundKnobs(ArchitectureKnobs, frozen=True):
+class RoundSettings(ArchitectureSettings, frozen=True):
     """An architecture that shares k with others, and also has a number, a switch and a list."""
 
     k: Annotated[int, about("Active latents.", ge=1)] = 32
@@ -33,7 +33,7 @@ class RoundKnobs(ArchitectureKnobs, frozen=True):
 
 @pytest.fixture(autouse=True)
 def _round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog.ARCHITECTURES, "round", ArchitectureEntry("nowhere:Round", "Round.", RoundKnobs))
+    monkeypatch.setitem(catalog.ARCHITECTURES, "round", ArchitectureEntry("nowhere:Round", "Round.", RoundSettings))
 
 
 def parse(**sections: dict[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
@@ -55,7 +55,7 @@ def problem(**sections: dict[str, Any]) -> Problem:
 
 def test_each_value_makes_an_sae_with_a_label() -> None:
     configs = members(swept(sae={"k": [16, 32, 64]}))
-    assert {label: job.sae.knobs.k for label, job in configs.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
+    assert {label: job.sae.settings.k for label, job in configs.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
 
 
 def test_several_lists_are_combined_in_the_order_of_the_settings() -> None:
@@ -106,14 +106,17 @@ def test_a_setting_of_a_later_architecture_is_kept_as_an_axis() -> None:
     job = swept(sae={"architecture": ["topk", "round"], "roundness": 3.0, "levels": [8, 16]})
     assert job.sweep[1:] == (SweepAxis("sae.roundness", (3.0,)), SweepAxis("sae.levels", ([8, 16],)))
     assert list(members(job)) == ["architecture=topk", "architecture=round"]
-    assert members(job)["architecture=round"].sae.knobs == RoundKnobs(roundness=3.0, levels=[8, 16])
+    assert members(job)["architecture=round"].sae.settings == RoundSettings(roundness=3.0, levels=[8, 16])
 
 
 def test_a_list_setting_is_swept_by_a_list_of_lists() -> None:
     sae = {"architecture": "round", "levels": [8, 16]}
-    assert swept(sae=sae).sae.knobs.levels == [8, 16]
+    assert swept(sae=sae).sae.settings.levels == [8, 16]
     configs = members(swept(sae=sae | {"levels": [[8, 16], [4]]}))
-    assert {label: job.sae.knobs.levels for label, job in configs.items()} == {"levels=8+16": [8, 16], "levels=4": [4]}
+    assert {label: job.sae.settings.levels for label, job in configs.items()} == {
+        "levels=8+16": [8, 16],
+        "levels=4": [4],
+    }
 
 
 def test_a_swept_switch_is_labelled_true_or_false() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.sources import ShardKnobs
+from trainer.contract.settings.sources import ShardSettings
 from trainer.contract.settings.tokens_of_data import META, ORIGIN, folder_of, may_tell_tokens, tells_tokens
 from trainer.evaluation.contexts import texts_of
 from trainer.extraction.shard_writer import RowOrigin
@@ -42,13 +42,13 @@ def test_an_extraction_writes_the_tensors_that_are_checked() -> None:
 def test_data_has_tokens_if_its_texts_can_be_read(tmp_path: Path, names, meta, tells: bool) -> None:
     folder = write(tmp_path / "rows", names, **meta)
     assert tells_tokens(folder) == tells == any(texts_of(folder))
-    assert may_tell_tokens([ShardKnobs(path=str(folder))]) == tells
+    assert may_tell_tokens([ShardSettings(path=str(folder))]) == tells
 
 
 def test_missing_data_may_have_tokens_and_several_folders_do_not(tmp_path: Path) -> None:
-    gone = ShardKnobs(path=str(tmp_path / "gone"))
+    gone = ShardSettings(path=str(tmp_path / "gone"))
     with pytest.raises(UserError):
         tells_tokens(tmp_path / "gone")
     assert may_tell_tokens([gone])
-    assert folder_of(ShardKnobs(path=[str(SAMPLE), str(SAMPLE)])) is None
+    assert folder_of(ShardSettings(path=[str(SAMPLE), str(SAMPLE)])) is None
     assert not may_tell_tokens([])

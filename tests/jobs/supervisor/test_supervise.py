@@ -65,7 +65,7 @@ def test_the_run_folder_is_private_and_its_job_file_can_be_run_again(box):
     job_id = box.launch("steps=1")
     paths = box.data.run(job_id)
     job = load_job(paths.job_file)
-    assert job.data.knobs.path == str(box.activations)
+    assert job.data.settings.path == str(box.activations)
     assert job == box.config("steps=1")
     box.wait_ended(job_id)
     modes = {path.stat().st_mode & 0o077 for path in [paths.root, *paths.root.rglob("*")]}

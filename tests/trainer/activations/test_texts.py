@@ -167,7 +167,7 @@ def with_documents(activations: Path) -> None:
 
 
 def split_by(job: JobConfig) -> Any:
-    source = Shards(path=job.data.knobs.path)
+    source = Shards(path=job.data.settings.path)
     return open_data(source, job, Parallel(torch.device("cpu"))).split
 
 

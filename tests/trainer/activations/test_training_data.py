@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.toy_stream import ToyKnobs, ToyStream
+from support.toy_stream import ToySettings, ToyStream
 
 from trainer.activations.copies import copies_in
 from trainer.activations.shards import Shards
@@ -36,9 +36,9 @@ class OneOf(Group):
         return tensor.expand(self.size, *tensor.shape).clone()
 
 
-def toy(**settings: int) -> ToyStream:
-    knobs = ToyKnobs(**{"shuffle_tokens": 50} | settings)
-    return ToyStream(**{name: getattr(knobs, name) for name in knobs.__struct_fields__})
+def toy(**values: int) -> ToyStream:
+    settings = ToySettings(**{"shuffle_tokens": 50} | values)
+    return ToyStream(**{name: getattr(settings, name) for name in settings.__struct_fields__})
 
 
 def stream_data(

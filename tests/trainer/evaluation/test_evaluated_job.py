@@ -45,7 +45,7 @@ def test_remote_code_needs_consent_and_a_file_that_only_the_user_can_write(
     own = write(file, "remote_code = true", 0o600)
     with pytest.raises(UserError, match=r'data.remote_code: runs the Python code that comes with "theirs/model"'):
         evaluated_job(own)
-    assert evaluated_job(own, allows_code=True).data.knobs.remote_code
+    assert evaluated_job(own, allows_code=True).data.settings.remote_code
 
 
 @pytest.mark.parametrize("command", ["run", "extract", "join", "bench", "resume"])
@@ -67,4 +67,4 @@ def test_no_command_runs_remote_code_without_consent(file: Path, command: str, c
 def test_a_run_of_another_user_without_code_is_measured_in_fp32(file: Path) -> None:
     job = evaluated_job(write(file, "", 0o666))
     assert job.train.precision == "fp32"
-    assert not job.data.knobs.remote_code
+    assert not job.data.settings.remote_code

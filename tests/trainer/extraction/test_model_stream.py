@@ -39,7 +39,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job, parse_job
-from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_stream import ModelStream
@@ -444,7 +444,7 @@ def test_bad_settings_are_reported_before_a_run(make: Make, changes: dict[str, A
     job = make()
     given = {"model": job.model.path, "hook": "resid_post.1", "text": job.text.path, "context": 32}
     with pytest.raises(JobFileError) as error:
-        ModelKnobs(**given | changes).shape()
+        ModelSettings(**given | changes).shape()
     assert str(error.value).startswith(problem)
 
 
@@ -460,9 +460,9 @@ def test_paths_next_to_the_job_file_are_found_and_hub_names_are_kept(make: Make,
     table = table_of(make(), Path("texts.txt"))
     table["data"]["model"] = "somebody/some-model"
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table))
-    knobs = load_job(file).data.knobs
-    assert isinstance(knobs, ModelKnobs)
-    assert (knobs.text, knobs.model) == (str(tmp_path / "texts.txt"), "somebody/some-model")
+    settings = load_job(file).data.settings
+    assert isinstance(settings, ModelSettings)
+    assert (settings.text, settings.model) == (str(tmp_path / "texts.txt"), "somebody/some-model")
 
 
 def test_memory_and_time_include_the_language_model(make: Make, corpus: Path) -> None:
@@ -472,7 +472,7 @@ def test_memory_and_time_include_the_language_model(make: Make, corpus: Path) ->
     stream = Workload(job, 1, job.data_shape(), CPU_PROCESS)
     stored = Workload(with_stored_data(job), 1, job.data_shape(), CPU_PROCESS)
     n_parameters = sum(
-        tensor.numel() for tensor in load_file(Path(job.data.knobs.model) / "model.safetensors").values()
+        tensor.numel() for tensor in load_file(Path(job.data.settings.model) / "model.safetensors").values()
     )  # type: ignore[attr-defined]
     more, less = estimate(stream), estimate(stored)
     assert more.weights - less.weights == 4 * n_parameters
@@ -493,7 +493,7 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_shows_it(
     work = Workload(job.replace("launch", nodes=nodes), 4, job.data_shape(), CPU_PROCESS)
     speeds = assumed_speeds(CPU_PROCESS, "fp32")
     # Each of the four has a quarter of a step's tokens, or all of them.
-    flops = job.data.knobs.flops_per_token() * work.tokens_per_step / n_parts
+    flops = job.data.settings.flops_per_token() * work.tokens_per_step / n_parts
     assert text_parts(work) == n_parts
     assert source_s(work, speeds) == pytest.approx(flops / speeds.flops_per_s)
     plan = Plan(mode, 4, 1, 256, 64, 1, step_s=1.0, needs_bytes=1, model_share=0.25, text_parts=n_parts)

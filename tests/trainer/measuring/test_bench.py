@@ -116,7 +116,7 @@ def test_without_a_job_file_the_defaults_are_measured_at_a_common_width() -> Non
     job, (d_in, d_out, _) = bench_job(None, ["sae.k=7", "launch.gpus=cpu"])
     assert d_out is None
     assert (d_in, job.sae.width(d_in), job.train.batch_size) == (768, 6144, 4096)
-    assert job.sae.knobs.k == 7
+    assert job.sae.settings.k == 7
 
 
 def test_synthetic_data_has_the_requested_width() -> None:

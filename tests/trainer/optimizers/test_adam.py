@@ -13,10 +13,10 @@ from trainer.optimizers.codecs import BLOCK, CODECS
 SHAPES = ((2 * BLOCK + 6, 300), (300, 2 * BLOCK + 6), (300,), (7,))
 
 
-def made(state: str, **knobs: float) -> tuple[Adam, list[nn.Parameter]]:
+def made(state: str, **settings: float) -> tuple[Adam, list[nn.Parameter]]:
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    return Adam(parameters, 1e-2, **({"beta1": 0.9, "beta2": 0.999} | knobs), state=state), parameters
+    return Adam(parameters, 1e-2, **({"beta1": 0.9, "beta2": 0.999} | settings), state=state), parameters
 
 
 def gradients(step: int) -> list[Tensor]:
@@ -28,8 +28,8 @@ def gradients(step: int) -> list[Tensor]:
     return [raw[0] * active, raw[1] * active[:, None], raw[2] * active, raw[3]]
 
 
-def trained(state: str, n_steps: int, **knobs: float) -> tuple[Adam, list[nn.Parameter]]:
-    optimizer, parameters = made(state, **knobs)
+def trained(state: str, n_steps: int, **settings: float) -> tuple[Adam, list[nn.Parameter]]:
+    optimizer, parameters = made(state, **settings)
     for step in range(n_steps):
         for parameter, gradient in zip(parameters, gradients(step), strict=True):
             parameter.grad = gradient

@@ -159,5 +159,5 @@ def test_only_replaced_latents_lose_their_optimizer_state(choice: dict[str, Any]
 
 @each
 def test_the_automatic_rate_falls_with_the_width(choice: dict[str, Any]) -> None:
-    auto_lr = catalog.OPTIMIZERS[choice["optimizer"]].knobs().auto_lr
+    auto_lr = catalog.OPTIMIZERS[choice["optimizer"]].settings().auto_lr
     assert auto_lr(512) >= auto_lr(3072) >= auto_lr(65_536) > 0

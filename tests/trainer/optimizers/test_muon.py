@@ -57,9 +57,9 @@ def test_updates_of_matrices_match_the_algorithm(shape: tuple[int, int]) -> None
 
 def test_updates_of_matrices_are_about_as_large_as_with_adam() -> None:
     lengths = []
-    for optimizer_class, knobs in ((Muon, {"momentum": 0.95}), (Adam, {"state": "fp32"})):
+    for optimizer_class, settings in ((Muon, {"momentum": 0.95}), (Adam, {"state": "fp32"})):
         weight = nn.Parameter(torch.zeros(30, 200))
-        optimizer = optimizer_class([weight], 0.01, beta1=0.9, beta2=0.999, **knobs)
+        optimizer = optimizer_class([weight], 0.01, beta1=0.9, beta2=0.999, **settings)
         for seed in range(100):
             before = weight.detach().clone()
             weight.grad = random(30, 200, seed=seed)

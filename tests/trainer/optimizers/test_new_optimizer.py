@@ -16,7 +16,7 @@ from trainer.contract.planning import memory
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import job_of, parse_job
-from trainer.contract.settings.sections import choices_of, find_knob, section_knobs
+from trainer.contract.settings.sections import choices_of, find_setting, section_settings
 from trainer.training.loop import Trainer
 
 
@@ -32,10 +32,10 @@ def job(activations: Path) -> JobConfig:
 
 
 def test_a_new_optimizer_is_a_choice_with_its_own_checked_settings() -> None:
-    knob = find_knob("train.optimizer")
-    assert knob
-    assert "heavy_ball" in choices_of("train.optimizer", knob)
-    assert "heaviness" in {knob.name for knob in section_knobs("train", "heavy_ball")}
+    setting = find_setting("train.optimizer")
+    assert setting
+    assert "heavy_ball" in choices_of("train.optimizer", setting)
+    assert "heaviness" in {setting.name for setting in section_settings("train", "heavy_ball")}
     _, problems = parse_job({"data": {"path": "x"}, "train": {"optimizer": "heavy_ball", "heaviness": 1}})
     assert [problem.path for problem in problems] == ["train.heaviness"]
 

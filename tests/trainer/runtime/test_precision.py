@@ -139,8 +139,8 @@ def test_products_in_16_bits_train_like_fp32(chosen: str, make_job: MakeJob) -> 
 @pytest.mark.parametrize("architecture", list(catalog.ARCHITECTURES))
 def test_deterministic_training_on_a_cpu_is_reproducible(architecture: str, make_job: MakeJob) -> None:
     job = make_job()
-    knobs = catalog.ARCHITECTURES[architecture].knobs()
-    job = job.replace("sae", architecture=architecture, knobs=knobs)
+    settings = catalog.ARCHITECTURES[architecture].settings()
+    job = job.replace("sae", architecture=architecture, settings=settings)
     set_deterministic(True)
     assert torch.are_deterministic_algorithms_enabled()
     first, second = weights_after(job), weights_after(job)

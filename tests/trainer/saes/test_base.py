@@ -11,10 +11,10 @@ from trainer.saes.topk import TopK
 
 
 def random_topk(d_out: int | None = None) -> BatchTopK | TopK:
-    knobs = {"k": 5, "k_aux": 4, "auxk_alpha": 1 / 32}
+    settings = {"k": 5, "k_aux": 4, "auxk_alpha": 1 / 32}
     if d_out:
-        return random_sae(BatchTopK, 12, 40, d_out, threshold_rate=0.2, **knobs)
-    return random_sae(TopK, **knobs)
+        return random_sae(BatchTopK, 12, 40, d_out, threshold_rate=0.2, **settings)
+    return random_sae(TopK, **settings)
 
 
 def fired_in(output: Output) -> Tensor:

@@ -15,8 +15,10 @@ from trainer.saes.sparse_acts import DenseActs, SparseActs
 from trainer.training.loop import Trainer
 
 
-def random_batch_topk(*shape: int, **knobs: Any) -> BatchTopK:
-    sae = random_sae(BatchTopK, *shape, **({"k": 5, "k_aux": 4, "auxk_alpha": 1 / 32, "threshold_rate": 0.25} | knobs))
+def random_batch_topk(*shape: int, **settings: Any) -> BatchTopK:
+    sae = random_sae(
+        BatchTopK, *shape, **({"k": 5, "k_aux": 4, "auxk_alpha": 1 / 32, "threshold_rate": 0.25} | settings)
+    )
     sae.auxk.residual_variance.fill_(0.7)
     return sae
 

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from trainer.activations.heavy_dimensions import changed_scales, dimension_scales, scales_sentence
 from trainer.contract.settings.job import DataSettings
-from trainer.contract.settings.sources import ShardKnobs
+from trainer.contract.settings.sources import ShardSettings
 from trainer.saes.base import Sae
 
-KNOBS = ShardKnobs("acts")
+SETTINGS = ShardSettings("acts")
 SHAPES = [(None, False), (7, False), (7, True)]
 
 
 @torch.no_grad()
 def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scale: Tensor) -> Any:
     """Make a random float64 SAE with zero weights at dimensions of scale 0, whose means it stores."""
-    kind_class, knobs, _ = KINDS[kind]
-    sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), **knobs)
+    kind_class, own, _ = KINDS[kind]
+    sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), **own)
     if skip:
         sae.W_skip = torch.nn.Parameter(torch.randn(D_IN, sae.d_out, dtype=torch.float64) * (y_scale > 0))
     sae.scale_dimensions()
@@ -93,7 +93,7 @@ def test_the_exported_sae_on_raw_rows_equals_the_trained_one_on_scaled_rows(
 def test_dimensions_with_over_three_times_the_median_spread_are_scaled_down() -> None:
     rows = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(0)) + 5
     rows *= torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 6.0, 300.0, 0.0])
-    scales = dimension_scales(rows, DataSettings(knobs=KNOBS, scale_dimensions="auto", drop_dimensions=[4]))
+    scales = dimension_scales(rows, DataSettings(settings=SETTINGS, scale_dimensions="auto", drop_dimensions=[4]))
     assert scales[:4].tolist() == [1.0] * 4
     assert scales[4] == 0
     assert scales[7] == 1
@@ -104,5 +104,5 @@ def test_dimensions_with_over_three_times_the_median_spread_are_scaled_down() ->
     assert scales_sentence(changed, 8).startswith(
         "1 dimension of 8 (number 4) left out, 2 dimensions of 8 (numbers 6 and 5) scaled down by up to "
     )
-    assert dimension_scales(rows, DataSettings(knobs=KNOBS)).tolist() == [1.0] * 8
+    assert dimension_scales(rows, DataSettings(settings=SETTINGS)).tolist() == [1.0] * 8
     assert scales_sentence({}, 8) == ""

@@ -11,9 +11,9 @@ from trainer.saes.matryoshka import MatryoshkaBatchTopK, _PrefixErrors
 from trainer.saes.sparse_acts import DenseActs
 
 
-def random_matryoshka(*shape: int, **knobs: Any) -> MatryoshkaBatchTopK:
+def random_matryoshka(*shape: int, **settings: Any) -> MatryoshkaBatchTopK:
     defaults = {"k": 5, "n_levels": 4, "k_aux": 4, "auxk_alpha": 1 / 32, "threshold_rate": 0.25}
-    sae = random_sae(MatryoshkaBatchTopK, *shape, **(defaults | knobs))
+    sae = random_sae(MatryoshkaBatchTopK, *shape, **(defaults | settings))
     sae.auxk.residual_variance.fill_(0.7)
     return sae
 

@@ -18,7 +18,7 @@ from trainer.contract.planning.check_job import Machine, check
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import job_of, parse_job, to_table
-from trainer.contract.settings.sections import choices_of, find_knob, section_knobs
+from trainer.contract.settings.sections import choices_of, find_setting, section_settings
 from trainer.measuring.estimate import Estimate
 from trainer.training.loop import Trainer
 
@@ -43,10 +43,10 @@ def make_loudest(activations: Path) -> MakeJob:
 
 
 def test_a_new_architecture_is_a_choice_with_its_own_settings() -> None:
-    knob = find_knob("sae.architecture")
-    assert knob
-    assert "loudest" in choices_of("sae.architecture", knob)
-    assert {"n_loudest", "price"} <= {knob.name for knob in section_knobs("sae", "loudest")}
+    setting = find_setting("sae.architecture")
+    assert setting
+    assert "loudest" in choices_of("sae.architecture", setting)
+    assert {"n_loudest", "price"} <= {setting.name for setting in section_settings("sae", "loudest")}
 
 
 def test_the_settings_of_a_new_architecture_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:

@@ -38,10 +38,10 @@ KINDS: dict[str, Any] = {
 CAN_TRANSCODE = [kind for kind in KINDS if kind != "gated"]
 
 
-def made(kind: str, *shape: int, is_sparse: bool = False, **knobs: Any) -> Any:
+def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> Any:
     """Make a random SAE in which half of the latents fire, for dense products, or few of them, for sparse products."""
     kind_class, own = KINDS[kind]
-    sae = random_sae(kind_class, *shape, **(PENALISED | own | knobs))
+    sae = random_sae(kind_class, *shape, **(PENALISED | own | settings))
     # Vary the lengths of decoder rows: only some kinds keep them at 1.
     sae.W_dec.data *= torch.linspace(0.5, 2, sae.d_sae, dtype=torch.float64)[:, None]
     if kind.startswith("jumprelu"):

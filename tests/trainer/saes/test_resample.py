@@ -21,12 +21,12 @@ from trainer.saes.resample import resample
 from trainer.saes.standard import Standard
 from trainer.training.learner import Learner
 
-KNOBS: dict[str, Any] = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
+SETTINGS: dict[str, Any] = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
 DEAD = [3, 7, 20]
 
 
-def with_dead(kind: type[Sae] = Standard, *shape: int, **knobs: Any) -> Any:
-    sae = random_sae(kind, *shape, **(KNOBS | knobs))
+def with_dead(kind: type[Sae] = Standard, *shape: int, **settings: Any) -> Any:
+    sae = random_sae(kind, *shape, **(SETTINGS | settings))
     sae.n_tokens_since_fired[DEAD] = 1000
     return sae
 
@@ -92,7 +92,7 @@ def test_more_dead_latents_than_tokens_share_tokens() -> None:
 
 @pytest.mark.parametrize("dead", [[], list(range(40))])
 def test_nothing_is_resampled_if_no_or_all_latents_are_dead(dead: list[int]) -> None:
-    sae = random_sae(Standard, **KNOBS)
+    sae = random_sae(Standard, **SETTINGS)
     sae.n_tokens_since_fired[dead] = 1000
     before = sae.W_dec.detach().clone()
     assert not resampled(sae, batch()).any()

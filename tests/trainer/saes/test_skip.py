@@ -20,9 +20,9 @@ D_OUT = 7
 
 def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
     """Make a transcoder for data with a non-zero mean, with AuxK if its architecture has it."""
-    kind_class, knobs, _ = KINDS[kind]
-    own = {"auxk_alpha": 1 / 32, "k_aux": 4} if "auxk_alpha" in knobs else {}
-    sae: Sae = random_sae(kind_class, 12, 40, D_OUT, **(knobs | own | changes))
+    kind_class, settings, _ = KINDS[kind]
+    own = {"auxk_alpha": 1 / 32, "k_aux": 4} if "auxk_alpha" in settings else {}
+    sae: Sae = random_sae(kind_class, 12, 40, D_OUT, **(settings | own | changes))
     sae.x_mean.copy_(batch(1, seed=9)[0])
     if skip:
         sae.add_skip()
@@ -102,8 +102,8 @@ def test_the_skip_learns_the_linear_part_of_the_data(kind: str) -> None:
     # The data has a mean far from 0 and a scale other than 1.
     x, map_ = torch.randn(4000, 12) * 5 + 20, torch.randn(12, D_OUT)
     data = [(rows, rows @ map_ + 3) for rows in x.split(500)]
-    knobs = {"architecture": kind, "d_sae": 48, "k": 2, "lr": 1e-2, "log_every": 20, "device": "cpu"}
-    assert train(data, n_steps=200, skip=True, **knobs).values["fvu"] < 0.01
+    settings = {"architecture": kind, "d_sae": 48, "k": 2, "lr": 1e-2, "log_every": 20, "device": "cpu"}
+    assert train(data, n_steps=200, skip=True, **settings).values["fvu"] < 0.01
 
 
 def test_the_skip_starts_from_zero() -> None:

@@ -15,8 +15,8 @@ from trainer.saes.losses import auxk_error
 from trainer.saes.topk import TopK
 
 
-def random_topk(**knobs: Any) -> TopK:
-    sae = random_sae(TopK, **({"k": 5, "k_aux": 4, "auxk_alpha": 1 / 32} | knobs))
+def random_topk(**settings: Any) -> TopK:
+    sae = random_sae(TopK, **({"k": 5, "k_aux": 4, "auxk_alpha": 1 / 32} | settings))
     sae.auxk.residual_variance.fill_(0.7)
     return sae
 

@@ -30,7 +30,7 @@ def make_saving(job: JobConfig, folder: Path, kept, saved: Position | None = Non
 
 
 def data_of(job: JobConfig) -> IndexedData:
-    return IndexedData(Shards(path=job.data.knobs.path), 0, 0, Group())
+    return IndexedData(Shards(path=job.data.settings.path), 0, 0, Group())
 
 
 def test_ranks_know_whether_the_newest_checkpoint_is_missing(make_job, learners, kept, tmp_path: Path) -> None:

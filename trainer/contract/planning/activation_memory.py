@@ -27,11 +27,11 @@ _BYTES_OF_TOPK = 20
 
 def of_start(work: Workload, sae: SaeSettings) -> int:
     """Return the bytes that an SAE needs in addition to its weights to find a threshold before its first step."""
-    if not hasattr(sae.knobs, "sparsity_coefficient"):
+    if not hasattr(sae.settings, "sparsity_coefficient"):
         return 0
     n_own = sae.width(work.d_in) / work.latent_ranks
     at_once = max(n_own, min(START_VALUES, START_ROWS * n_own))
-    largest = min(START_ROWS * n_own, START_ROWS * sae.knobs.most_active(work.d_in))
+    largest = min(START_ROWS * n_own, START_ROWS * sae.settings.most_active(work.d_in))
     return round(_BYTES_OF_TOPK * (at_once + largest) + 4 * START_ROWS * work.d_in)
 
 
@@ -101,7 +101,7 @@ def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
 
 def candidates_of_token(work: Workload, sae: SaeSettings) -> int:
     """Return how many top-k candidates per token each rank sends to the ranks that share its latents."""
-    k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.knobs.most_active(work.d_in)
+    k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.settings.most_active(work.d_in)
     return k if work.device == "cuda" else min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
 
@@ -119,7 +119,7 @@ class _StepSizes:
         self.own_tokens = self.n_tokens / self.sharing
         self.d_sae = sae.width(self.d_in)
         self.n_own = self.d_sae / self.sharing
-        self.most_active, self.n_prefixes = sae.knobs.most_active(self.d_in), sae.knobs.n_prefixes
+        self.most_active, self.n_prefixes = sae.settings.most_active(self.d_in), sae.settings.n_prefixes
         # The data as read, normalised and centred; for a transcoder also the target as read and normalised.
         self.targets = 4 * (self.n_tokens + self.own_tokens) * (work.shape.d_out or 0)
         self.rows = 4 * self.n_tokens * self.d_in * (2 + self.product / 4) + self.targets
@@ -181,7 +181,7 @@ class _SparseArchitecture(_StepSizes):
 
     def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
         super().__init__(work, sae, keeps_copies=keeps_copies)
-        self.n_aux = min(sae.knobs.n_aux(self.d_in), self.d_sae)
+        self.n_aux = min(sae.settings.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
         # Number of weights of AuxK's candidates, and bytes of their gradients: ranks sum these in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)

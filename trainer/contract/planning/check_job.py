@@ -98,7 +98,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
 
 def _check_rows(job: JobConfig) -> list[Problem]:
     """Report duplicate rows, and "texts" as hold-out if the shards store no document of each row."""
-    problems = list(dict.fromkeys(problem for knobs in job.hooks.values() for problem in knobs.repeated()))
+    problems = list(dict.fromkeys(problem for settings in job.hooks.values() for problem in settings.repeated()))
     with contextlib.suppress(JobFileError):  # the data may be the future output of another job
         if job.data.hold_out == "texts" and any(one.usual_hold_out() != "texts" for one in job.hooks.values()):
             message = 'not all shards store the text of each row (a tensor `document`); use "blocks" or "rows"'
@@ -252,19 +252,19 @@ def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
 
 def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
     """Warn about a run that is too short for a penalty to reach the requested L0."""
-    steps, knobs = Layout(member, work.ranks).total_steps, member.sae.knobs
-    if getattr(knobs, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
+    steps, settings = Layout(member, work.ranks).total_steps, member.sae.settings
+    if getattr(settings, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
     message = (
         f"{member.sae.architecture} steers L0 by a penalty, and in {plural(steps, 'step')} it may stay far from "
-        f"k = {knobs.n_active} (L0 was 71 for 32 after 49 steps); take {LEAST_STEPS_OF_PENALTY} steps or more, "
+        f"k = {settings.n_active} (L0 was 71 for 32 after 49 steps); take {LEAST_STEPS_OF_PENALTY} steps or more, "
         "with more tokens or a smaller train.batch_size"
     )
     return [Problem("train.n_steps" if member.train.n_steps else "train.n_tokens", message, "warning")]
 
 
 def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
-    data, d_sae, k = work.shape, sae.width(work.d_in), sae.knobs.n_active
+    data, d_sae, k = work.shape, sae.width(work.d_in), sae.settings.n_active
     problems = []
     if k > d_sae:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
@@ -315,7 +315,7 @@ def _check_length(work: Workload) -> list[Problem]:
 
 def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
     """Return a problem if `n_tokens` stored rows are too few for the held-out rows and one step."""
-    place, held_out = work.job.data.knobs.place, work.job.data.held_out(n_tokens, work.ranks)
+    place, held_out = work.job.data.settings.place, work.job.data.held_out(n_tokens, work.ranks)
     n_train = n_tokens - held_out
     if n_train < 1:
         message = f"keeps back all of {place}, which holds {n_tokens:,} tokens; at most a 20th of them is usual"

@@ -113,7 +113,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)
-    source = work.job.data.knobs.held(n_hooks * work.shape.width, on_cuda=work.device == "cuda")
+    source = work.job.data.settings.held(n_hooks * work.shape.width, on_cuda=work.device == "cuda")
     # During the pass of an SAE at one hook, a batch also holds the rows of all other hooks.
     beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
     taken = sum(held_weights) + optimizer + peak + beside + sum(source)
@@ -157,7 +157,7 @@ def of_reader(work: Workload) -> Memory | None:
     if not work.model_gpus:
         return None
     on_cuda = work.device == "cuda"
-    held = work.job.data.knobs.held_alone(len(work.job.hooks) * work.shape.width, on_cuda=on_cuda)
+    held = work.job.data.settings.held_alone(len(work.job.hooks) * work.shape.width, on_cuda=on_cuda)
     return Memory(
         weights=held.weights,
         gradients=0,
@@ -255,7 +255,7 @@ def n_skip(work: Workload, sae: SaeSettings) -> int:
 
 def state_bytes(train: Train, device: str) -> float:
     """Return the bytes of optimizer state per weight on a "cuda" or "cpu" device."""
-    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[train.knobs.state_dtype(device)]
+    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[train.settings.state_dtype(device)]
 
 
 def _update_bytes(train: Train, stepped: float, *, is_compiled: bool) -> int:

@@ -25,7 +25,7 @@ def auto_rate(layout: Layout, d_sae: int, *, is_transcoder: bool) -> float:
     """Return the rate that "auto" stands for."""
     following = following_rates(layout.job, is_transcoder=is_transcoder)
     train = layout.job.train
-    rate = train.knobs.auto_lr(d_sae)
+    rate = train.settings.auto_lr(d_sae)
     if following is None:
         return rate
     return rate * following.lr * (length_factor(layout.total_steps) if train.lr_length == "auto" else 1.0)

@@ -6,7 +6,7 @@ from trainer.contract.planning import latent_room
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.model_source import ModelSettings
 
 # A fast host launches a step in 2 ms; the virtual host of an H200 took 7 to 12. FLOP/s and bytes per second are roughly
 # an A100's: a faster GPU gains more, and a slower GPU loses nothing.
@@ -33,6 +33,6 @@ def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
 def can_be_recorded(job: JobConfig, d_in: int) -> bool:
     """Return whether steps activate few latents in the long run, and the host runs no other long GPU work."""
     is_dense = ARCHITECTURES[job.sae.architecture].dense_matrices
-    is_sparse = not is_dense or latent_room.per_token(job.sae.knobs.n_active, job.sae.width(d_in)) is not None
-    runs_model = isinstance(job.data.knobs, ModelKnobs)
+    is_sparse = not is_dense or latent_room.per_token(job.sae.settings.n_active, job.sae.width(d_in)) is not None
+    runs_model = isinstance(job.data.settings, ModelSettings)
     return is_sparse and OPTIMIZERS[job.train.optimizer].writes_copies and not runs_model

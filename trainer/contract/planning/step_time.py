@@ -104,7 +104,7 @@ def source_s(work: Workload, speeds: Speeds) -> float:
     and without the model the SAE may fit at all, or fit in larger micro-batches.
     """
     # A forward pass up to the last hook produces the rows of all hooks.
-    flops = max(knobs.flops_per_token() for knobs in work.job.hooks.values())
+    flops = max(settings.flops_per_token() for settings in work.job.hooks.values())
     return flops * work.tokens_per_step / text_parts(work) / speeds.flops_per_s
 
 
@@ -177,7 +177,7 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
         tokens = work.tokens_per_step / with_tokens
         # Reconstructions are summed in fp32; a GPU gathers their gradient in the type of products.
         of_gradient = work.product_bytes if work.device == "cuda" else 4
-        n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.knobs.n_prefixes) * tokens * work.d_out
+        n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
         # Each candidate is answered with one byte.
         candidates = tokens * activation_memory.candidates_of_token(work, sae)
         n_bytes += _ring(sharing) / 2 * candidates * (work.product_bytes + 1)
@@ -197,11 +197,11 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     pre_acts = tokens * own * work.product_bytes
     row_passes = _ROW_PASSES - _OWN_ROW_PASSES * (1 - 1 / sharing)
     rows = 4 * tokens * row_passes * (work.d_in + work.d_out) / 2
-    matrices, per_token = ARCHITECTURES[sae.architecture].dense_matrices, sae.knobs.n_active / sharing
+    matrices, per_token = ARCHITECTURES[sae.architecture].dense_matrices, sae.settings.n_active / sharing
     if matrices and work.device == "cuda" and not (per_token := latent_room.per_token(per_token, int(own)) or 0):
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     active = tokens * per_token
-    n_exact = first_look.EXACT * first_look.n_seen(sae.knobs.n_active, sharing)
+    n_exact = first_look.EXACT * first_look.n_seen(sae.settings.n_active, sharing)
     is_exact = work.device == "cpu" and work.precision == "fp32"
     if is_exact and not matrices and (cost := first_look.costs()) and first_look.pays(n_exact, int(own)):
         # The rounded product's pre-activations have half the bytes.
@@ -219,7 +219,7 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     ranking, and sum the candidates' weights and their gradients in fp32. On a CPU the time is ignored: it only computes
     the dead latents, which are few.
     """
-    n_aux = sae.knobs.n_aux(work.d_in)
+    n_aux = sae.settings.n_aux(work.d_in)
     if work.device == "cpu" or not n_aux:
         return 0.0
     sharing, n = work.latent_ranks, min(2 * n_aux, sae.width(work.d_in))

@@ -9,8 +9,8 @@ import msgspec
 
 from trainer.contract.errors import Problem
 from trainer.contract.json_file import read_json
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity
-from trainer.contract.settings.knobs import show
 
 
 class _ShardRecord(msgspec.Struct):

@@ -15,7 +15,7 @@ from trainer.contract.planning.hardware import CPU, auto_precision, usual_capabi
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train, dead_after
 from trainer.contract.settings.job_file import AnyJob, members
-from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.sources import DataShape
 
 # Modes in which one process has all devices of a job.
@@ -170,8 +170,8 @@ def steps_of(job: AnyJob, devices: int) -> int:
 
 def model_gpus_of(job: AnyJob) -> int | Literal["auto"]:
     """Return how many GPUs only run a job's language model."""
-    knobs = job.data.knobs if isinstance(job, JobConfig) else None
-    return knobs.model_gpus if isinstance(knobs, ModelKnobs) else 0
+    settings = job.data.settings if isinstance(job, JobConfig) else None
+    return settings.model_gpus if isinstance(settings, ModelSettings) else 0
 
 
 def ranks_of(job: AnyJob, devices: int) -> int:
@@ -188,11 +188,11 @@ def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
 
     If the job left that open, its steps keep the tokens that they have without reserved GPUs; see `ranks_of`.
     """
-    knobs = job.data.knobs
-    if not isinstance(knobs, ModelKnobs) or knobs.model_gpus == model_gpus:
+    settings = job.data.settings
+    if not isinstance(settings, ModelSettings) or settings.model_gpus == model_gpus:
         return job
-    placed = job.replace("data", knobs=msgspec.structs.replace(knobs, model_gpus=model_gpus))
-    if knobs.model_gpus != "auto" or not model_gpus:
+    placed = job.replace("data", settings=msgspec.structs.replace(settings, model_gpus=model_gpus))
+    if settings.model_gpus != "auto" or not model_gpus:
         return placed
     return placed.replace("train", global_batch_size=Layout(job, devices).tokens_per_step)
 

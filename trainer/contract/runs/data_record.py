@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
 from trainer.contract.settings.shards import inspect_shards, recorded_sums
-from trainer.contract.settings.sources import SourceKnobs
+from trainer.contract.settings.sources import SourceSettings
 from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
 
@@ -67,13 +67,13 @@ class FolderRecord(msgspec.Struct, frozen=True):
 DataRecord = list[FolderRecord]
 
 
-def record_of(sources: Iterable[SourceKnobs], before: DataRecord | None = None) -> DataRecord:
+def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = None) -> DataRecord:
     """Return a record of the current data of each hook, without samples, because these take time to read.
 
     If the run was already trained on the shards in `before`, they come first, with their samples; new shards follow.
     Raise `JobFileError` if one of the recorded shards has changed.
     """
-    now = [_look(field, path) for knobs in sources for field, path in knobs.stored_at()]
+    now = [_look(field, path) for settings in sources for field, path in settings.stored_at()]
     if before is None:
         return now
     if len(before) != len(now):

@@ -18,7 +18,7 @@ from trainer.contract.settings.extract import STATE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
-from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.tokens_of_data import folder_of
 
 # The tokens of text on which the trainer measures the losses by default, by device.
@@ -47,11 +47,11 @@ class LanguageModelSize(msgspec.Struct, frozen=True):
 
 def language_model(job: JobConfig) -> LanguageModelSize | None:
     """Return the model whose activations a job trains on, or None if it is not recorded."""
-    for knobs in job.hooks.values():
+    for settings in job.hooks.values():
         path: object = None
-        if isinstance(knobs, ModelKnobs):
-            path = knobs.model
-        elif folder := folder_of(knobs):
+        if isinstance(settings, ModelSettings):
+            path = settings.model
+        elif folder := folder_of(settings):
             state = read_json(folder.parent / STATE, dict[str, Any]) or {}
             path = job_table.get("model.path") if isinstance(job_table := state.get("job"), dict) else None
         if isinstance(path, str) and path:

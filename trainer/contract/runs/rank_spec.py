@@ -19,7 +19,7 @@ from trainer.contract.paths import RunPaths, private_folder, refuse_link
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all, is_slice
 from trainer.contract.planning.hardware import MeasuredHardware, read_box
 from trainer.contract.runs import cuda_variables, nccl
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 from trainer.contract.store.rows import Count, Device, JobId, WorldSize
 from trainer.contract.trust import open_own
 

@@ -61,14 +61,14 @@ def recipe_of(
     `n_rows` is the number of training rows, `device` the kind of device that the SAE was trained on, "cuda" or "cpu".
     """
     one = msgspec.structs.replace(layout, job=member)
-    train, knobs, d_sae = member.train, member.sae.knobs, member.sae.width(d_in)
+    train, settings, d_sae = member.train, member.sae.settings, member.sae.width(d_in)
     following = following_rates(member, is_transcoder=is_transcoder)
     lr = full_rate(one, d_sae, is_transcoder=is_transcoder)
-    alpha = getattr(knobs, "auxk_alpha", None)
+    alpha = getattr(settings, "auxk_alpha", None)
     return Recipe(
         optimizer=train.optimizer,
         optimizer_settings=msgspec.structs.asdict(
-            train.knobs.for_run(one.total_steps if one.chooses_latents else LONG_RUN, device)
+            train.settings.for_run(one.total_steps if one.chooses_latents else LONG_RUN, device)
         ),
         lr=lr,
         encoder_follows=following is not None,
@@ -80,9 +80,9 @@ def recipe_of(
         planned_steps=layout.total_steps,
         tokens=position.tokens,
         passes=position.tokens / n_rows if n_rows else None,
-        target_l0=knobs.target_l0,
+        target_l0=settings.target_l0,
         auxk_alpha=alpha,
-        k_aux=knobs.n_aux(d_in) if alpha else None,
+        k_aux=settings.n_aux(d_in) if alpha else None,
         seed=train.seed,
     )
 

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from trainer.contract.settings.knobs import about
+from trainer.contract.settings.declare import about
 
 
-class ArchitectureKnobs(msgspec.Struct, frozen=True):
+class ArchitectureSettings(msgspec.Struct, frozen=True):
     """The settings of an architecture, and the numbers that memory and time estimates derive from them."""
 
     @property
@@ -84,7 +84,7 @@ class _Chooses:
         return (self.k_aux or max(1, d_in // 2)) if self.auxk_alpha else 0
 
 
-class TopKKnobs(_Chooses, ArchitectureKnobs, frozen=True):
+class TopKSettings(_Chooses, ArchitectureSettings, frozen=True):
     """TopK with AuxK (Gao et al. 2024, arXiv 2406.04093)."""
 
     k: Annotated[int, about("Latents active per token.", unit="latents", ge=1)] = 32
@@ -94,7 +94,7 @@ class TopKKnobs(_Chooses, ArchitectureKnobs, frozen=True):
     k_anneal_start: KAnnealStart | None = None
 
 
-class BatchTopKKnobs(_Chooses, ArchitectureKnobs, frozen=True):
+class BatchTopKSettings(_Chooses, ArchitectureSettings, frozen=True):
     """BatchTopK with AuxK (Bussmann et al. 2024, arXiv 2412.06410)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
@@ -105,7 +105,7 @@ class BatchTopKKnobs(_Chooses, ArchitectureKnobs, frozen=True):
     k_anneal_start: KAnnealStart | None = None
 
 
-class MatryoshkaKnobs(_Chooses, ArchitectureKnobs, frozen=True):
+class MatryoshkaSettings(_Chooses, ArchitectureSettings, frozen=True):
     """Matryoshka BatchTopK with AuxK (Bussmann et al. 2025, arXiv 2503.17547)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
@@ -140,7 +140,7 @@ SparsityWarmup = Annotated[
 ]
 
 
-class StandardKnobs(ArchitectureKnobs, frozen=True):
+class StandardSettings(ArchitectureSettings, frozen=True):
     """ReLU and L1 (Bricken et al. 2023; weighted by decoder norms as in Anthropic's April 2024 update)."""
 
     k: TargetL0 = 32
@@ -152,7 +152,7 @@ class StandardKnobs(ArchitectureKnobs, frozen=True):
         return self.k
 
 
-class GatedKnobs(ArchitectureKnobs, frozen=True):
+class GatedSettings(ArchitectureSettings, frozen=True):
     """Gated SAE (Rajamanoharan et al. 2024, arXiv 2404.16014)."""
 
     k: TargetL0 = 32
@@ -164,7 +164,7 @@ class GatedKnobs(ArchitectureKnobs, frozen=True):
         return self.k
 
 
-class JumpReLUKnobs(ArchitectureKnobs, frozen=True):
+class JumpReLUSettings(ArchitectureSettings, frozen=True):
     """JumpReLU (Rajamanoharan et al. 2024, arXiv 2407.14435; tanh from Anthropic's January 2025 update)."""
 
     k: TargetL0 = 32

@@ -30,16 +30,16 @@ class Entry(msgspec.Struct, frozen=True):
         return pkgutil.resolve_name(self.target)
 
 
-class KnobsEntry(Entry, frozen=True):
+class SettingsEntry(Entry, frozen=True):
     """A registered class and its settings, which become keyword arguments."""
 
-    knobs: type[msgspec.Struct]
+    settings: type[msgspec.Struct]
 
 
-class ArchitectureEntry(KnobsEntry, frozen=True):
+class ArchitectureEntry(SettingsEntry, frozen=True):
     """An SAE architecture, and the facts that checks and estimates need."""
 
-    knobs: type[architectures.ArchitectureKnobs]
+    settings: type[architectures.ArchitectureSettings]
     # Whether a file format for its transcoders exists: always, only with equal input and output dimensions, or never.
     transcodes: Literal["yes", "one width", "no"] = "yes"
     # Whether it selects latents over the tokens of all ranks instead of per token.
@@ -66,10 +66,10 @@ class FollowingRates(msgspec.Struct, frozen=True):
     decay: float
 
 
-class OptimizerEntry(KnobsEntry, frozen=True):
+class OptimizerEntry(SettingsEntry, frozen=True):
     """An optimizer, and the facts that checks and estimates need."""
 
-    knobs: type[optimizers.OptimizerKnobs]
+    settings: type[optimizers.OptimizerSettings]
     # The number of state values per weight.
     state_values: int = 2
     # Memory of a step in addition to its state, as a multiple of the larger weight matrix.
@@ -84,10 +84,10 @@ class OptimizerEntry(KnobsEntry, frozen=True):
     following: FollowingRates | None = None
 
 
-class SourceEntry(KnobsEntry, frozen=True):
+class SourceEntry(SettingsEntry, frozen=True):
     """A source of activations."""
 
-    knobs: type[sources.SourceKnobs]
+    settings: type[sources.SourceSettings]
 
 
 class ModeEntry(Entry, frozen=True):
@@ -146,11 +146,11 @@ class MetricEntry(Entry, frozen=True):
     held_out: bool = False
 
 
-class NoKnobs(msgspec.Struct, frozen=True):
+class NoSettings(msgspec.Struct, frozen=True):
     """Only the settings that all entries of a section have."""
 
 
-class BackendEntry(KnobsEntry, frozen=True):
+class BackendEntry(SettingsEntry, frozen=True):
     """A way to start the ranks of a job: a class that only the app loads, and the facts that other code needs."""
 
     # The scheduler that assigns nodes and GPUs; "" if this machine's own queue does.
@@ -165,7 +165,7 @@ ARCHITECTURES = {
     "topk": ArchitectureEntry(
         "trainer.saes.topk:TopK",
         "Exactly k latents per token; dead ones revived by AuxK.",
-        architectures.TopKKnobs,
+        architectures.TopKSettings,
         # The format is sparsify's; SAELens has no transcoders with k latents per token.
         transcodes="one width",
         encoder_follows=True,
@@ -174,7 +174,7 @@ ARCHITECTURES = {
     "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
         "k latents per token on average; outside training a threshold.",
-        architectures.BatchTopKKnobs,
+        architectures.BatchTopKSettings,
         per_batch=True,
         encoder_follows=True,
         redundant_curves=("loss",),
@@ -182,27 +182,27 @@ ARCHITECTURES = {
     "matryoshka_batch_topk": ArchitectureEntry(
         "trainer.saes.matryoshka:MatryoshkaBatchTopK",
         "BatchTopK whose first latents also reconstruct on their own.",
-        architectures.MatryoshkaKnobs,
+        architectures.MatryoshkaSettings,
         per_batch=True,
         encoder_follows=True,
     ),
     "jumprelu": ArchitectureEntry(
         "trainer.saes.jumprelu:JumpReLU",
         "A learnt threshold for every latent; k on average by a steered penalty.",
-        architectures.JumpReLUKnobs,
+        architectures.JumpReLUSettings,
         dense_matrices=5.25,
     ),
     "gated": ArchitectureEntry(
         "trainer.saes.gated:Gated",
         "Which latents fire and how strongly are read apart; k on average.",
-        architectures.GatedKnobs,
+        architectures.GatedSettings,
         transcodes="no",
         dense_matrices=7.25,
     ),
     "standard": ArchitectureEntry(
         "trainer.saes.standard:Standard",
         "ReLU and an L1 penalty, steered so that k latents are active on average.",
-        architectures.StandardKnobs,
+        architectures.StandardSettings,
         dense_matrices=3,
         dense_weights=1,
     ),
@@ -211,7 +211,7 @@ OPTIMIZERS = {
     "adam": OptimizerEntry(
         "trainer.optimizers.adam:Adam",
         "Adam in one fused kernel.",
-        optimizers.AdamKnobs,
+        optimizers.AdamSettings,
         writes_copies=True,
         # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer (k = 48, 6,144 latents): 0.193; 0.206
         # if the rate decays only over the last fifth; 0.225 if encoders also move on their own, at half the rate.
@@ -222,7 +222,7 @@ OPTIMIZERS = {
     "signum": OptimizerEntry(
         "trainer.optimizers.signum:Signum",
         "Signs of gradients, weights averaged.",
-        optimizers.SignumKnobs,
+        optimizers.SignumSettings,
         state_values=1,
         # The signs of the gradient, if the update cannot be compiled.
         scratch=1,
@@ -231,21 +231,21 @@ OPTIMIZERS = {
     "muon": OptimizerEntry(
         "trainer.optimizers.muon:Muon",
         "Momentum made orthogonal.",
-        optimizers.MuonKnobs,
+        optimizers.MuonSettings,
         state_values=1,
         scratch=4,
         elementwise=False,
     ),
 }
 SOURCES = {
-    "shards": SourceEntry("trainer.activations.shards:Shards", "Shards on disk, memory-mapped.", sources.ShardKnobs),
+    "shards": SourceEntry("trainer.activations.shards:Shards", "Shards on disk, memory-mapped.", sources.ShardSettings),
     "synthetic": SourceEntry(
-        "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", sources.SyntheticKnobs
+        "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", sources.SyntheticSettings
     ),
     "model": SourceEntry(
         "trainer.extraction.model_stream:ModelStream",
         "From a language model as it reads, stored nowhere.",
-        model_source.ModelKnobs,
+        model_source.ModelSettings,
     ),
 }
 PARALLEL = {
@@ -314,12 +314,12 @@ LAUNCH_BACKENDS = {
     "local": BackendEntry(
         "sae_tui.jobs.launchers.local:RankGroup",
         "Processes on this machine.",
-        NoKnobs,
+        NoSettings,
     ),
     "slurm": BackendEntry(
         "sae_tui.jobs.launchers.slurm:SlurmAttempt",
         "A batch job on nodes that SLURM chooses.",
-        NoKnobs,
+        NoSettings,
         cluster="SLURM",
         check="trainer.contract.settings.slurm:check_slurm",
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",

@@ -14,9 +14,9 @@ import msgspec
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
+from trainer.contract.settings.declare import about
 from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
 from trainer.contract.settings.job import MAX_NORM, Launch
-from trainer.contract.settings.knobs import about
 from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, TextSettings
 
 KIND = "extract"

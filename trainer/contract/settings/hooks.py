@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.errors import Problem
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.declare import show
 
 # Maps our site names to TransformerLens's names inside a block.
 SITES = {

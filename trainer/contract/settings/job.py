@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.settings.architectures import ArchitectureKnobs
-from trainer.contract.settings.catalog import LAUNCH_BACKENDS, MIRRORS, NoKnobs
-from trainer.contract.settings.knobs import about
-from trainer.contract.settings.optimizers import OptimizerKnobs
+from trainer.contract.settings.architectures import ArchitectureSettings
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS, MIRRORS, NoSettings
+from trainer.contract.settings.declare import about
+from trainer.contract.settings.optimizers import OptimizerSettings
 from trainer.contract.settings.promised import NO_PROMISES, Promises
-from trainer.contract.settings.sources import DataShape, HoldOut, SourceKnobs
+from trainer.contract.settings.sources import DataShape, HoldOut, SourceSettings
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
@@ -29,7 +29,7 @@ Choice = str  # a name in a registry, checked against it, so that a new entry ne
 class DataSettings(msgspec.Struct, frozen=True):
     """The data section: the source of the activations and how rows are held out, left out or scaled."""
 
-    knobs: SourceKnobs
+    settings: SourceSettings
     source: Annotated[Choice, about("Where activations come from.")] = "shards"
     held_out_tokens: (
         Annotated[
@@ -101,7 +101,7 @@ def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
 class SaeSettings(msgspec.Struct, frozen=True):
     """The SAE section: architecture, size and initialisation of the dictionary."""
 
-    knobs: ArchitectureKnobs
+    settings: ArchitectureSettings
     architecture: Annotated[Choice, about("How latents are made sparse.")] = "topk"
     d_sae: Annotated[int, about("Number of latents; overrides the expansion factor.", unit="latents", ge=1)] | None = (
         None
@@ -155,7 +155,7 @@ class SaeSettings(msgspec.Struct, frozen=True):
 class Train(msgspec.Struct, frozen=True):
     """The training section: length, learning rate, precision and reporting."""
 
-    knobs: OptimizerKnobs
+    settings: OptimizerSettings
     batch_size: (
         Annotated[
             int,
@@ -277,7 +277,7 @@ class ParallelSettings(msgspec.Struct, frozen=True):
 class Launch(msgspec.Struct, frozen=True):
     """The launch section: where and how the job runs."""
 
-    knobs: msgspec.Struct = NoKnobs()
+    settings: msgspec.Struct = NoSettings()
     gpus: (
         Annotated[str, about("Which devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
         | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]
@@ -362,7 +362,7 @@ class JobConfig(msgspec.Struct, frozen=True):
 
         They must be the same at all hooks. For folders in `promises`, the promised shapes are used.
         """
-        shapes = {name: knobs.shape_once_written(promises) for name, knobs in self.hooks.items()}
+        shapes = {name: settings.shape_once_written(promises) for name, settings in self.hooks.items()}
         (first, shape), *others = shapes.items()
         for name, other in others:
             if other != shape:
@@ -382,23 +382,23 @@ class JobConfig(msgspec.Struct, frozen=True):
             raise JobFileError([Problem("data.drop_dimensions", "leaves out all dimensions; keep at least one")])
 
     @property
-    def hooks(self) -> dict[str, SourceKnobs]:
+    def hooks(self) -> dict[str, SourceSettings]:
         """The data settings for each hook, by its name in the job file; under "" if there is only one hook."""
         names = next((axis.values for axis in self.sweep if axis.path == HOOK), ())
-        knobs: Any = self.data.knobs
-        return {name: msgspec.structs.replace(knobs, hook=name) for name in names} or {"": knobs}
+        settings: Any = self.data.settings
+        return {name: msgspec.structs.replace(settings, hook=name) for name in names} or {"": settings}
 
     @property
     def hold_out(self) -> HoldOut:
         """How rows are held out; with "auto", the shard headers decide. May raise `JobFileError`."""
         if self.data.hold_out != "auto":
             return self.data.hold_out
-        usual = {knobs.usual_hold_out() for knobs in self.hooks.values()}
+        usual = {settings.usual_hold_out() for settings in self.hooks.values()}
         return usual.pop() if len(usual) == 1 else "blocks"
 
     def hook_number(self, member: JobConfig) -> int:
         """Return the index of the hook whose rows an SAE of the sweep reads."""
-        return list(self.hooks.values()).index(member.data.knobs)
+        return list(self.hooks.values()).index(member.data.settings)
 
     @property
     def on_cpu(self) -> bool:

@@ -19,12 +19,20 @@ from trainer.contract.paths import shipped_data, working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.settings import all_layers, extract, sweep
 from trainer.contract.settings.catalog import MIRRORS
+from trainer.contract.settings.declare import Setting, cut, settings_of, show
 from trainer.contract.settings.extract import ExtractJob, check_extract
 from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, DataSettings, JobConfig
 from trainer.contract.settings.job import SECTIONS as OF_TRAINING
-from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
-from trainer.contract.settings.sections import CHOSEN, KINDS, SECTIONS, find_knob, open_choices, section_knobs, words_of
-from trainer.contract.settings.sources import StreamKnobs
+from trainer.contract.settings.sections import (
+    CHOSEN,
+    KINDS,
+    SECTIONS,
+    find_setting,
+    open_choices,
+    section_settings,
+    words_of,
+)
+from trainer.contract.settings.sources import StreamSettings
 from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.settings.typed import parse_value
 
@@ -103,9 +111,9 @@ def _parse_sections(
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Parse the name and the sections of a job; return the values by name, None for invalid ones, and all problems."""
     problems: list[Problem] = []
-    (name_knob,) = knobs_of(job)
+    (name_setting,) = settings_of(job)
     parsed = {name: _parse_section(name, raw.get(name, {}), problems) for name in sections}
-    return {**parsed, "name": _convert(name_knob, "name", raw, problems)}, problems
+    return {**parsed, "name": _convert(name_setting, "name", raw, problems)}, problems
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
@@ -184,13 +192,13 @@ def _whole(job: J | None, problems: list[Problem]) -> J:
 
 def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
     """Return the job with absolute data paths, each resolved against the first of `bases` where it exists."""
-    knobs = job.data.knobs
-    written = {name: getattr(knobs, name) for name in knobs.paths}
+    settings = job.data.settings
+    written = {name: getattr(settings, name) for name in settings.paths}
     absolute = {name: _resolve_each(path, bases) for name, path in written.items() if path is not None}
-    for name in knobs.hub_paths:
-        if os.path.exists(there := _resolve(getattr(knobs, name), bases)):
+    for name in settings.hub_paths:
+        if os.path.exists(there := _resolve(getattr(settings, name), bases)):
             absolute[name] = there
-    return job.replace("data", knobs=msgspec.structs.replace(knobs, **absolute))
+    return job.replace("data", settings=msgspec.structs.replace(settings, **absolute))
 
 
 def _resolve_each(paths: str | list[str], bases: Sequence[Path]) -> str | list[str]:
@@ -236,9 +244,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _read_value(path: str, text: str) -> Any:
-    knob = find_knob(path)
+    setting = find_setting(path)
     try:
-        return knob.read(text, several=sweep.may_differ(path)) if knob else parse_value(text)
+        return setting.read(text, several=sweep.may_differ(path)) if setting else parse_value(text)
     except ValueError as error:
         raise JobFileError([Problem(path, str(error))]) from None
 
@@ -249,9 +257,9 @@ def to_table(job: AnyJob) -> dict[str, Any]:
     table["name"] = job.name
     for name in KINDS[job.kind]:
         section = msgspec.structs.asdict(getattr(job, name))
-        own = section.pop("knobs", None)
+        own = section.pop("settings", None)
         section |= msgspec.structs.asdict(own) if own is not None else {}
-        ordered = [knob.name for knob in section_knobs(name, _chosen_entry(job, name))]
+        ordered = [setting.name for setting in section_settings(name, _chosen_entry(job, name))]
         table[name] = {key: section[key] for key in ordered if section[key] is not None}
     for axis in job.sweep if isinstance(job, JobConfig) else ():
         name, key = axis.path.split(".")
@@ -278,17 +286,17 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
     extra: dict[str, Any] = {}
     if name in CHOSEN:
         field, registry = CHOSEN[name]
-        default = next(knob.default for knob in knobs_of(struct) if knob.name == field)
+        default = next(setting.default for setting in settings_of(struct) if setting.name == field)
         chosen = raw.get(field, default)
-        own = registry[chosen].knobs if isinstance(chosen, str) and chosen in registry else None
-        extra["knobs"] = own
-    knobs = section_knobs(name, words_of(name, raw))
-    values = {knob.name: _convert(knob, f"{name}.{knob.name}", raw, problems) for knob in knobs}
+        own = registry[chosen].settings if isinstance(chosen, str) and chosen in registry else None
+        extra["settings"] = own
+    settings = section_settings(name, words_of(name, raw))
+    values = {setting.name: _convert(setting, f"{name}.{setting.name}", raw, problems) for setting in settings}
     if any(problem.path.startswith(f"{name}.") for problem in problems):
         return None
-    if extra.get("knobs"):
-        own_names = extra["knobs"].__struct_fields__
-        extra["knobs"] = extra["knobs"](**{key: values.pop(key) for key in own_names})
+    if extra.get("settings"):
+        own_names = extra["settings"].__struct_fields__
+        extra["settings"] = extra["settings"](**{key: values.pop(key) for key in own_names})
     return struct(**values, **extra)
 
 
@@ -296,22 +304,22 @@ def _require_length(data: msgspec.Struct | None, train: Any, problems: list[Prob
     """Report if the data is a stream and the job file does not set the length of the training."""
     if (
         isinstance(data, DataSettings)
-        and isinstance(data.knobs, StreamKnobs)
+        and isinstance(data.settings, StreamSettings)
         and not {"n_tokens", "n_steps"} & {*train}
     ):
         message = "is missing: the data is a stream, which does not say how long to train; give this or train.n_steps"
         problems.append(Problem("train.n_tokens", message))
 
 
-def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Problem]) -> Any:
-    value = raw.get(knob.name, knob.default)
-    if knob.required and value is None:
-        problems.append(Problem(path, f"is missing: {knob.help}"))
+def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list[Problem]) -> Any:
+    value = raw.get(setting.name, setting.default)
+    if setting.required and value is None:
+        problems.append(Problem(path, f"is missing: {setting.help}"))
         return None
     try:
-        value = knob.convert(value)
+        value = setting.convert(value)
     except ValueError as error:
-        shared = isinstance(value, list) and value and not knob.is_list and not sweep.may_differ(path)
+        shared = isinstance(value, list) and value and not setting.is_list and not sweep.may_differ(path)
         problems.append(Problem(path, f"{error}; the SAEs of a sweep share it" if shared else str(error)))
         return None
     if path == "name" and (control := CONTROL.search(value)):
@@ -349,7 +357,7 @@ def _unknown_keys(raw: Mapping[str, Any], sections: Mapping[str, type[msgspec.St
     for section in sections:
         keys = raw.get(section)
         if isinstance(keys, Mapping) and _are_known(section, keys):
-            names = [knob.name for knob in section_knobs(section, words_of(section, keys))]
+            names = [setting.name for setting in section_settings(section, words_of(section, keys))]
             problems += _unknown(keys, names, f"{section}.")
     return problems
 

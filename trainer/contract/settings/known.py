@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.contract.settings.knobs import Knob
-from trainer.contract.settings.sections import CHOSEN, SECTIONS, choices_of, section_knobs
+from trainer.contract.settings.declare import Setting
+from trainer.contract.settings.sections import CHOSEN, SECTIONS, choices_of, section_settings
 
 
 def known_settings() -> dict[str, list[str]]:
     """Return the allowed words of each job file setting, by path; an empty list if the setting allows any value."""
-    known: dict[str, list[Knob]] = {}
+    known: dict[str, list[Setting]] = {}
     for section in SECTIONS:
         for entry in CHOSEN[section][1] if section in CHOSEN else (None,):
-            for knob in section_knobs(section, entry):
-                known.setdefault(f"{section}.{knob.name}", []).append(knob)
-    return {path: _words(path, knobs) for path, knobs in known.items()}
+            for setting in section_settings(section, entry):
+                known.setdefault(f"{section}.{setting.name}", []).append(setting)
+    return {path: _words(path, settings) for path, settings in known.items()}
 
 
 def unknown_settings(table: Mapping[str, Any], known: Mapping[str, list[str]]) -> list[str]:
@@ -33,6 +33,6 @@ def unknown_settings(table: Mapping[str, Any], known: Mapping[str, list[str]]) -
     return unknown
 
 
-def _words(path: str, knobs: list[Knob]) -> list[str]:
-    choices = [choices_of(path, knob) for knob in knobs]
+def _words(path: str, settings: list[Setting]) -> list[str]:
+    choices = [choices_of(path, setting) for setting in settings]
     return sorted({word for words in choices for word in words}) if all(choices) else []

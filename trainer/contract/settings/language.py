@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from trainer.contract.files import lfs_pointer_in
-from trainer.contract.settings.knobs import about
+from trainer.contract.settings.declare import about
 
 # Suffixes of text files.
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.extras import install, is_installed
+from trainer.contract.settings.declare import about, show
 from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook, problems_of_hooks
-from trainer.contract.settings.knobs import about, show
 from trainer.contract.settings.language import (
     BatchTokens,
     Column,
@@ -26,11 +26,11 @@ from trainer.contract.settings.language import (
     lack_of_text,
 )
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
-from trainer.contract.settings.sources import DataShape, Held, HoldOut, StreamKnobs
+from trainer.contract.settings.sources import DataShape, Held, HoldOut, StreamSettings
 from trainer.contract.wording import plural
 
 
-class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
+class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     """A language model that reads text during the training, on the training devices or on dedicated GPUs."""
 
     model: ModelPath

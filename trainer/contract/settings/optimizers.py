@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
-from trainer.contract.settings.knobs import about
+from trainer.contract.settings.declare import about
 
 Beta1 = (
     Annotated[float, about("Adam's decay of the mean of gradients; auto: by the steps.", advanced=True, ge=0, lt=1)]
@@ -21,7 +21,7 @@ Beta2 = (
 )
 
 
-class OptimizerKnobs(msgspec.Struct, frozen=True):
+class OptimizerSettings(msgspec.Struct, frozen=True):
     """The settings of an optimizer, and the numbers that the memory estimate derives from them."""
 
     def state_dtype(self, device: str) -> str:
@@ -37,7 +37,7 @@ class OptimizerKnobs(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
 
-class AdamKnobs(OptimizerKnobs, frozen=True):
+class AdamSettings(OptimizerSettings, frozen=True):
     """Adam (Kingma & Ba 2014, arXiv 1412.6980)."""
 
     beta1: Beta1 = "auto"
@@ -66,7 +66,7 @@ class AdamKnobs(OptimizerKnobs, frozen=True):
         return 6e-3 * math.sqrt(3072 / d_sae)
 
 
-class SignumKnobs(OptimizerKnobs, frozen=True):
+class SignumSettings(OptimizerSettings, frozen=True):
     """Signum (Bernstein et al. 2018, arXiv 1802.04434), schedule-free (Defazio et al. 2024, arXiv 2405.15682)."""
 
     momentum: Annotated[
@@ -86,7 +86,7 @@ class SignumKnobs(OptimizerKnobs, frozen=True):
         return 5e-3 * math.sqrt(2**14 / d_sae)
 
 
-class MuonKnobs(OptimizerKnobs, frozen=True):
+class MuonSettings(OptimizerSettings, frozen=True):
     """Muon (Jordan et al. 2024)."""
 
     momentum: Annotated[
@@ -111,10 +111,10 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
 LONG_RUN = 10_000
 
 
-def _decays_left_open(knobs: AdamKnobs | MuonKnobs, n_steps: int) -> dict[str, float]:
+def _decays_left_open(settings: AdamSettings | MuonSettings, n_steps: int) -> dict[str, float]:
     """Return the decays of Adam that are set to "auto", for a run of `n_steps` steps."""
     fitting = {"beta1": gradients_decay(n_steps), "beta2": squares_decay(n_steps)}
-    return {name: decay for name, decay in fitting.items() if getattr(knobs, name) == "auto"}
+    return {name: decay for name, decay in fitting.items() if getattr(settings, name) == "auto"}
 
 
 def gradients_decay(n_steps: int) -> float:

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 
 from trainer.contract.settings import catalog, extract, job
-from trainer.contract.settings.catalog import Entry, KnobsEntry
+from trainer.contract.settings.catalog import Entry, SettingsEntry
+from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.knobs import Knob, knobs_of
 
 # The sections of each kind of job, and all sections.
 KINDS: dict[str, dict[str, type[msgspec.Struct]]] = {"train": job.SECTIONS, extract.KIND: extract.SECTIONS}
 SECTIONS = {name: section for sections in KINDS.values() for name, section in sections.items()}
 
 # By section: the field that names a registry entry, and its registry. The entry's settings become part of the section.
-CHOSEN: dict[str, tuple[str, Mapping[str, KnobsEntry]]] = {
+CHOSEN: dict[str, tuple[str, Mapping[str, SettingsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
@@ -30,33 +30,37 @@ REGISTRIES: dict[str, Mapping[str, Entry]] = {
 }
 
 
-def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Knob, ...]:
+def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
     """Return the settings of a section, including the registry entries `chosen` (by default the usual entry)."""
-    common = knobs_of(SECTIONS[section])
+    common = settings_of(SECTIONS[section])
     if section not in CHOSEN:
         return common
     field, registry = CHOSEN[section]
-    place = [knob.name for knob in common].index(field) + 1
+    place = [setting.name for setting in common].index(field) + 1
     words = [chosen] if isinstance(chosen, str) else chosen or [common[place - 1].default]
-    own: dict[str, Knob] = {}
+    own: dict[str, Setting] = {}
     for word in words:
         # If two entries have a setting with the same name, the first one describes it.
-        own = {knob.name: knob for knob in knobs_of(registry[word].knobs)} | own if word in registry else own
+        own = (
+            {setting.name: setting for setting in settings_of(registry[word].settings)} | own
+            if word in registry
+            else own
+        )
     return (*common[:place], *own.values(), *common[place:])
 
 
-def find_knob(path: str) -> Knob | None:
+def find_setting(path: str) -> Setting | None:
     """Return the setting at a path such as `train.lr`, in any registry entry, or None."""
     section, _, name = path.rpartition(".")
     if section not in SECTIONS:
-        return next((knob for knob in knobs_of(JobConfig) if knob.name == path), None)
+        return next((setting for setting in settings_of(JobConfig) if setting.name == path), None)
     entries = list(CHOSEN[section][1]) if section in CHOSEN else None
-    return next((knob for knob in section_knobs(section, entries) if knob.name == name), None)
+    return next((setting for setting in section_settings(section, entries) if setting.name == name), None)
 
 
-def choices_of(path: str, knob: Knob) -> tuple[str, ...]:
+def choices_of(path: str, setting: Setting) -> tuple[str, ...]:
     """Return the words that a setting allows, from a closed list or a registry; otherwise empty."""
-    return open_choices(path) or knob.choices
+    return open_choices(path) or setting.choices
 
 
 def open_choices(path: str) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator
 
 from trainer.contract.errors import Problem
+from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import TIME_LIMITS, JobConfig
 from trainer.contract.settings.job_file import AnyJob
-from trainer.contract.settings.knobs import show
 
 # Options of sbatch that the job file or the launcher sets; another value would conflict.
 _OWN = {

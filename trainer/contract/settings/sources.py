@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.settings.declare import about
 from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, problems_of_hooks
-from trainer.contract.settings.knobs import about
 from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
 from trainer.contract.settings.shards import ShardSet, documents_in, inspect_shards, is_shuffled, same_shards
 from trainer.contract.wording import join_words, plural
@@ -49,7 +49,7 @@ class Held(NamedTuple):
     activations: int = 0
 
 
-class SourceKnobs(msgspec.Struct, frozen=True):
+class SourceSettings(msgspec.Struct, frozen=True):
     """Settings of a source, which gives the shape of its data without loading it."""
 
     # Settings that name a file or folder, and settings that may instead name a repository on the hub.
@@ -97,7 +97,7 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         return 0.0
 
 
-class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
+class StreamSettings(SourceSettings, frozen=True, kw_only=True):
     """Settings of a source that produces each row once, in its own order; the base of all stream settings."""
 
     shuffle_tokens: Annotated[
@@ -116,7 +116,7 @@ S = TypeVar("S", bound=ShardSet | Width)
 _LARGEST_WEIGHT = 1e6
 
 
-class ShardKnobs(SourceKnobs, frozen=True):
+class ShardSettings(SourceSettings, frozen=True):
     """Settings of activations stored on disk."""
 
     path: Annotated[
@@ -292,7 +292,7 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
 MOST_SYNTHETIC = 10**9
 
 
-class SyntheticKnobs(SourceKnobs, frozen=True):
+class SyntheticSettings(SourceSettings, frozen=True):
     """Rows made from a known sparse dictionary (Sharkey et al. 2022, "Taking features out of superposition")."""
 
     d_in: Annotated[int, about("Width of a row.", unit="dimensions", ge=1)] = 64

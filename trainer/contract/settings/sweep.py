@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.contract.errors import Problem
+from trainer.contract.settings.declare import Setting, show
 from trainer.contract.settings.hooks import all_named, problems_of_hooks, short_names
 from trainer.contract.settings.job import HOOK, SweepAxis, Train
-from trainer.contract.settings.knobs import Knob, show
-from trainer.contract.settings.sections import CHOSEN, section_knobs, words_of
+from trainer.contract.settings.sections import CHOSEN, section_settings, words_of
 
 # The SAEs learn from each batch in turn: a larger sweep is no faster than two runs, and its memory adds up.
 MOST_MEMBERS = 64
@@ -88,10 +88,10 @@ def member_tables(base: Table, axes: Sequence[SweepAxis]) -> Iterator[tuple[str,
 def _axes_of(section: str, keys: Table) -> Iterator[SweepAxis]:
     words = words_of(section, keys)
     first = _names(section, words[:1])
-    for knob in section_knobs(section, words):
-        path = f"{section}.{knob.name}"
-        values = _values(path, knob, keys.get(knob.name))
-        if knob.name in keys and (len(values) > 1 or knob.name not in first):
+    for setting in section_settings(section, words):
+        path = f"{section}.{setting.name}"
+        values = _values(path, setting, keys.get(setting.name))
+        if setting.name in keys and (len(values) > 1 or setting.name not in first):
             yield SweepAxis(path, tuple(values))
 
 
@@ -99,20 +99,20 @@ def _first_of(section: str, keys: Table) -> Table:
     """Return the first value of each list, without settings that the first architecture or optimizer does not have."""
     words = words_of(section, keys)
     first = _names(section, words[:1])
-    knobs = {knob.name: knob for knob in section_knobs(section, words)}
+    settings = {setting.name: setting for setting in section_settings(section, words)}
     return {
-        key: _values(f"{section}.{key}", knobs[key], value)[0] if key in knobs else value
+        key: _values(f"{section}.{key}", settings[key], value)[0] if key in settings else value
         for key, value in keys.items()
-        if key in first or key not in knobs
+        if key in first or key not in settings
     }
 
 
-def _values(path: str, knob: Knob, value: Any) -> list[Any]:
+def _values(path: str, setting: Setting, value: Any) -> list[Any]:
     """Return the values of a list that is a sweep, otherwise a list with the value alone."""
     if path == HOOK:
         return all_named(value)
     several = isinstance(value, list) and bool(value) and may_differ(path)
-    return value if several and (not knob.is_list or isinstance(value[0], list)) else [value]
+    return value if several and (not setting.is_list or isinstance(value[0], list)) else [value]
 
 
 def _combinations(axes: Sequence[SweepAxis]) -> Iterator[Table]:
@@ -144,7 +144,7 @@ def _knows(table: Table, path: str) -> bool:
 
 
 def _names(section: str, words: Sequence[str]) -> set[str]:
-    return {knob.name for knob in section_knobs(section, words)}
+    return {setting.name for setting in section_settings(section, words)}
 
 
 def _label(values: Mapping[str, Any]) -> str:

@@ -8,24 +8,24 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
-from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.shards import inspect_shards, read_header
-from trainer.contract.settings.sources import ShardKnobs, SourceKnobs, each
+from trainer.contract.settings.sources import ShardSettings, SourceSettings, each
 
 META = "meta.json"
 # Tensors in a shard with each row's token, its position in its piece of a document, and its document.
 ORIGIN = ("token_ids", "positions", "document")
 
 
-def folder_of(knobs: SourceKnobs) -> Path | None:
+def folder_of(settings: SourceSettings) -> Path | None:
     """Return the folder of the data; None if it has none or several."""
-    paths = each(knobs.folders) if isinstance(knobs, ShardKnobs) else []
+    paths = each(settings.folders) if isinstance(settings, ShardSettings) else []
     return Path(os.path.expanduser(paths[0])) if len(paths) == 1 else None
 
 
-def may_tell_tokens(knobs: Iterable[SourceKnobs]) -> bool:
+def may_tell_tokens(settings: Iterable[SourceSettings]) -> bool:
     """Return whether any of the data may record its tokens; text read by a model does, missing data might."""
-    return any(isinstance(one, ModelKnobs) or ((folder := folder_of(one)) and _may_tell(folder)) for one in knobs)
+    return any(isinstance(one, ModelSettings) or ((folder := folder_of(one)) and _may_tell(folder)) for one in settings)
 
 
 def _may_tell(folder: Path) -> bool:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from trainer.contract.errors import UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS, PARALLEL, SOURCES, Entry
+from trainer.contract.settings.declare import Setting, about, settings_of, show
 from trainer.contract.settings.job import SECTIONS, JobConfig
-from trainer.contract.settings.knobs import Knob, about, knobs_of, show
-from trainer.contract.settings.sections import CHOSEN, section_knobs
+from trainer.contract.settings.sections import CHOSEN, section_settings
 from trainer.contract.settings.typed import parse_number, parse_value
 
 
@@ -28,41 +28,45 @@ class Sample(msgspec.Struct, frozen=True):
     hidden: int = 3
 
 
-KNOBS = {knob.name: knob for knob in knobs_of(Sample)}
+SETTINGS = {setting.name: setting for setting in settings_of(Sample)}
 
 
-def every_knob() -> list[tuple[str, Knob]]:
-    """List every setting of every section with every registry entry, as (path, knob)."""
-    knobs = [("name", knob) for knob in knobs_of(JobConfig)]
+def every_setting() -> list[tuple[str, Setting]]:
+    """List every setting of every section with every registry entry, as (path, setting)."""
+    settings = [("name", setting) for setting in settings_of(JobConfig)]
     for section in SECTIONS:
         names = CHOSEN[section][1] if section in CHOSEN else [None]
-        knobs += [(f"{section}.{knob.name}", knob) for name in names for knob in section_knobs(section, name)]
-    return list(dict(knobs).items())
+        settings += [
+            (f"{section}.{setting.name}", setting) for name in names for setting in section_settings(section, name)
+        ]
+    return list(dict(settings).items())
 
 
-@pytest.mark.parametrize(("path", "knob"), every_knob(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_setting_has_a_help_text_and_describes_its_values(path: str, knob: Knob) -> None:
-    assert knob.help.endswith((".", "].")), path
-    assert knob.wanted
-    assert knob.required or knob.convert(knob.default) == knob.default
+@pytest.mark.parametrize(
+    ("path", "setting"), every_setting(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_setting_has_a_help_text_and_describes_its_values(path: str, setting: Setting) -> None:
+    assert setting.help.endswith((".", "].")), path
+    assert setting.wanted
+    assert setting.required or setting.convert(setting.default) == setting.default
 
 
 @pytest.mark.parametrize(
     "struct",
     [
         *SECTIONS.values(),
-        *(entry.knobs for entries in (ARCHITECTURES, OPTIMIZERS, SOURCES) for entry in entries.values()),
+        *(entry.settings for entries in (ARCHITECTURES, OPTIMIZERS, SOURCES) for entry in entries.values()),
     ],
 )
 def test_every_field_of_a_section_is_a_setting(struct: type[msgspec.Struct]) -> None:
-    assert {knob.name for knob in knobs_of(struct)} == set(struct.__struct_fields__) - {"knobs"}
+    assert {setting.name for setting in settings_of(struct)} == set(struct.__struct_fields__) - {"settings"}
 
 
 def test_a_field_without_help_is_not_a_setting() -> None:
-    assert "hidden" not in KNOBS
-    assert KNOBS["on"].advanced
-    assert KNOBS["on"].is_bool
-    assert KNOBS["steps"].unit == "steps"
+    assert "hidden" not in SETTINGS
+    assert SETTINGS["on"].advanced
+    assert SETTINGS["on"].is_bool
+    assert SETTINGS["steps"].unit == "steps"
 
 
 @pytest.mark.parametrize(
@@ -77,13 +81,13 @@ def test_a_field_without_help_is_not_a_setting() -> None:
     ],
 )
 def test_the_accepted_values_of_a_setting_are_described_in_words(name: str, wanted: str) -> None:
-    assert KNOBS[name].wanted == wanted
+    assert SETTINGS[name].wanted == wanted
 
 
 def test_only_a_closed_list_has_choices() -> None:
-    assert KNOBS["word"].choices == ("a", "b", "c")
-    assert KNOBS["rate"].choices == ()
-    assert KNOBS["share"].choices == ()
+    assert SETTINGS["word"].choices == ("a", "b", "c")
+    assert SETTINGS["rate"].choices == ()
+    assert SETTINGS["share"].choices == ()
 
 
 @pytest.mark.parametrize(
@@ -102,8 +106,8 @@ def test_only_a_closed_list_has_choices() -> None:
 )
 def test_an_invalid_value_is_refused_with_the_valid_values(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=r"^must be ") as caught:
-        KNOBS[name].convert(value)
-    assert str(caught.value) == f"must be {KNOBS[name].wanted}, not {show(value)}"
+        SETTINGS[name].convert(value)
+    assert str(caught.value) == f"must be {SETTINGS[name].wanted}, not {show(value)}"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_an_invalid_value_is_refused_with_the_valid_values(name: str, value: obj
 )
 def test_a_refused_value_names_the_actual_reason(name: str, value: object, said: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        KNOBS[name].convert(value)
+        SETTINGS[name].convert(value)
     assert str(caught.value) == said
 
 
@@ -151,12 +155,12 @@ def test_a_refused_value_names_the_actual_reason(name: str, value: object, said:
     ],
 )
 def test_typed_text_is_read_as_the_type_of_the_setting(name: str, text: str, value: object) -> None:
-    assert KNOBS[name].parse(text) == value
+    assert SETTINGS[name].parse(text) == value
 
 
 def test_an_empty_entry_is_refused() -> None:
     with pytest.raises(ValueError, match="is empty"):
-        KNOBS["title"].parse("  ")
+        SETTINGS["title"].parse("  ")
 
 
 @given(st.integers(-(2**62), 2**62), st.sampled_from(["{}", "{:,}", "{:_}", "+{}", " {} "]))
@@ -185,10 +189,10 @@ def test_commas_make_a_list_if_they_cannot_be_thousands_separators(values: list)
 
 @given(st.text(max_size=500))
 def test_any_typed_text_is_a_value_or_refused_in_a_sentence(text: str) -> None:
-    for knob in KNOBS.values():
+    for setting in SETTINGS.values():
         for several in (False, True):
             try:
-                knob.convert(knob.read(text, several=several))
+                setting.convert(setting.read(text, several=several))
             except ValueError as error:
                 assert str(error).startswith(("must be ", "may be ", "is empty"))  # noqa: PT017
 

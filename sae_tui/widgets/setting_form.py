@@ -19,7 +19,7 @@ from textual.widgets import Input, Label, Select, Static
 from sae_tui.format import visible
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.menu import Menu
-from trainer.contract.settings.knobs import Knob
+from trainer.contract.settings.declare import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Field:
     """
 
     path: str
-    knob: Knob
+    setting: Setting
     choices: tuple[str, ...] = ()
     several: bool = False
     label: str = ""
@@ -40,60 +40,60 @@ class Field:
     @property
     def options(self) -> tuple[str, ...]:
         """The words to choose from; empty if the value is typed."""
-        return self.choices or (("true", "false") if self.knob.is_bool else ())
+        return self.choices or (("true", "false") if self.setting.is_bool else ())
 
     def show(self, value: Any) -> str:
         """Return a value as a person would type it."""
-        if value == [] == self.knob.default:
+        if value == [] == self.setting.default:
             return ""
-        return ", ".join(value) if self.knob.commas and isinstance(value, list) else show_value(value)
+        return ", ".join(value) if self.setting.commas and isinstance(value, list) else show_value(value)
 
     def parse(self, text: str) -> Any:
         """Return the entered value, None for the default; raise `ValueError` with a description of valid values."""
-        if not text.strip() and not self.knob.required:
+        if not text.strip() and not self.setting.required:
             return None
-        value = self.knob.read(text, several=self.several)
-        return value if self.several and isinstance(value, list) else self.knob.convert(value)
+        value = self.setting.read(text, several=self.several)
+        return value if self.several and isinstance(value, list) else self.setting.convert(value)
 
     @property
     def typing(self) -> str:
         """A hint on what can be typed instead of a plain value."""
-        if self.options or not self.knob.is_number:
-            return self.knob.wanted if self.knob.is_list and self.knob.default == [] else ""
-        lists = "1e-4,3e-4" if self.knob.name == "lr" else "16,32,64"
+        if self.options or not self.setting.is_number:
+            return self.setting.wanted if self.setting.is_list and self.setting.default == [] else ""
+        lists = "1e-4,3e-4" if self.setting.name == "lr" else "16,32,64"
         hints = [
-            "300k, 10M and 1e6 are numbers too" if self.knob.unit == "tokens" else "",
+            "300k, 10M and 1e6 are numbers too" if self.setting.unit == "tokens" else "",
             f"a list like {lists} trains an SAE for each" if self.several else "",
         ]
         return "; ".join(filter(None, hints))
 
 
-class KnobRow(Horizontal):
+class SettingRow(Horizontal):
     """Label, input and, at the right, the help or the problem.
 
     A hidden row is empty until `fill` is called: with all editors, a form takes four times as long to open.
     """
 
     DEFAULT_CSS = """
-    KnobRow { height: 1; }
-    KnobRow.-advanced { display: none; }
-    KnobForm.-all KnobRow.-advanced, KnobRow.-advanced.-wrong, KnobRow.-advanced.-changed { display: block; }
-    KnobRow.-advanced.-found { display: block; }
-    KnobRow > Label { width: 25; color: $text-muted; }
-    KnobRow > Input { width: 22; }
-    KnobRow > Select { width: 22; }
-    KnobRow > .hint { width: 1fr; margin-left: 2; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
-    KnobRow:focus-within { height: auto; }
-    KnobRow:focus-within > .hint { height: auto; text-wrap: wrap; }
-    KnobRow.-wrong > .hint { color: $text-error; }
-    KnobRow.-warned > .hint { color: $text-warning; }
-    KnobRow.-unusual > Label { color: $foreground; text-style: bold; }
-    KnobRow.-changed > Label { color: $text-accent; text-style: bold; }
-    KnobRow.-overridden > Input { color: $text-disabled; text-style: dim; }
+    SettingRow { height: 1; }
+    SettingRow.-advanced { display: none; }
+    SettingForm.-all SettingRow.-advanced, SettingRow.-advanced.-wrong { display: block; }
+    SettingRow.-advanced.-changed, SettingRow.-advanced.-found { display: block; }
+    SettingRow > Label { width: 25; color: $text-muted; }
+    SettingRow > Input { width: 22; }
+    SettingRow > Select { width: 22; }
+    SettingRow > .hint { width: 1fr; margin-left: 2; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
+    SettingRow:focus-within { height: auto; }
+    SettingRow:focus-within > .hint { height: auto; text-wrap: wrap; }
+    SettingRow.-wrong > .hint { color: $text-error; }
+    SettingRow.-warned > .hint { color: $text-warning; }
+    SettingRow.-unusual > Label { color: $foreground; text-style: bold; }
+    SettingRow.-changed > Label { color: $text-accent; text-style: bold; }
+    SettingRow.-overridden > Input { color: $text-disabled; text-style: dim; }
     """
 
     def __init__(self, field: Field, value: Any) -> None:
-        rare = "-advanced" if field.knob.advanced else None
+        rare = "-advanced" if field.setting.advanced else None
         super().__init__(id=f"row-{field.path.replace('.', '-')}", classes=rare)
         self.field = field
         self.start = value
@@ -106,7 +106,7 @@ class KnobRow(Horizontal):
         """Create label, input and help, unless they exist or the form is being removed."""
         if self._editor is None and self.is_attached:
             hint = Static(self._hint_text(), classes="hint", markup=False)
-            self.mount(Label(self.field.label or self.field.knob.name), self.editor, hint)
+            self.mount(Label(self.field.label or self.field.setting.name), self.editor, hint)
 
     def focus_editor(self) -> None:
         self.fill()
@@ -125,8 +125,8 @@ class KnobRow(Horizontal):
 
     @property
     def help(self) -> str:
-        knob = self.field.knob
-        return f"{knob.help} [{knob.unit}]" if knob.unit else knob.help
+        setting = self.field.setting
+        return f"{setting.help} [{setting.unit}]" if setting.unit else setting.help
 
     @property
     def text(self) -> str:
@@ -178,7 +178,7 @@ class KnobRow(Horizontal):
             value = self.field.parse(self.text)
         except ValueError:
             return True
-        return value is not None and value != self.field.knob.default
+        return value is not None and value != self.field.setting.default
 
     @property
     def is_changed(self) -> bool:
@@ -196,10 +196,10 @@ class KnobRow(Horizontal):
 
     def _placeholder(self) -> str:
         """Return the text for an empty field."""
-        return "required" if self.field.knob.required else self.field.show(self.field.knob.default) or "none"
+        return "required" if self.field.setting.required else self.field.show(self.field.setting.default) or "none"
 
 
-class KnobForm(Vertical):
+class SettingForm(Vertical):
     """Rows of settings; without the class `-all`, advanced settings and section names are hidden.
 
     Posts `Edited` after every change; `values` returns the entered values, including hidden rows. Values that differ
@@ -211,9 +211,9 @@ class KnobForm(Vertical):
         Binding("down", "app.focus_next", "Next field", show=False, id="form.down", tooltip="To the next field"),
     ]
     DEFAULT_CSS = """
-    KnobForm { height: auto; }
-    KnobForm > .section { display: none; text-style: bold; }
-    KnobForm.-all > .section { display: block; }
+    SettingForm { height: auto; }
+    SettingForm > .section { display: none; text-style: bold; }
+    SettingForm.-all > .section { display: block; }
     """
 
     class Edited(Message):
@@ -234,7 +234,7 @@ class KnobForm(Vertical):
         self._marks_usual = marks_usual
         self._fields = tuple(fields)
         self._values = values
-        self._last: KnobRow | None = None
+        self._last: SettingRow | None = None
 
     def compose(self) -> ComposeResult:
         previous = ""
@@ -243,10 +243,10 @@ class KnobForm(Vertical):
             if section != previous:
                 yield Label(section, classes="section")
             previous = section
-            row = KnobRow(field, self._values.get(field.path, field.knob.default))
+            row = SettingRow(field, self._values.get(field.path, field.setting.default))
             row.marks_usual = self._marks_usual
             if self._original is not None:
-                row.original = field.show(self._original.get(field.path, field.knob.default))
+                row.original = field.show(self._original.get(field.path, field.setting.default))
             yield row
 
     def on_mount(self) -> None:
@@ -254,7 +254,7 @@ class KnobForm(Vertical):
 
     def _fill(self) -> None:
         for row in self.rows:
-            if self.has_class("-all") or not row.field.knob.advanced:
+            if self.has_class("-all") or not row.field.setting.advanced:
                 row.fill()
 
     def toggle_all(self) -> None:
@@ -263,8 +263,8 @@ class KnobForm(Vertical):
         self._fill()
 
     @property
-    def rows(self) -> list[KnobRow]:
-        return [row for row in self.children if isinstance(row, KnobRow)]
+    def rows(self) -> list[SettingRow]:
+        return [row for row in self.children if isinstance(row, SettingRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the valid values, and the problems of the other fields, both by path."""
@@ -293,7 +293,7 @@ class KnobForm(Vertical):
     def changed_from(self, values: dict[str, Any]) -> list[str]:
         """Return the paths of the settings that are invalid or differ from `values`."""
         now, problems = self.values()
-        usual = {field.path: field.knob.default for field in self._fields}
+        usual = {field.path: field.setting.default for field in self._fields}
         return [path for path in usual if path in problems or (usual | now)[path] != (usual | values)[path]]
 
     def focus_field(self, path: str) -> None:
@@ -319,17 +319,17 @@ class KnobForm(Vertical):
 
     @on(DescendantFocus)
     def _remember(self, event: DescendantFocus) -> None:
-        self._last = next((row for row in event.widget.ancestors if isinstance(row, KnobRow)), None)
+        self._last = next((row for row in event.widget.ancestors if isinstance(row, SettingRow)), None)
 
     def set_values(self, values: dict[str, Any]) -> None:
         for row in self.rows:
-            row.set_value(values.get(row.field.path, row.field.knob.default))
+            row.set_value(values.get(row.field.path, row.field.setting.default))
 
     def start_from(self, original: dict[str, Any]) -> None:
         """Fill in these values and use them as the original for later changes."""
         self.set_values(original)
         for row in self.rows:
-            row.original = row.field.show(original.get(row.field.path, row.field.knob.default))
+            row.original = row.field.show(original.get(row.field.path, row.field.setting.default))
 
     def say(self, problems: Mapping[str, str], overridden: Mapping[str, str], warnings: Mapping[str, str]) -> None:
         """Show at each field its problem, its warning, or the effect of another setting on it."""

@@ -1,6 +1,6 @@
 """Declares settings: one declaration holds name, default, help, unit and bounds for TOML, flags, forms and checks.
 
-A section is a frozen struct whose fields are annotated with `about`; `knobs_of` returns its settings as `Knob`s.
+A section is a frozen struct whose fields are annotated with `about`; `settings_of` returns its settings as `Setting`s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def about(
     return Meta(description=text, extra=extra, **bounds)
 
 
-class Knob(msgspec.Struct, frozen=True):
+class Setting(msgspec.Struct, frozen=True):
     """A setting of a job."""
 
     name: str
@@ -141,16 +141,16 @@ def cut(text: str) -> str:
 
 
 @functools.cache
-def knobs_of(struct: type[msgspec.Struct]) -> tuple[Knob, ...]:
+def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
     """Return the settings that a section declares, in order; fields without help are not settings."""
-    return tuple(_knob(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
+    return tuple(_setting(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
 
 
-def _knob(field: msgspec.structs.FieldInfo) -> Knob:
+def _setting(field: msgspec.structs.FieldInfo) -> Setting:
     meta = _meta(field.type)
     assert meta is not None
     extra = meta.extra or {}
-    return Knob(
+    return Setting(
         name=field.name,
         annotation=field.type,
         default=None if field.required else _default(field),
