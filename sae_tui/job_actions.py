@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, Protocol
 from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs import edits, environment, store_access
-from sae_tui.jobs.cards.availability import GpuChoice
-from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.evaluation.offer import EvaluationChoice, EvaluationOffer, offer_of
+from sae_tui.jobs.gpus.availability import GpuChoice
+from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
@@ -227,7 +227,7 @@ class JobActions:
         job = self.job(job_id)
         if job is None:
             return None
-        return offer_of(self._known.data, job, self._idle_card(job), cuda=self._known.monitor.cuda)
+        return offer_of(self._known.data, job, self._idle_gpu(job), cuda=self._known.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
         """Start the evaluation of a job's SAEs. Its end is reported as an event of the job."""
@@ -236,12 +236,12 @@ class JobActions:
             self.do(functools.partial(self._evaluate, job, asked))
 
     def _evaluate(self, job: Job, asked: EvaluationChoice) -> str:
-        card = self._idle_card(job) if asked.on_gpu else None
-        return request.evaluate(self._known.data, asked.request(job, card))
+        gpu = self._idle_gpu(job) if asked.on_gpu else None
+        return request.evaluate(self._known.data, asked.request(job, gpu))
 
-    def _idle_card(self, job: Job) -> request.ReservedGpu | None:
+    def _idle_gpu(self, job: Job) -> request.ReservedGpu | None:
         known = self._known
-        return request.idle_card(known.data, job, known.choices(), known.monitor.source_name)
+        return request.idle_gpu(known.data, job, known.choices(), known.monitor.source_name)
 
     # deleting
 

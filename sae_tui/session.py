@@ -13,9 +13,9 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.host import Host
 from sae_tui.job_actions import Front, JobActions
-from sae_tui.jobs.cards import availability
-from sae_tui.jobs.cards.availability import GpuChoice, Holders
-from sae_tui.jobs.cards.locks import HolderReader, lock_folder, lock_problem
+from sae_tui.jobs.gpus import availability
+from sae_tui.jobs.gpus.availability import GpuChoice, Holders
+from sae_tui.jobs.gpus.locks import HolderReader, lock_folder, lock_problem
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.upkeep.storage import store_warning
 from sae_tui.jobs.view.reader import JobView

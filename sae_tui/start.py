@@ -17,7 +17,7 @@ from sae_tui.format import BLOCKS
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.once import on_thread
 from sae_tui.gpu.upkeep import Retention
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.upkeep import trash
 from sae_tui.settings import Settings, load_settings, save_settings
 from sae_tui.terminal.plain import Look, Plain, is_colourless, is_plain

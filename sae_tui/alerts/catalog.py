@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from sae_tui.alerts.hysteresis import Rule
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import Condition, GpuSample
-from sae_tui.jobs.cards.availability import Holders
-from sae_tui.jobs.cards.idle import IDLE_AFTER_S
+from sae_tui.jobs.gpus.availability import Holders
+from sae_tui.jobs.gpus.idle import IDLE_AFTER_S
 from sae_tui.settings import Settings
 from trainer.contract.wording import gibibytes
 
@@ -73,7 +73,7 @@ class AlertKind(NamedTuple):
         return -value if value is not None and self.bad == "below" else value
 
 
-def _on_card(sample: GpuSample, value: float | None, words: str, held: Holders) -> MeasuredValue:
+def _on_gpu(sample: GpuSample, value: float | None, words: str, held: Holders) -> MeasuredValue:
     place = f"GPU {sample.index}"
     job = held.jobs.get(sample.uuid)
     about: dict[str, str | int | None] = {
@@ -90,28 +90,28 @@ def _heat(look: AlertReadings) -> Iterator[MeasuredValue]:
         slows_c = (sample.condition and sample.condition.slowdown_c) or USUAL_SLOWDOWN_C
         now_c = sample.temperature_c
         left_c = None if now_c is None else float(slows_c - now_c)
-        yield _on_card(sample, left_c, f"is at {now_c} °C; it slows down at {slows_c} °C", look.held)
+        yield _on_gpu(sample, left_c, f"is at {now_c} °C; it slows down at {slows_c} °C", look.held)
 
 
 def _throttling(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         reasons = sample.condition.throttled_by if sample.condition else None
         words = f"is slowed down: {', '.join(reasons or ())}"
-        yield _on_card(sample, None if reasons is None else float(bool(reasons)), words, look.held)
+        yield _on_gpu(sample, None if reasons is None else float(bool(reasons)), words, look.held)
 
 
 def _lost(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         # A GPU that only other users may use is not lost.
         is_lost = not sample.healthy and not sample.withheld and sample.reason != faults.NO_ANSWER_YET
-        yield _on_card(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
+        yield _on_gpu(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
 
 
 def _ecc(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         count = sample.condition.ecc_uncorrected if sample.condition else None
         words = f"has uncorrected memory errors (ECC): {count} since its last reset"
-        yield _on_card(sample, None if count is None else float(count > 0), words, look.held)
+        yield _on_gpu(sample, None if count is None else float(count > 0), words, look.held)
 
 
 def _rows(look: AlertReadings) -> Iterator[MeasuredValue]:
@@ -123,7 +123,7 @@ def _rows(look: AlertReadings) -> Iterator[MeasuredValue]:
             if condition.rows_failed
             else "needs a reset to replace rows of its memory"
         )
-        yield _on_card(sample, float(any(states)) if states else None, words, look.held)
+        yield _on_gpu(sample, float(any(states)) if states else None, words, look.held)
 
 
 def _xid(look: AlertReadings) -> Iterator[MeasuredValue]:
@@ -132,7 +132,7 @@ def _xid(look: AlertReadings) -> Iterator[MeasuredValue]:
         xid = condition.xid if condition.xid and condition.xid.is_fatal else None
         value = None if sample.condition is None else float(bool(xid or condition.recovery))
         words = f"reports {xid.words}" if xid else f"needs {condition.recovery}, as its driver says"
-        yield _on_card(sample, value, words, look.held)
+        yield _on_gpu(sample, value, words, look.held)
 
 
 def _memory(look: AlertReadings) -> Iterator[MeasuredValue]:
@@ -140,14 +140,14 @@ def _memory(look: AlertReadings) -> Iterator[MeasuredValue]:
         used, total = sample.memory_used_bytes, sample.memory_total_bytes
         percent = None if used is None or not total else 100 * used / total
         free = gibibytes(sample.memory_free_bytes or 0)
-        yield _on_card(sample, percent, f"has {free} of {gibibytes(total or 0)} memory left", look.held)
+        yield _on_gpu(sample, percent, f"has {free} of {gibibytes(total or 0)} memory left", look.held)
 
 
 def _idle(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         job, words = look.held.jobs.get(sample.uuid), look.held.idle.get(sample.uuid, "")
         name = f"job {job.id} ({job.name})" if job else "a job"
-        yield _on_card(sample, float(bool(words)), f"is not used by {name}: {words}", look.held)
+        yield _on_gpu(sample, float(bool(words)), f"is not used by {name}: {words}", look.held)
 
 
 def _disk(look: AlertReadings) -> Iterator[MeasuredValue]:

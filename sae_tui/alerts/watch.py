@@ -19,7 +19,7 @@ from sae_tui.alerts.record import Alert, of_last_day, read_alerts, to_keep, writ
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import on_thread
-from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock

@@ -92,7 +92,7 @@ class Navigator:
         """Run the checks on a separate GPU source, since the monitor's is in use."""
         from sae_tui.doctor.base import CheckedMachine
         from sae_tui.doctor.examine import CHECKS, PROBES, examine
-        from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+        from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 
         monitor, data = self._session.monitor, self._session.data
         source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)

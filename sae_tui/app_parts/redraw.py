@@ -35,7 +35,7 @@ class Redraw:
     def __init__(self, app: App[None], session: Session) -> None:
         self._app = app
         self._session = session
-        self._job_of_card: dict[str, int] = {}
+        self._job_of_gpu: dict[str, int] = {}
 
     def start(self) -> None:
         """Draw the GPUs at every sampling interval, and once as soon as the first samples arrive."""
@@ -62,10 +62,10 @@ class Redraw:
     def show_jobs(self) -> None:
         """Draw the jobs as last read, and the keys that apply to them."""
         self._draw("show_jobs")
-        job_of_card = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
-        if job_of_card != self._job_of_card:
+        job_of_gpu = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
+        if job_of_gpu != self._job_of_gpu:
             # Show the job on its GPU at once, not only with the next sample.
-            self._job_of_card = job_of_card
+            self._job_of_gpu = job_of_gpu
             self._draw("show_gpus")
         self._draw("refresh_bindings")
 

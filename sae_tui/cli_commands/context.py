@@ -14,7 +14,7 @@ from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.snapshot import Snapshot, take, watch
 from sae_tui.cli_commands.values import job_id_in
 from sae_tui.gpu.once import on_thread, tell_when_slow
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.failure import show_failure

@@ -18,8 +18,8 @@ from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_wor
 from sae_tui.doctor.job import JobRow
 from sae_tui.doctor.queue_service import check_queue_service, install
 from sae_tui.gpu.once import on_thread
-from sae_tui.jobs.cards.availability import choices
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.gpus.availability import choices
+from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from trainer.contract.exits import Exit
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.wording import duration, gibibytes

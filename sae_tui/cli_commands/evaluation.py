@@ -33,7 +33,7 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     wants_gpu = job.device == "cuda" and not flags.cpu
     model = _model(flags.model)
     asked = request.Request(
-        flags.id, model, _card(context, job) if wants_gpu else None, is_probed=flags.probe,
+        flags.id, model, _gpu(context, job) if wants_gpu else None, is_probed=flags.probe,
         waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
         is_spliced=not flags.no_splice, allows_code=_runs_code(context, flags, model),
     )  # fmt: skip
@@ -66,8 +66,8 @@ def _runs_code(context: CommandContext, flags: argparse.Namespace, model: str | 
     return any(code_in(table))
 
 
-def _card(context: CommandContext, job: Job) -> request.ReservedGpu | None:
+def _gpu(context: CommandContext, job: Job) -> request.ReservedGpu | None:
     """Return an idle GPU for the evaluation, or None; a job that trained on the CPU gets none."""
     if job.device != "cuda":
         return None
-    return request.idle_card(context.data, job, context.gpus.choices, context.gpus.source_name)
+    return request.idle_gpu(context.data, job, context.gpus.choices, context.gpus.source_name)

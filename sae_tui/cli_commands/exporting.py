@@ -21,7 +21,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CLOSE_LIMIT_S
 from sae_tui.gpu.sampler import Sampler, SamplerStatus
 from sae_tui.gpu.visible import visible
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.extras import install

@@ -20,7 +20,7 @@ from sae_tui.cli_commands.snapshot import Snapshot
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuSample
 from sae_tui.gpu.visible import ranges
-from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
 from trainer.contract.errors import UserError
@@ -104,7 +104,7 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
             for row in rows:
                 say_all(past.card_lines(row["index"], row["uuid"]))
     elif past:
-        say_all(array_lines(object_lines(row, past.card_objects(row["uuid"])) for row in rows))
+        say_all(array_lines(object_lines(row, past.gpu_objects(row["uuid"])) for row in rows))
     else:
         show_json(rows)
     return Exit.DONE
@@ -117,8 +117,8 @@ def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> N
     if flags.view == "aggregated":
         say_all(csv_lines(past.total_objects()))
         return
-    cards = [(sample.index, sample.uuid) for sample in context.gpus.samples]
-    rows = ({"gpu_index": i, "gpu_uuid": uuid} | row for i, uuid in cards for row in past.card_objects(uuid))
+    gpus = [(sample.index, sample.uuid) for sample in context.gpus.samples]
+    rows = ({"gpu_index": i, "gpu_uuid": uuid} | row for i, uuid in gpus for row in past.gpu_objects(uuid))
     say_all(csv_lines(rows))
 
 

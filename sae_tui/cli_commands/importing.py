@@ -6,7 +6,7 @@ import argparse
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json
-from sae_tui.jobs.cards.occupancy import name_elsewhere
+from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.launch.importing import import_sae
 from trainer.contract.exits import Exit
 from trainer.contract.output import has_done

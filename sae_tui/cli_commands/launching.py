@@ -12,8 +12,8 @@ from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.doctor.session import guarantee
 from sae_tui.jobs import environment
-from sae_tui.jobs.cards.availability import GpuChoice
-from sae_tui.jobs.cards.occupancy import name_elsewhere
+from sae_tui.jobs.gpus.availability import GpuChoice
+from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.launch import extraction, launching, placement
 from sae_tui.jobs.launch.clone import grid, name_by_axes
 from sae_tui.jobs.launch.memory_need import PeakMemory, outlook_here

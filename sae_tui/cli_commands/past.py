@@ -52,7 +52,7 @@ class StoredSamples:
             rows = stored_samples(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
             yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
 
-    def card_objects(self, uuid: str) -> Iterator[dict[str, Any]]:
+    def gpu_objects(self, uuid: str) -> Iterator[dict[str, Any]]:
         return (
             {
                 "timestamp": row.timestamp,
@@ -71,7 +71,7 @@ class StoredSamples:
         return (
             {
                 "timestamp": row.timestamp,
-                "gpu_count": self._cards_then(row),
+                "gpu_count": self._gpus_then(row),
                 "gpus_counted": row.gpus_counted,
                 "total_memory_used": row.memory_used_bytes,
                 "total_memory_total": row.memory_total_bytes,
@@ -106,7 +106,7 @@ class StoredSamples:
             (
                 TOTAL_LINE.format(
                     clock_time(row.timestamp),
-                    f"{row.gpus_counted} of {self._cards_then(row)}",
+                    f"{row.gpus_counted} of {self._gpus_then(row)}",
                     _with_unit(row.average_utilization, "%"),
                     f"{_memory(row.memory_used_bytes)} / {_memory(row.memory_total_bytes)}",
                     _with_unit(row.max_temperature_c, " °C"),
@@ -116,7 +116,7 @@ class StoredSamples:
             ),
         )
 
-    def _cards_then(self, row: GpuTotals) -> int:
+    def _gpus_then(self, row: GpuTotals) -> int:
         """Return the number of GPUs at that time, including GPUs that were removed since."""
         return max(self._count, row.gpus_counted)
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from sae_tui.cli_commands.output import warn
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.gpus.occupancy import Occupancy
 from sae_tui.jobs.view.reader import JobsReader, JobView, newest_value
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable

@@ -13,10 +13,10 @@ from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import ReopeningSource
 from sae_tui.gpu.once import close_source, open_source, read_all, tell_when_slow
 from sae_tui.gpu.visible import all_hidden, count_visible, visible
-from sae_tui.jobs.cards.availability import GpuChoice, choices, with_strangers
-from sae_tui.jobs.cards.idle import with_idle
-from sae_tui.jobs.cards.locks import lock_folder
-from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.gpus.availability import GpuChoice, choices, with_strangers
+from sae_tui.jobs.gpus.idle import with_idle
+from sae_tui.jobs.gpus.locks import lock_folder
+from sae_tui.jobs.gpus.occupancy import Occupancy
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
@@ -85,11 +85,11 @@ def _snapshot(
     problem: str = "",
     is_broken: bool = False,
 ) -> Snapshot:
-    n_cards = len(samples)
+    n_gpus = len(samples)
     samples = visible(samples, source.name)
-    if n_cards and not samples:
-        problem = all_hidden(n_cards, source.name)
+    if n_gpus and not samples:
+        problem = all_hidden(n_gpus, source.name)
     held = with_strangers(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
     gpu_choices = choices(samples, held)
-    note = count_visible(len(samples), n_cards, source.name)
+    note = count_visible(len(samples), n_gpus, source.name)
     return Snapshot(samples, gpu_choices, source.name, source.cuda, problem, is_broken, note)

@@ -22,14 +22,14 @@ from sae_tui.hosts.protocol import (
     Log,
     Message,
     RemoteGpus,
-    far_card,
     jobs_message,
     log_messages,
+    remote_gpu,
 )
-from sae_tui.jobs.cards.availability import choices, describe_use, with_strangers
-from sae_tui.jobs.cards.locks import lock_folder
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.files import LogFollower
+from sae_tui.jobs.gpus.availability import choices, describe_use, with_strangers
+from sae_tui.jobs.gpus.locks import lock_folder
+from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.exits import Exit
 from trainer.contract.runs.log_tail import tail
@@ -82,10 +82,10 @@ class GpuSide:
         samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]
         held = with_strangers(self._occupancy.holders(), lock_folder(self._data, self._name), samples)
         uses = map(describe_use, choices(samples, held))
-        cards = tuple(far_card(sample, *use) for sample, use in zip(samples, uses, strict=True))
+        read = tuple(remote_gpu(sample, *use) for sample, use in zip(samples, uses, strict=True))
         opening = self._sampler.status is SamplerStatus.OPENING
         problem = "asking the driver…" if opening else str(self._sampler.problem or "")
-        return RemoteGpus(cards, "" if cards else problem)
+        return RemoteGpus(read, "" if read else problem)
 
     def _wait_for_all(self) -> None:
         self._has_waited, deadline = True, time.monotonic() + EVERY_S

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from sae_tui.doctor.base import Finding
-from sae_tui.doctor.job import JobRow, cards_for, job_rows
+from sae_tui.doctor.job import JobRow, gpus_for, job_rows
 from sae_tui.gpu.base import GpuSample
 from trainer.contract.planning import memory
 from trainer.contract.planning.hardware import MeasuredHardware
@@ -44,21 +44,19 @@ def job_report(
     """
     data = job.data_shape()
     rows = job_rows(job, data, samples, speeds or MeasuredHardware(), price_per_gpu_hour, cuda=cuda, busy=busy)
-    findings = [_speeds(rows, cards_for(job, samples), cuda), _recommend(job, rows, data)]
+    findings = [_speeds(rows, gpus_for(job, samples), cuda), _recommend(job, rows, data)]
     return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
 
 
-def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> Finding:
+def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Finding:
     """Report whether the times are estimated from speeds measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
         return Finding("ok", "speeds", "times are by what was measured here")
     *fewer, most = assumed
-    on = join_words([*map(str, fewer), _devices(most, bool(cards))])
-    sentence = (
-        f"times on {on} are by {'published figures of such cards' if cards and cuda else 'what a usual core does'}"
-    )
-    measure = "`sae-tui doctor --probe` measures them, and so does" if len(cards) > 1 else "they are measured by"
+    on = join_words([*map(str, fewer), _devices(most, bool(gpus))])
+    sentence = f"times on {on} are by {'published figures of such gpus' if gpus and cuda else 'what a usual core does'}"
+    measure = "`sae-tui doctor --probe` measures them, and so does" if len(gpus) > 1 else "they are measured by"
     return Finding("note", "speeds", sentence, f"{measure} every job as it starts")
 
 

@@ -41,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
 class GpuReadings(msgspec.Struct, frozen=True):
     """One reading of all GPUs; `problem` and `remedy` say why there are none. `cuda` is False if they are simulated.
 
-    `samples` holds the visible GPUs; the environment may hide some of the `n_cards` GPUs.
+    `samples` holds the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
     """
 
     source_name: str
@@ -50,7 +50,7 @@ class GpuReadings(msgspec.Struct, frozen=True):
     facts: GpuFacts = GpuFacts()
     problem: str = ""
     remedy: str = ""
-    n_cards: int = 0
+    n_gpus: int = 0
 
 
 class CheckedMachine:
@@ -137,7 +137,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> GpuReadings:
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
     close_source(source)
     shown = {sample.index for sample in samples}
-    return GpuReadings(source.name, source.cuda, samples, _facts_of(shown, facts), n_cards=count)
+    return GpuReadings(source.name, source.cuda, samples, _facts_of(shown, facts), n_gpus=count)
 
 
 def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:

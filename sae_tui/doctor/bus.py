@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from sae_tui.doctor.base import CheckedMachine, Finding
-from sae_tui.jobs.cards.availability import GpuChoice, choices
-from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
-from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.gpus.availability import GpuChoice, choices
+from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
+from sae_tui.jobs.gpus.occupancy import Occupancy
 from trainer.contract.errors import UserError
 from trainer.contract.extras import missing_of_trainer
 from trainer.contract.json_file import decode_as

@@ -14,7 +14,7 @@ from trainer.contract.wording import join_words, plural
 # PCI device classes: display controllers, which include most GPUs, and accelerators, such as an MI300X.
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
 # A Ryzen's integrated graphics reserve 0.5 to 2 GiB; the smallest GPUs that ROCm supports have 8 GiB.
-_SMALLEST_CARD_BYTES = 4 << 30
+_SMALLEST_GPU_BYTES = 4 << 30
 
 
 def check_driver(box: CheckedMachine) -> Iterator[Finding]:
@@ -24,7 +24,7 @@ def check_driver(box: CheckedMachine) -> Iterator[Finding]:
         sentence = f"{plural(len(gpus.samples), 'GPU')} of this box are simulated, and jobs on them are CPU processes"
         yield Finding("note", "driver", sentence, "leave out --demo to see the real machine")
     elif gpus.problem:
-        yield _without(gpus.problem, gpus.remedy, cards_on_the_bus(box))
+        yield _without(gpus.problem, gpus.remedy, gpus_on_the_bus(box))
     else:
         facts = gpus.facts
         cuda = f", for CUDA up to {facts.cuda[0]}.{facts.cuda[1]}" if facts.cuda else ""
@@ -42,7 +42,7 @@ def check_visible(box: CheckedMachine) -> Iterator[Finding]:
     names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
     for vendor in (VENDORS[name] for name in names if name in VENDORS):
         limits = vendor.limits(box.environ)
-        if limits and gpus.n_cards:
+        if limits and gpus.n_gpus:
             yield _finding_of(box, vendor, limits)
 
 
@@ -51,9 +51,9 @@ def _finding_of(box: CheckedMachine, vendor: Vendor, limits: Mapping[str, str]) 
     gpus, limit = box.gpus, next(iter(limits.values()))
     shown, remedy = len(gpus.samples), f"`unset {' '.join(limits)}` to use all of them"
     if not shown:
-        return Finding("warning", "visible GPUs", all_hidden(gpus.n_cards, gpus.source_name, box.environ), remedy)
+        return Finding("warning", "visible GPUs", all_hidden(gpus.n_gpus, gpus.source_name, box.environ), remedy)
     settings = [f"{name}={value}" for name, value in limits.items()]
-    sentence = f"{shown} of {plural(gpus.n_cards, 'GPU')} are shown and used, by {join_words(settings)}"
+    sentence = f"{shown} of {plural(gpus.n_gpus, 'GPU')} are shown and used, by {join_words(settings)}"
     unordered = {name: value for name, value in vendor.order.items() if box.environ.get(name) != value}
     if limit.strip()[:1].isdecimal() and unordered:
         sentence += (
@@ -64,7 +64,7 @@ def _finding_of(box: CheckedMachine, vendor: Vendor, limits: Mapping[str, str]) 
     return Finding("note", "visible GPUs", sentence, remedy)
 
 
-def check_cards(box: CheckedMachine) -> Iterator[Finding]:
+def check_gpu_count(box: CheckedMachine) -> Iterator[Finding]:
     """Report each GPU that cannot be used, and all readable GPUs in one finding."""
     for sample in box.gpus.samples:
         if not sample.healthy:
@@ -82,7 +82,7 @@ def check_cards(box: CheckedMachine) -> Iterator[Finding]:
         yield Finding("ok", "GPUs", f"{plural(len(healthy), 'GPU')} can be read: {', '.join(names)}")
 
 
-def cards_on_the_bus(box: CheckedMachine) -> str:
+def gpus_on_the_bus(box: CheckedMachine) -> str:
     """Count the GPUs of all vendors on the PCI bus, with or without a driver, and return the counts in words.
 
     Integrated graphics are left out if their driver identifies them, since they are not used for training.
@@ -114,6 +114,6 @@ def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
 def _is_graphics_alone(vendor_file: Path) -> bool:
     """Return whether amdgpu reports too little memory for a discrete GPU."""
     try:
-        return int(vendor_file.with_name("mem_info_vram_total").read_text()) < _SMALLEST_CARD_BYTES
+        return int(vendor_file.with_name("mem_info_vram_total").read_text()) < _SMALLEST_GPU_BYTES
     except (OSError, ValueError):
         return False

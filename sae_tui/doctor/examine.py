@@ -40,7 +40,7 @@ CHECKS: tuple[Check, ...] = (
     storage.check_locks,
     driver.check_driver,
     driver.check_visible,
-    driver.check_cards,
+    driver.check_gpu_count,
     links.check_nvlink,
     links.check_peers,
     machine.check_shared_memory,

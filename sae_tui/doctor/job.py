@@ -56,16 +56,16 @@ class Devices(msgspec.Struct, frozen=True):
     count: int
     gpus: tuple[int, ...] = ()
     room: DeviceMemory = NO_ROOM
-    are_cards: bool = False
+    are_gpus: bool = False
     in_use: bool = False
 
     @property
     def memory_of(self) -> str | None:
-        return "" if self.are_cards and self.name == CPU else None
+        return "" if self.are_gpus and self.name == CPU else None
 
     def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
         """Return whether `n_bytes` fit into `room_bytes`; None if there are too few devices or the size is unknown."""
-        if room_bytes is None or (self.are_cards and not self.gpus):
+        if room_bytes is None or (self.are_gpus and not self.gpus):
             return None
         return n_bytes <= room_bytes
 
@@ -87,16 +87,16 @@ def job_rows(
     separate GPUs if `data.model_gpus = "auto"` would give it some, even if the job sets a number; in the other modes
     it shares the GPUs that train.
     """
-    cards = sorted(cards_for(job, samples), key=lambda card: card.index in busy)
+    gpus = sorted(gpus_for(job, samples), key=lambda gpu: gpu.index in busy)
     kinds = (
-        [_cards(cards, count, cuda, busy) for count in COUNTS]
-        if cards
+        [_gpus(gpus, count, cuda, busy) for count in COUNTS]
+        if gpus
         else [_processes(count) for count in _cpu_counts(job)]
     )
     return tuple(row for devices in kinds for row in _rows(job, data, devices, speeds, price_per_gpu_hour))
 
 
-def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
+def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     """Return the GPUs that the job may use, the one with most free memory first; none if it requests the CPU.
 
     Slices are left out if there are entire GPUs; otherwise only one slice is returned, since a job can use only one.
@@ -110,15 +110,15 @@ def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     return [sample for sample in allowed if not is_slice(sample.uuid)] or allowed[:1]
 
 
-def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
+def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
     """Return the first `count` of these GPUs; if there are fewer, `count` devices like them, without indices."""
-    taken = cards[:count]
-    name = slowest(card.name for card in taken) if cuda else CPU
-    gpus = tuple(sorted(card.index for card in taken)) if len(taken) == count else ()
-    totals = [card.memory_total_bytes for card in taken if card.memory_total_bytes is not None]
-    free = [card.memory_free_bytes for card in taken if card.memory_free_bytes is not None]
+    taken = samples[:count]
+    name = slowest(gpu.name for gpu in taken) if cuda else CPU
+    gpus = tuple(sorted(gpu.index for gpu in taken)) if len(taken) == count else ()
+    totals = [gpu.memory_total_bytes for gpu in taken if gpu.memory_total_bytes is not None]
+    free = [gpu.memory_free_bytes for gpu in taken if gpu.memory_free_bytes is not None]
     room = DeviceMemory(min(free, default=None), min(totals, default=None))
-    return Devices(name, count, gpus, room, are_cards=True, in_use=any(index in busy for index in gpus))
+    return Devices(name, count, gpus, room, are_gpus=True, in_use=any(index in busy for index in gpus))
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
@@ -157,7 +157,7 @@ def _rows(
 
 def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware) -> ModelPlacement | None:
     """Return the automatic placement of the job's language model; None if there is nothing to place."""
-    if not devices.are_cards or model_gpus_of(job) == 0:
+    if not devices.are_gpus or model_gpus_of(job) == 0:
         return None
     settings = msgspec.structs.replace(job.data.settings, model_gpus="auto")
     left_open = job.replace("data", settings=settings)
@@ -169,7 +169,7 @@ def _forecast(
 ) -> Forecast:
     (result,) = forecast(
         Workload(job, devices.count, data, devices.name), speeds, counts=(devices.count,), room=devices.room,
-        price_per_gpu_hour=price if devices.are_cards else None, memory_of=devices.memory_of,
+        price_per_gpu_hour=price if devices.are_gpus else None, memory_of=devices.memory_of,
     )  # fmt: skip
     return result
 
@@ -200,7 +200,7 @@ def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
 def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
     settled = expected.settled
     return JobRow(
-        n_gpus=devices.count if devices.are_cards else 0,
+        n_gpus=devices.count if devices.are_gpus else 0,
         ranks=devices.count,
         mode=settled.job.parallel.mode,
         latent_ranks=settled.work.latent_ranks,
@@ -213,7 +213,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         cost=expected.cost,
         reason=settled.reason,
         gpus=devices.gpus,
-        room_bytes=devices.room.total_bytes if devices.gpus or not devices.are_cards else None,
+        room_bytes=devices.room.total_bytes if devices.gpus or not devices.are_gpus else None,
         **_fits(devices, settled.needs_bytes),
     )
 

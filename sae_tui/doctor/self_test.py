@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from sae_tui.doctor.base import CheckedMachine, Finding
-from sae_tui.doctor.driver import cards_on_the_bus
-from sae_tui.jobs.cards.availability import GpuChoice, choices
-from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
-from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.doctor.driver import gpus_on_the_bus
 from sae_tui.jobs.environment import look
+from sae_tui.jobs.gpus.availability import GpuChoice, choices
+from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
+from sae_tui.jobs.gpus.occupancy import Occupancy
 from trainer.contract.errors import UserError
 from trainer.contract.extras import judged_by, missing_of_trainer
 from trainer.contract.json_file import decode_as
@@ -47,7 +47,7 @@ def check_training(box: CheckedMachine) -> Iterator[Finding]:
     if not box.gpus.cuda:
         yield _finding(box, {}, "cpu")
         return
-    if not box.gpus.n_cards and not cards_on_the_bus(box):
+    if not box.gpus.n_gpus and not gpus_on_the_bus(box):
         found = _finding(box, {}, "cpu")
         yield msgspec.structs.replace(found, sentence=f"there is no GPU, so the CPU was tested; {found.sentence}")
         return

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sae_tui.doctor.base import CheckedMachine, Finding
-from sae_tui.jobs.cards.locks import lock_folder, lock_problem
+from sae_tui.jobs.gpus.locks import lock_folder, lock_problem
 from trainer.contract.mounts import network_file_system
 from trainer.contract.store.database import OTHER_FOLDER, no_locks
 from trainer.contract.store.holder import describe_holder, holder_of, is_halted

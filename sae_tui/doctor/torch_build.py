@@ -32,7 +32,7 @@ numbers = range(torch.cuda.device_count() if hip and torch.cuda.is_available() e
 nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
 print(json.dumps({
     "version": str(torch.__version__), "cuda": torch.version.cuda, "hip": hip,
-    "cards": [torch.cuda.get_device_properties(number).gcnArchName for number in numbers],
+    "amd_archs": [torch.cuda.get_device_properties(number).gcnArchName for number in numbers],
     "available": torch.cuda.is_available(),
     "gpus": torch.cuda.device_count(), "archs": torch.cuda.get_arch_list() if torch.cuda.is_available() else [],
     "nccl": list(torch.cuda.nccl.version())[:3] if nccl else None,
@@ -44,7 +44,7 @@ os._exit(0)
 class TorchBuild(msgspec.Struct, frozen=True):
     """The torch that ranks import. `cuda`, `hip` (ROCm) and `nccl` are the versions that it was built with.
 
-    `nccl_installed` is the version of the installed package; `cards` are the architectures of AMD GPUs.
+    `nccl_installed` is the version of the installed package; `amd_archs` are the architectures of AMD GPUs.
     """
 
     version: str
@@ -56,7 +56,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
     nccl_installed: str | None
     triton: str | None
     hip: str | None = None
-    cards: list[str] = []
+    amd_archs: list[str] = []
 
     @property
     def runtime(self) -> str:
@@ -96,7 +96,7 @@ def check_torch(box: CheckedMachine) -> Iterator[Finding]:
     yield _suits_driver(box, build, gpus, vendor)
     if vendor is None:
         return
-    yield from _knows_cards(build, gpus)
+    yield from _knows_gpus(build, gpus)
     yield from _updates_fast(build, gpus)
     if len(gpus.samples) > 1:
         yield _exchanges(build)
@@ -150,14 +150,14 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
     return Finding("ok", "torch", f"{build.version}, {build.built_for}{runs}")
 
 
-def _knows_cards(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
+def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
     """Report GPUs that torch has no code for: neither for the same major capability nor PTX to compile.
 
     Code for AMD GPUs runs on only one architecture each.
     """
-    lacking = dict.fromkeys(card.partition(":")[0] for card in build.cards)
-    if build.archs and (unknown_cards := [card for card in lacking if card not in build.archs]):
-        sentence = f"{build.version} has no code for {join_words(unknown_cards)}, only for {' '.join(build.archs)}"
+    lacking = dict.fromkeys(arch.partition(":")[0] for arch in build.amd_archs)
+    if build.archs and (without_code := [arch for arch in lacking if arch not in build.archs]):
+        sentence = f"{build.version} has no code for {join_words(without_code)}, only for {' '.join(build.archs)}"
         yield Finding("error", "torch", sentence, OTHER_BUILD)
     unknown = {
         index: capability
@@ -166,8 +166,9 @@ def _knows_cards(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
     }
     if unknown:
         major, minor = next(iter(unknown.values()))
-        cards = join_words([f"GPU {index}" for index in unknown])
-        sentence = f"{build.version} has no code for {cards} (sm_{major}{minor}), only for {' '.join(build.archs)}"
+        unknown_gpus = join_words([f"GPU {index}" for index in unknown])
+        only = f"only for {' '.join(build.archs)}"
+        sentence = f"{build.version} has no code for {unknown_gpus} (sm_{major}{minor}), {only}"
         yield Finding("error", "torch", sentence, OTHER_BUILD)
 
 
@@ -178,9 +179,9 @@ def _updates_fast(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
         return
     slow = [index for index, capability in enumerate(gpus.facts.capabilities) if capability in _SLOW_AT_FP64]
     if slow:
-        cards = join_words([f"GPU {index}" for index in slow])
+        slow_gpus = join_words([f"GPU {index}" for index in slow])
         sentence = (
-            f"Adam of {build.version} computes in fp64, at which {cards} {'is' if len(slow) == 1 else 'are'} slow"
+            f"Adam of {build.version} computes in fp64, at which {slow_gpus} {'is' if len(slow) == 1 else 'are'} slow"
         )
         yield Finding("note", "torch", sentence, "install torch 2.8 or newer, whose Adam computes in fp32")
 

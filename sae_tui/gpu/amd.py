@@ -46,7 +46,7 @@ class Amd:
 
     def __init__(self) -> None:
         self._smi: Any = None
-        self._cards: tuple[_AmdGpu, ...] = ()
+        self._gpus: tuple[_AmdGpu, ...] = ()
 
     def open(self) -> int:
         self._smi = load_amdsmi()
@@ -60,29 +60,29 @@ class Amd:
         if not handles:
             self.close()
             raise faults.no_gpus()
-        self._cards = tuple(_AmdGpu(self._smi, index, handle) for index, handle in enumerate(handles))
-        return len(self._cards)
+        self._gpus = tuple(_AmdGpu(self._smi, index, handle) for index, handle in enumerate(handles))
+        return len(self._gpus)
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        return self._cards[index].sample(processes=processes)
+        return self._gpus[index].sample(processes=processes)
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
-        return self._cards[index].details()
+        return self._gpus[index].details()
 
     @property
     def must_reopen(self) -> bool:
         """True if the driver was reloaded, or its GPUs have changed since it was opened."""
-        return any(card.is_stale for card in self._cards)
+        return any(gpu.is_stale for gpu in self._gpus)
 
     def facts(self) -> GpuFacts:
         asking = Asking(self._smi)
-        drivers = [asking.ask("amdsmi_get_gpu_driver_info", card.handle) or {} for card in self._cards]
+        drivers = [asking.ask("amdsmi_get_gpu_driver_info", gpu.handle) or {} for gpu in self._gpus]
         version = next((info["driver_version"] for info in drivers if _is_told(info.get("driver_version"))), None)
-        pairs = tuple(self._pair(asking, one, other) for one, other in combinations(self._cards, 2))
-        linked = Counter(card for pair in pairs if pair.nvlink for card in (pair.first, pair.second))
+        pairs = tuple(self._pair(asking, one, other) for one, other in combinations(self._gpus, 2))
+        linked = Counter(gpu for pair in pairs if pair.nvlink for gpu in (pair.first, pair.second))
         return GpuFacts(
             driver=version and printable(version),
-            nvlinks=tuple(linked[card.index] for card in self._cards),
+            nvlinks=tuple(linked[gpu.index] for gpu in self._gpus),
             pairs=pairs,
             faults=faults.of_driver(),
         )
@@ -194,7 +194,7 @@ class _AmdGpu:
         # Another GPU may answer next.
         self._asic = None
         self.is_stale = self.is_stale or code in faults.STALE
-        reason = faults.SILENT if code is None else faults.card(code)
+        reason = faults.SILENT if code is None else faults.gpu(code)
         return {"healthy": False, "reason": reason, "withheld": code == faults.NO_PERMISSION}
 
     def _power_limit(self, again: bool) -> float | None:

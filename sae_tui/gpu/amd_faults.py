@@ -56,7 +56,7 @@ SOURCE = {
 INSTALL = "install ROCm's package amd-smi-lib, or amdsmi of ROCm's version with pip"
 
 
-def card(code: int) -> str:
+def gpu(code: int) -> str:
     """Return why a GPU cannot be read."""
     return CARD.get(code, f"the driver answers error {code} for this GPU")
 

@@ -29,7 +29,7 @@ Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 # Opening the driver initialises every GPU, which takes seconds if no GPU is in use and persistence mode is off.
 OPEN_LIMIT_S = 15.0
-CARD_LIMIT_S = 5.0
+GPU_LIMIT_S = 5.0
 # Reasons for involuntary throttling: heat, or a weak power supply.
 THROTTLING = (
     "hardware limit (heat or power)",

@@ -30,7 +30,7 @@ class Used(NamedTuple):
         return Used(*(one + more for one, more in zip(self, other, strict=True)))
 
 
-class CardMeter:
+class GpuMeter:
     """Measures the energy of one GPU from `begin` on; readings are added in chronological order.
 
     Between two counter readings, even across a gap, the energy is their difference. Otherwise it is the integral of

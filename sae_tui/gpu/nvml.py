@@ -59,7 +59,7 @@ class Nvml:
 
     def __init__(self) -> None:
         self._nvml: Any = None
-        self._cards: tuple[_NvmlGpu, ...] = ()
+        self._gpus: tuple[_NvmlGpu, ...] = ()
 
     def open(self) -> int:
         self._nvml = load_pynvml()
@@ -73,9 +73,9 @@ class Nvml:
             self.close()
             raise faults.no_gpus()
         parts = slices(self._nvml, count)
-        cards = [_NvmlGpu(self._nvml, index, [part for part in parts if part.card == index]) for index in range(count)]
-        self._cards = (*cards, *(_Slice(self._nvml, index, place) for index, place in enumerate(parts, start=count)))
-        return len(self._cards)
+        gpus = [_NvmlGpu(self._nvml, index, [part for part in parts if part.gpu == index]) for index in range(count)]
+        self._gpus = (*gpus, *(_Slice(self._nvml, index, place) for index, place in enumerate(parts, start=count)))
+        return len(self._gpus)
 
     def _initialise(self, *, may_renew: bool = True) -> None:
         try:
@@ -86,20 +86,20 @@ class Nvml:
             self._initialise(may_renew=False)
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        return self._cards[index].sample(processes=processes)
+        return self._gpus[index].sample(processes=processes)
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
-        return self._cards[index].details(sample)
+        return self._gpus[index].details(sample)
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        return self._cards[index].sm_percents() if sample.processes else {}
+        return self._gpus[index].sm_percents() if sample.processes else {}
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
-        return self._cards[index].buffered()
+        return self._gpus[index].buffered()
 
     def facts(self) -> GpuFacts:
-        handles = [self._ask("nvmlDeviceGetHandleByIndex", card.card) for card in self._cards]
-        whole = {card.index for card in self._cards if card.index == card.card}
+        handles = [self._ask("nvmlDeviceGetHandleByIndex", gpu.gpu) for gpu in self._gpus]
+        whole = {gpu.index for gpu in self._gpus if gpu.index == gpu.gpu}
         readable = [(index, handle) for index, handle in enumerate(handles) if handle is not None and index in whole]
         cuda = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         capabilities = [self._ask("nvmlDeviceGetCudaComputeCapability", handle) for handle in handles]
@@ -134,13 +134,13 @@ class Nvml:
         return None
 
     def hurry(self) -> None:
-        for card in self._cards:
-            card.is_hurried = True
+        for gpu in self._gpus:
+            gpu.is_hurried = True
 
     @property
     def must_reopen(self) -> bool:
         """True if the driver was reloaded, or its GPUs or slices have changed since it was opened."""
-        return any(card.is_stale for card in self._cards)
+        return any(gpu.is_stale for gpu in self._gpus)
 
     def close(self) -> None:
         """Close the driver. If it must be reopened, undo every opening in this process, since NVML counts them."""
@@ -149,11 +149,11 @@ class Nvml:
                 self._nvml.nvmlShutdown()
 
 
-class _CardFault(Exception):
+class _GpuFault(Exception):
     """Raised when a GPU cannot be read at all, with NVML's error code."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(faults.card(code))
+        super().__init__(faults.gpu(code))
         self.code = code
 
 
@@ -166,7 +166,7 @@ class _NvmlGpu:
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[SliceLocation] = ()) -> None:
         # The index here, and the index of the whole GPU, which differs for a slice.
-        self.index = self.card = index
+        self.index = self.gpu = index
         # True if reads skip optional values, because the driver will be closed.
         self.is_hurried = False
         self.is_stale = False
@@ -190,7 +190,7 @@ class _NvmlGpu:
         self._failed = {}
         try:
             fields = self._read(processes)
-        except _CardFault as fault:
+        except _GpuFault as fault:
             self._handle = None
             self._failed = {}
             self.is_stale = self.is_stale or fault.code in faults.STALE
@@ -220,7 +220,7 @@ class _NvmlGpu:
     def _read(self, processes: bool) -> dict[str, Any]:
         """Return the fields of a healthy sample, from four calls and up to six more for values that seldom change.
 
-        Raise `_CardFault` if the GPU cannot be read.
+        Raise `_GpuFault` if the GPU cannot be read.
         """
         self._identify(again=processes)
         power_limit = self._once("power_limit_w", POWER_LIMIT)
@@ -233,7 +233,7 @@ class _NvmlGpu:
         temperature = self._get("temperature_c", TEMPERATURE)
         power = self._get("power_w", POWER)
         if self._fault is not None and not self._answered:
-            raise _CardFault(self._fault)
+            raise _GpuFault(self._fault)
         is_quick = time.monotonic() - began < SLOW_S
         processes = processes and not self.is_hurried
         energy = self._energy() if processes and is_quick else None
@@ -306,11 +306,11 @@ class _NvmlGpu:
         return self._get("energy_j", ENERGY) if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _look_up(self) -> Any:
-        """Return the handle of the GPU, or raise `_CardFault`."""
+        """Return the handle of the GPU, or raise `_GpuFault`."""
         try:
             return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
-            raise _CardFault(error.value) from None
+            raise _GpuFault(error.value) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
         """Return a field that seldom changes; it is read until a read succeeds, or shows that it is not supported."""
@@ -372,8 +372,8 @@ class _Slice(_NvmlGpu):
 
     def __init__(self, nvml: ModuleType, index: int, place: SliceLocation) -> None:
         super().__init__(nvml, index)
-        self.card, self._place = place.card, place
-        self._card_handle: Any = None
+        self.gpu, self._place = place.gpu, place
+        self._gpu_handle: Any = None
 
     def details(self, sample: GpuSample) -> GpuDetails:
         from sae_tui.gpu.details import GpuDetails
@@ -392,16 +392,16 @@ class _Slice(_NvmlGpu):
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
         if self._fault is not None and not self._answered:
-            raise _CardFault(self._fault)
-        condition = self._read_condition(self._card_handle, whole=False) if processes else None
+            raise _GpuFault(self._fault)
+        condition = self._read_condition(self._gpu_handle, whole=False) if processes else None
         return sizes(memory) | {"processes": self._processes() if processes else None, "condition": condition}
 
     def _look_up(self) -> Any:
         try:
-            self._card_handle = self._nvml.nvmlDeviceGetHandleByIndex(self.card)
+            self._gpu_handle = self._nvml.nvmlDeviceGetHandleByIndex(self.gpu)
             return self._place.look_up(self._nvml)
         except self._nvml.NVMLError as error:
-            raise _CardFault(error.value) from None
+            raise _GpuFault(error.value) from None
 
 
 def _signed(degrees: int | None) -> int | None:

@@ -78,7 +78,7 @@ NO_PEER = {
 }
 
 
-def card(code: int) -> str:
+def gpu(code: int) -> str:
     """Return why a GPU cannot be read."""
     return CARD.get(code, f"the driver answers error {code} for this GPU")
 

@@ -16,41 +16,41 @@ _LIMIT_S = 2.0
 class SliceLocation(NamedTuple):
     """The location of a slice: NVML's index of its GPU, and its slice number, which need not be consecutive."""
 
-    card: int
+    gpu: int
     number: int
 
     def look_up(self, nvml: ModuleType) -> Any:
         """Return the handle of the slice; raise NVML's error if the slice no longer exists."""
-        return nvml.nvmlDeviceGetMigDeviceHandleByIndex(nvml.nvmlDeviceGetHandleByIndex(self.card), self.number)
+        return nvml.nvmlDeviceGetMigDeviceHandleByIndex(nvml.nvmlDeviceGetHandleByIndex(self.gpu), self.number)
 
 
-def slices(nvml: ModuleType, n_cards: int) -> list[SliceLocation]:
+def slices(nvml: ModuleType, n_gpus: int) -> list[SliceLocation]:
     """Return the slices of all GPUs that answer in time, in the order of the GPUs."""
     found: dict[int, list[SliceLocation]] = {}
 
-    def ask(card: int) -> None:
-        found[card] = places_of(nvml, card)
+    def ask(gpu: int) -> None:
+        found[gpu] = places_of(nvml, gpu)
 
-    threads = [threading.Thread(target=ask, args=(card,), daemon=True) for card in range(n_cards)]
+    threads = [threading.Thread(target=ask, args=(gpu,), daemon=True) for gpu in range(n_gpus)]
     for thread in threads:
         thread.start()
     until = time.monotonic() + _LIMIT_S
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return [place for card in range(n_cards) for place in found.get(card, ())]
+    return [place for gpu in range(n_gpus) for place in found.get(gpu, ())]
 
 
-def places_of(nvml: ModuleType, card: int) -> list[SliceLocation]:
+def places_of(nvml: ModuleType, gpu: int) -> list[SliceLocation]:
     """Return the slices of a GPU; may block, like every call to the driver."""
-    return list(_slices_of(nvml, card))
+    return list(_slices_of(nvml, gpu))
 
 
-def _slices_of(nvml: ModuleType, card: int) -> Iterator[SliceLocation]:
+def _slices_of(nvml: ModuleType, gpu: int) -> Iterator[SliceLocation]:
     # GPUs and drivers without MIG support return an error; an older pynvml lacks these functions.
     with contextlib.suppress(nvml.NVMLError, AttributeError):
-        handle = nvml.nvmlDeviceGetHandleByIndex(card)
+        handle = nvml.nvmlDeviceGetHandleByIndex(gpu)
         is_split, _ = nvml.nvmlDeviceGetMigMode(handle)
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if is_split else 0):
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                yield SliceLocation(card, number)
+                yield SliceLocation(gpu, number)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from sae_tui.gpu import faults, vendor_to_name
-from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample, GpuSource
+from sae_tui.gpu.base import GPU_LIMIT_S, OPEN_LIMIT_S, GpuSample, GpuSource
 from sae_tui.gpu.detailed import vendor_of
 
 SLOW_AFTER_S = 2.0
@@ -65,7 +65,7 @@ def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def read_all(source: GpuSource, count: int, limit_s: float = CARD_LIMIT_S) -> tuple[GpuSample, ...]:
+def read_all(source: GpuSource, count: int, limit_s: float = GPU_LIMIT_S) -> tuple[GpuSample, ...]:
     """Return one sample of each GPU, all read in parallel; a GPU that hangs gives an unhealthy sample."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s

@@ -80,7 +80,7 @@ class ProcessReader:
             for process in sample.processes or ():
                 by_pid.setdefault(process.pid, []).append((sample.index, process))
         self._known = {pid: host for pid in by_pid if (host := self._host(pid))}
-        found = [self._details(pid, on_cards, sm_percents) for pid, on_cards in by_pid.items()]
+        found = [self._details(pid, on_gpus, sm_percents) for pid, on_gpus in by_pid.items()]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     def _host(self, pid: int) -> _OsProcess | None:
@@ -89,11 +89,11 @@ class ProcessReader:
         return known if known is not None and known.identity.is_alive() else _OsProcess.of(pid)
 
     def _details(
-        self, pid: int, on_cards: list[tuple[int, GpuProcess]], sm_percents: Mapping[int, Mapping[int, int]]
+        self, pid: int, on_gpus: list[tuple[int, GpuProcess]], sm_percents: Mapping[int, Mapping[int, int]]
     ) -> ProcessDetails:
-        parts = [process for _, process in on_cards]
+        parts = [process for _, process in on_gpus]
         sizes = [one.memory_used_bytes for one in parts if one.memory_used_bytes is not None]
-        shares = [sm_percents[index][pid] for index, _ in on_cards if pid in sm_percents.get(index, ())]
+        shares = [sm_percents[index][pid] for index, _ in on_gpus if pid in sm_percents.get(index, ())]
         listed = parts[0]
         host = self._known.get(pid)
         # The driver uses the pids of another container; here this pid belongs to another user's process.
@@ -103,7 +103,7 @@ class ProcessReader:
             pid,
             host.user if host else listed.user,
             (host.command if host else None) or listed.name,
-            tuple(index for index, _ in on_cards),
+            tuple(index for index, _ in on_gpus),
             sum(sizes) if len(sizes) == len(parts) else None,
             max(shares, default=None),
             **(host.now() if host else {}),

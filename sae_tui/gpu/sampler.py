@@ -75,7 +75,7 @@ class Sampler:
         self._status = SamplerStatus.OPENING
         self._interval = interval_s
         self._capacity = capacity
-        self._cards: tuple[_SampledGpu, ...] = ()
+        self._gpus: tuple[_SampledGpu, ...] = ()
         self._rings: dict[int, Ring] = {}
         self._threads: list[threading.Thread] = []
         self._opened = 0.0  # monotonic time
@@ -92,7 +92,7 @@ class Sampler:
     @property
     def count(self) -> int:
         """Number of GPUs; 0 until the source is open."""
-        return len(self._cards)
+        return len(self._gpus)
 
     def start(self) -> None:
         """Start sampling and return at once, since opening the source may hang; a second call does nothing."""
@@ -137,7 +137,7 @@ class Sampler:
     def latest(self) -> tuple[GpuSample, ...]:
         """Return the newest sample of each GPU, by index; an unhealthy one if the GPU has not answered for long."""
         now = time.monotonic()
-        return tuple(self._current(card, now) for card in self._cards)
+        return tuple(self._current(gpu, now) for gpu in self._gpus)
 
     def ring(self, index: int) -> Ring:
         """Return the ring of a GPU; it may be requested and filled before the source is open."""
@@ -147,11 +147,11 @@ class Sampler:
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
         """Return the readings that the driver had buffered when the GPU was first read, oldest first."""
-        return (self._cards[index].buffered or ()) if index < len(self._cards) else ()
+        return (self._gpus[index].buffered or ()) if index < len(self._gpus) else ()
 
     def readings_s(self) -> dict[int, float]:
         """Return how long the last read of each GPU took, in seconds."""
-        return {index: card.took_s for index, card in enumerate(self._cards)}
+        return {index: gpu.took_s for index, gpu in enumerate(self._gpus)}
 
     def want_shares(self, wanted: bool) -> None:
         """Switch the sampling of per-process utilisation on or off."""
@@ -163,7 +163,7 @@ class Sampler:
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
         """Return the percentage of multiprocessors that each process uses, by pid; empty if off or not yet sampled."""
-        return self._cards[index].sm_percents if self._shares_wanted and index < len(self._cards) else {}
+        return self._gpus[index].sm_percents if self._shares_wanted and index < len(self._gpus) else {}
 
     def look_at(self, index: int | None) -> None:
         """Read the details of this GPU, and of no other, from now on; None stops reading details."""
@@ -175,15 +175,15 @@ class Sampler:
 
     def details(self, index: int) -> GpuDetails | None:
         """Return the newest details of the GPU chosen by `look_at`; None if there are none yet, or for another GPU."""
-        return self._cards[index].details if index < len(self._cards) and index == self._looked_at else None
+        return self._gpus[index].details if index < len(self._gpus) and index == self._looked_at else None
 
     def _run(self) -> None:
         while (count := self._open()) is not None:
-            old = self._cards
-            self._cards = tuple(self._new_card(index, old) for index in range(count))
+            old = self._gpus
+            self._gpus = tuple(self._new_gpu(index, old) for index in range(count))
             self.problem, self._status, self._opened = None, SamplerStatus.READY, time.monotonic()
-            for card in self._cards:
-                self._spawn(self._watch, f"gpu-{card.sample.index}", card)
+            for gpu in self._gpus:
+                self._spawn(self._watch, f"gpu-{gpu.sample.index}", gpu)
             while not (self._stopping or self._paused or self._must_reopen_safely()):
                 self._record_silence()
                 self._wait_until(time.monotonic() + self._interval)
@@ -206,7 +206,7 @@ class Sampler:
             self.problem, self._status = problem, SamplerStatus.UNAVAILABLE
             self._now_closed()
             # If the driver is broken, the GPUs still exist, but cannot be read.
-            self._cards = tuple(self._unread(card, problem.reason) for card in self._cards if problem.is_broken)
+            self._gpus = tuple(self._unread(gpu, problem.reason) for gpu in self._gpus if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
 
@@ -216,7 +216,7 @@ class Sampler:
             if self._paused:
                 self._status = SamplerStatus.OPENING
                 # After the pause, the last readings are too old.
-                self._cards = tuple(self._unread(card, faults.NO_ANSWER_YET) for card in self._cards)
+                self._gpus = tuple(self._unread(gpu, faults.NO_ANSWER_YET) for gpu in self._gpus)
             self._changed.wait_for(lambda: self._stopping or not self._paused)
             self._is_open = not self._stopping
             return self._is_open
@@ -238,19 +238,19 @@ class Sampler:
             return False
         if isinstance(self.source, ReopeningSource) and self.source.must_reopen:
             return True
-        unread = [card for card in self._cards if not card.sample.healthy and not self._is_silent(card, now)]
-        if len(unread) == len(self._cards):
+        unread = [gpu for gpu in self._gpus if not gpu.sample.healthy and not self._is_silent(gpu, now)]
+        if len(unread) == len(self._gpus):
             return now - self._opened >= REOPEN_EVERY_S
         if self.source.name not in (AUTO, *VENDORS):
             return False
         # Consider only GPUs that could be read before; the reset of one GPU does not affect the others.
-        lost = [card.sample.index for card in unread if card.sample.unread_since is not None]
+        lost = [gpu.sample.index for gpu in unread if gpu.sample.unread_since is not None]
         return self._probe.finds(lost, now)
 
     def _close(self) -> None:
         """End the GPU threads that are not stuck and close the driver, so that it can be reopened."""
-        # Each thread ends when its entry is no longer in `_cards`, so replace all entries with copies.
-        self._cards = tuple(replace(card) for card in self._cards)
+        # Each thread ends when its entry is no longer in `_gpus`, so replace all entries with copies.
+        self._gpus = tuple(replace(gpu) for gpu in self._gpus)
         with self._changed:
             self._changed.notify_all()
         deadline = time.monotonic() + CLOSE_LIMIT_S
@@ -259,51 +259,51 @@ class Sampler:
         close_source(self.source)
         self._now_closed()
 
-    def _watch(self, card: _SampledGpu) -> None:
+    def _watch(self, gpu: _SampledGpu) -> None:
         """Sample one GPU once per clock interval; missed intervals are not made up for."""
-        index = card.sample.index
+        index = gpu.sample.index
         deadline = processes_due = time.monotonic()
-        while self._is_current(card):
+        while self._is_current(gpu):
             # Half an interval of tolerance, since sums of floats are not exact.
-            due = deadline + self._interval / 2 >= processes_due or not card.sample.healthy
+            due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
             # Identify a process immediately when it begins to use the GPU.
-            due = due or card.sample.is_used_unseen
+            due = due or gpu.sample.is_used_unseen
             try:
-                self._turn(card, due)
+                self._turn(gpu, due)
             except Exception as error:
                 # This thread must survive any answer of a driver.
-                blank = _blank(card.sample, f"reading it failed: {error!r}")
-                card.sample, card.answered = _lost(card.sample, blank), time.monotonic()
+                blank = _blank(gpu.sample, f"reading it failed: {error!r}")
+                gpu.sample, gpu.answered = _lost(gpu.sample, blank), time.monotonic()
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
             deadline = time.monotonic() + until_next(time.time(), self._interval)
-            self._wait_until(deadline, looking=index, card=card)
+            self._wait_until(deadline, looking=index, gpu=gpu)
             deadline = min(deadline, time.monotonic())
 
-    def _turn(self, card: _SampledGpu, due: bool) -> None:
+    def _turn(self, gpu: _SampledGpu, due: bool) -> None:
         """Read a GPU once, with its processes if `due`."""
-        index, begun = card.sample.index, time.monotonic()
-        sample = self._read(card.sample, processes=due)
-        if not self._is_current(card):
+        index, begun = gpu.sample.index, time.monotonic()
+        sample = self._read(gpu.sample, processes=due)
+        if not self._is_current(gpu):
             return
         if not sample.healthy:
-            sample = _lost(card.sample, sample)
-        if sample.uuid != card.sample.uuid:
-            card.buffered = None  # another GPU has this index now
+            sample = _lost(gpu.sample, sample)
+        if sample.uuid != gpu.sample.uuid:
+            gpu.buffered = None  # another GPU has this index now
         # Update the ring first, so that it never lags behind the newest sample after a change of GPU.
-        card.ring.append(sample)
-        card.sample, card.answered = sample, time.monotonic()
-        card.took_s = card.answered - begun
-        if card.buffered is None and sample.healthy:
-            card.buffered = self._read_buffer(index) if card.took_s < _QUICK_S else ()
-        if self._shares_wanted and (due or not card.sm_percents):
-            card.sm_percents = self._read_shares(sample)
-        card.details = self._read_details(sample) if index == self._looked_at else None
+        gpu.ring.append(sample)
+        gpu.sample, gpu.answered = sample, time.monotonic()
+        gpu.took_s = gpu.answered - begun
+        if gpu.buffered is None and sample.healthy:
+            gpu.buffered = self._read_buffer(index) if gpu.took_s < _QUICK_S else ()
+        if self._shares_wanted and (due or not gpu.sm_percents):
+            gpu.sm_percents = self._read_shares(sample)
+        gpu.details = self._read_details(sample) if index == self._looked_at else None
 
-    def _is_current(self, card: _SampledGpu) -> bool:
+    def _is_current(self, gpu: _SampledGpu) -> bool:
         """Return whether a GPU is still sampled; False once the sampler stops or the driver is reopened."""
-        index = card.sample.index
-        return not self._stopping and index < len(self._cards) and self._cards[index] is card
+        index = gpu.sample.index
+        return not self._stopping and index < len(self._gpus) and self._gpus[index] is gpu
 
     def _read(self, last: GpuSample, *, processes: bool) -> GpuSample:
         try:
@@ -343,25 +343,25 @@ class Sampler:
             self._interval = interval_s
             self._changed.notify_all()
 
-    def _current(self, card: _SampledGpu, now: float) -> GpuSample:
-        if not self._is_silent(card, now):
-            return card.sample
-        return _blank(card.sample, f"has not answered for {now - card.answered:.0f} s")
+    def _current(self, gpu: _SampledGpu, now: float) -> GpuSample:
+        if not self._is_silent(gpu, now):
+            return gpu.sample
+        return _blank(gpu.sample, f"has not answered for {now - gpu.answered:.0f} s")
 
-    def _is_silent(self, card: _SampledGpu, now: float) -> bool:
+    def _is_silent(self, gpu: _SampledGpu, now: float) -> bool:
         """Return whether the current read takes too long; False for a GPU that is already known to be unreadable."""
         if self._status is SamplerStatus.OPENING:
             return False
-        waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET
-        return waiting and now - card.answered > max(SILENT_AFTER_S, 3 * self._interval)
+        waiting = gpu.sample.healthy or gpu.sample.reason == faults.NO_ANSWER_YET
+        return waiting and now - gpu.answered > max(SILENT_AFTER_S, 3 * self._interval)
 
     def _record_silence(self) -> None:
         """Append an unhealthy sample to the ring of a silent GPU, so that its history keeps advancing."""
-        for card, sample in zip(self._cards, self.latest(), strict=True):
-            if sample is not card.sample:
-                card.ring.append(sample)
+        for gpu, sample in zip(self._gpus, self.latest(), strict=True):
+            if sample is not gpu.sample:
+                gpu.ring.append(sample)
 
-    def _new_card(self, index: int, old: Sequence[_SampledGpu]) -> _SampledGpu:
+    def _new_gpu(self, index: int, old: Sequence[_SampledGpu]) -> _SampledGpu:
         """Return the initial state of a GPU: its state before the driver was reopened, or an unhealthy sample."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
@@ -371,12 +371,12 @@ class Sampler:
         return _SampledGpu(sample, self.ring(index), time.monotonic())
 
     @staticmethod
-    def _unread(card: _SampledGpu, reason: str) -> _SampledGpu:
-        sample = _lost(card.sample, _blank(card.sample, reason))
-        card.ring.append(sample)
-        return _SampledGpu(sample, card.ring, time.monotonic())
+    def _unread(gpu: _SampledGpu, reason: str) -> _SampledGpu:
+        sample = _lost(gpu.sample, _blank(gpu.sample, reason))
+        gpu.ring.append(sample)
+        return _SampledGpu(sample, gpu.ring, time.monotonic())
 
-    def _wait_until(self, deadline: float, *, looking: int | None = None, card: _SampledGpu | None = None) -> None:
+    def _wait_until(self, deadline: float, *, looking: int | None = None, gpu: _SampledGpu | None = None) -> None:
         """Wait until the deadline, or earlier if the sampler stops or pauses, the interval changes or the GPU needs it.
 
         A GPU needs it when the user opens its page or the list of processes, or when it is no longer sampled.
@@ -387,10 +387,10 @@ class Sampler:
                 lambda: (
                     self._stopping
                     or self._interval != interval
-                    or (card is None and self._paused)
+                    or (gpu is None and self._paused)
                     or (looking is not None and was != self._looked_at == looking)
-                    or (card is not None and self._shares_wanted and not shares)
-                    or (card is not None and not self._is_current(card))
+                    or (gpu is not None and self._shares_wanted and not shares)
+                    or (gpu is not None and not self._is_current(gpu))
                 ),
                 timeout=max(0.0, deadline - time.monotonic()),
             )

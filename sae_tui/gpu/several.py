@@ -34,26 +34,26 @@ class Several:
         self.cuda = any(source.cuda for source in sources)
         self._sources = sources
         # For each GPU, its source and its index there.
-        self._cards: list[tuple[GpuSource, int]] = []
+        self._gpus: list[tuple[GpuSource, int]] = []
         self._faults: list[SourceUnavailable] = []
 
     def open(self) -> int:
-        cards: list[tuple[GpuSource, int]] = []
+        gpus: list[tuple[GpuSource, int]] = []
         self._faults = []
         # Open each source on its own thread: a driver that never answers must not hide the GPUs of the others.
         counts = [(source, on_thread(source.open)) for source in self._sources]
         deadline = time.monotonic() + LIMIT_S
         for source, count in counts:
             try:
-                cards += [(source, number) for number in range(count.result(deadline - time.monotonic()))]
+                gpus += [(source, number) for number in range(count.result(deadline - time.monotonic()))]
             except TimeoutError:
                 self._faults.append(faults.silent(LIMIT_S, vendor_to_name(source.name).tool))
             except SourceUnavailable as error:
                 self._faults.append(error)
-        if not cards:
+        if not gpus:
             raise self._faults[0]
-        self._cards = cards
-        return len(cards)
+        self._gpus = gpus
+        return len(gpus)
 
     def hurry(self) -> None:
         for source in self._sources:
@@ -61,11 +61,11 @@ class Several:
                 source.hurry()
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        source, number = self._cards[index]
+        source, number = self._gpus[index]
         return replace(source.sample(number, processes=processes), index=index, vendor=source.name)
 
     def vendor(self, index: int) -> str:
-        return self._cards[index][0].name
+        return self._gpus[index][0].name
 
     @property
     def must_reopen(self) -> bool:
@@ -74,20 +74,20 @@ class Several:
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         from sae_tui.gpu.details import GpuDetails
 
-        source, number = self._cards[index]
+        source, number = self._gpus[index]
         return source.details(number, sample) if isinstance(source, DetailedSource) else GpuDetails(sample.timestamp)
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        source, number = self._cards[index]
+        source, number = self._gpus[index]
         return source.sm_percents(number, sample) if isinstance(source, SharesSource) else {}
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
-        source, number = self._cards[index]
+        source, number = self._gpus[index]
         return source.buffered(number) if isinstance(source, RememberingSource) else ()
 
     def facts(self) -> GpuFacts:
         """Return the facts of all vendors, with the indices of this source."""
-        parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._cards) if number == 0]
+        parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._gpus) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
         # Since one vendor's GPUs work, software that is missing for another vendor is not a fault.
         unread = [DriverFault(error.reason, error.remedy) for error in self._faults if error.is_broken]
@@ -101,14 +101,14 @@ class Several:
         return GpuFacts(
             driver=" and ".join(_version(source, facts) for _, source, facts in parts),
             cuda=cuda,
-            capabilities=tuple(capabilities.get(index) for index in range(len(self._cards))),
-            nvlinks=tuple(nvlinks.get(index, 0) for index in range(len(self._cards))),
+            capabilities=tuple(capabilities.get(index) for index in range(len(self._gpus))),
+            nvlinks=tuple(nvlinks.get(index, 0) for index in range(len(self._gpus))),
             pairs=tuple(pairs),
             faults=(*unread, *(fault for _, _, facts in parts for fault in facts.faults)),
         )
 
     def close(self) -> None:
-        for source in dict.fromkeys(source for source, _ in self._cards):
+        for source in dict.fromkeys(source for source, _ in self._gpus):
             source.close()
 
 

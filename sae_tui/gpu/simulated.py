@@ -75,16 +75,16 @@ class Simulated:
             raise UserError(f"the number of simulated GPUs must be 1 to {LARGEST_COUNT}, not {count}")
         faults = faults_of(os.environ.get(ENV_FAULTS, "")) if faults is None else faults
         self._clock = clock
-        self._cards = tuple(_SimulatedGpu(index, occupied, faults.get(index)) for index in range(count))
+        self._gpus = tuple(_SimulatedGpu(index, occupied, faults.get(index)) for index in range(count))
 
     def open(self) -> int:
-        return len(self._cards)
+        return len(self._gpus)
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        return self._cards[index].sample(self._clock(), processes)
+        return self._gpus[index].sample(self._clock(), processes)
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
-        return self._cards[index].details(self._clock(), sample)
+        return self._gpus[index].details(self._clock(), sample)
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
         """Split the utilisation of the GPU equally between its processes."""
@@ -93,11 +93,11 @@ class Simulated:
 
     def facts(self) -> GpuFacts:
         """Return facts in which every four GPUs share a CPU socket, and the first two of them are linked by NVLink."""
-        n_cards = len(self._cards)
-        pairs = tuple(starmap(_pair, combinations(range(n_cards), 2)))
+        n_gpus = len(self._gpus)
+        pairs = tuple(starmap(_pair, combinations(range(n_gpus), 2)))
         bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
-        nvlinks = tuple(4 * (index in bridged) for index in range(n_cards))
-        return GpuFacts(capabilities=((8, 6),) * n_cards, nvlinks=nvlinks, pairs=pairs)
+        nvlinks = tuple(4 * (index in bridged) for index in range(n_gpus))
+        return GpuFacts(capabilities=((8, 6),) * n_gpus, nvlinks=nvlinks, pairs=pairs)
 
     def close(self) -> None:
         pass

@@ -24,7 +24,7 @@ MINUTE_S = 60
 # open while a user pages through the output would prevent the write-ahead log from being truncated.
 WINDOW_S = 3600
 NEVER = 1 << 40
-MOST_CARDS = 100_000
+MOST_GPUS = 100_000
 # Rows that are further in the future, from a clock that was ahead, are not read.
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
@@ -134,17 +134,17 @@ def stored_samples(
 def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
     """Combine rows of all GPUs, in chronological order, into one row per step."""
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
-        cards = list(each)
-        busy = _not_none(card.utilization for card in cards)
-        power = _not_none(card.power_w for card in cards)
+        gpus = list(each)
+        busy = _not_none(gpu.utilization for gpu in gpus)
+        power = _not_none(gpu.power_w for gpu in gpus)
         yield GpuTotals(
             timestamp,
-            len(cards),
-            sum(used) if (used := _not_none(card.memory_used_bytes for card in cards)) else None,
+            len(gpus),
+            sum(used) if (used := _not_none(gpu.memory_used_bytes for gpu in gpus)) else None,
             # Sum the total memory only of GPUs whose used memory is in the sum.
-            sum(_not_none(card.memory_total_bytes for card in cards if card.memory_used_bytes is not None)) or None,
+            sum(_not_none(gpu.memory_total_bytes for gpu in gpus if gpu.memory_used_bytes is not None)) or None,
             round(sum(busy) / len(busy), 2) if busy else None,
-            max(_not_none(card.temperature_c for card in cards), default=None),
+            max(_not_none(gpu.temperature_c for gpu in gpus), default=None),
             round(sum(power), 2) if power else None,
         )
 
@@ -166,16 +166,16 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
 
 
 def energy_readings(
-    path: Path, host: str, cards: Iterable[tuple[int, str]], after: Mapping[str, float], until: float
+    path: Path, host: str, gpus: Iterable[tuple[int, str]], after: Mapping[str, float], until: float
 ) -> dict[str, list[EnergyReading]]:
     """Return the energy readings of GPUs by UUID, from each GPU's time in `after` (exclusive) to `until`.
 
-    `cards` are pairs of index and UUID.
+    `gpus` are pairs of index and UUID.
     """
     with explain_errors(path), closing(_open(path)) as db:
         return {
             uuid: list(readable(db.execute(ENERGY, (host, index, after[uuid], until, uuid)).fetchall(), EnergyReading))
-            for index, uuid in cards
+            for index, uuid in gpus
         }
 
 
@@ -183,7 +183,7 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
     """Return all GPU indices of a host, with one key lookup for each instead of a scan of the tables."""
     all_indices: set[int] = set()
     for table in ("gpu_minutes", "gpu_metrics"):
-        query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_CARDS}"
+        query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_GPUS}"
         index = -1
         while (index := db.execute(query, (host, index)).fetchone()[0]) is not None:
             all_indices.add(index)

@@ -17,18 +17,18 @@ def visible(
 ) -> tuple[GpuSample, ...]:
     """Return the samples of the visible GPUs, by index; simulated GPUs are never hidden."""
     samples = tuple(samples)
-    cards = [(sample.index, sample.uuid, sample.vendor or source_name) for sample in samples]
-    left = left_by(cards, lambda vendor: vendor.visible_devices(environ))
+    gpus = [(sample.index, sample.uuid, sample.vendor or source_name) for sample in samples]
+    left = left_by(gpus, lambda vendor: vendor.visible_devices(environ))
     return tuple(sample for sample in samples if sample.index in left)
 
 
-def left_by(cards: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
+def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
     """Return the indices of the GPUs (index, UUID, vendor) that each vendor's variable leaves visible.
 
     A variable counts the GPUs of its vendor from 0. GPUs without a vendor, such as simulated ones, stay visible.
     """
     by_vendor: dict[str, list[tuple[int, str]]] = {}
-    for index, uuid, name in cards:
+    for index, uuid, name in gpus:
         by_vendor.setdefault(name, []).append((index, uuid))
     left: set[int] = set()
     for name, own in by_vendor.items():
@@ -43,17 +43,17 @@ def left_by(cards: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], 
     return left
 
 
-def count_visible(n_visible: int, n_cards: int, source_name: str) -> str:
+def count_visible(n_visible: int, n_gpus: int, source_name: str) -> str:
     """Return the number of GPUs shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if none is hidden."""
-    return f"{n_visible} of {n_cards} GPUs, by {_variables(source_name)}" if n_visible < n_cards else ""
+    return f"{n_visible} of {n_gpus} GPUs, by {_variables(source_name)}" if n_visible < n_gpus else ""
 
 
-def all_hidden(n_cards: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:
+def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the message for the case that all GPUs are hidden, with a remedy."""
     variable = _variables(source_name, environ)
     limit = environ.get(variable)
     value = "" if limit is None else f'="{limit}"'
-    return f"{variable}{value} leaves 0 of {n_cards} GPUs; unset it, or name GPUs in it"
+    return f"{variable}{value} leaves 0 of {n_gpus} GPUs; unset it, or name GPUs in it"
 
 
 def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -148,7 +148,7 @@ class HostFollower:
         silent_s = time.monotonic() - monotonic
         was_greeted = self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT)
         if self.view.is_connected and silent_s > SILENT_AFTER_S:
-            self._change(stage=ConnectionStage.SILENT, since=max(heard, self.view.since), cards=())
+            self._change(stage=ConnectionStage.SILENT, since=max(heard, self.view.since), gpus=())
         if silent_s > (CUT_AFTER_S if was_greeted else GREETING_S):
             self._silence = Cause(f"has sent nothing for {silent_s:.0f} s")
             link.stop()
@@ -173,11 +173,11 @@ class HostFollower:
     def _take_gpus(self, message: RemoteGpus) -> None:
         now = time.time()
         # Keep rings only for the indices of this message: otherwise a host could fill the memory with new indices.
-        self._rings = {card.index: self._rings.get(card.index) or Ring() for card in message.cards}
-        for card in message.cards:
-            self._rings[card.index].append(card.sample(now))
-        told = message.problem != self.view.problem or len(message.cards) != len(self.view.cards)
-        self.view = msgspec.structs.replace(self.view, cards=message.cards, problem=message.problem)
+        self._rings = {gpu.index: self._rings.get(gpu.index) or Ring() for gpu in message.gpus}
+        for gpu in message.gpus:
+            self._rings[gpu.index].append(gpu.sample(now))
+        told = message.problem != self.view.problem or len(message.gpus) != len(self.view.gpus)
+        self.view = msgspec.structs.replace(self.view, gpus=message.gpus, problem=message.problem)
         if told:
             self._on_change()
 
@@ -185,7 +185,7 @@ class HostFollower:
         """Show why there is no connection and, if it was cut, since when."""
         if self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT):
             since = time.time() if self.view.is_connected else self.view.since
-            self._change(stage=ConnectionStage.CUT, sentence=cause.sentence, since=since, cards=())
+            self._change(stage=ConnectionStage.CUT, sentence=cause.sentence, since=since, gpus=())
         elif self.view.sentence != cause.sentence:
             stage = ConnectionStage.CUT if self.view.stage is ConnectionStage.CUT else ConnectionStage.FAILED
             self._change(stage=stage, sentence=cause.sentence)

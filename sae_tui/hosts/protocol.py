@@ -73,7 +73,8 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
     """All GPUs of the host; `problem` says why there are none."""
 
-    cards: Annotated[tuple[RemoteGpu, ...], Meta(max_length=MOST_GPUS)] = ()
+    # `cards` on the wire, as in earlier versions.
+    gpus: Annotated[tuple[RemoteGpu, ...], Meta(max_length=MOST_GPUS)] = msgspec.field(default=(), name="cards")
     problem: str = ""
 
 
@@ -144,7 +145,7 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 Message = Hello | RemoteGpus | Jobs | Log
 
 
-def far_card(sample: GpuSample, holder: str, use: str) -> RemoteGpu:
+def remote_gpu(sample: GpuSample, holder: str, use: str) -> RemoteGpu:
     """Convert a sample to the protocol's GPU record."""
     fields = {name: getattr(sample, name) for name in RemoteGpu.__struct_fields__ if name not in _NOT_OF_SAMPLES}
     busy = sample.utilization

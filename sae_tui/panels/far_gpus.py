@@ -62,7 +62,7 @@ class FarGpus(LineView, can_focus=True):
 
     def lines_of(self, views: Sequence[HostView], room: int) -> int:
         """Return how many of `room` lines these hosts use: one each, plus the GPUs of as many hosts as fit."""
-        counts = [len(view.cards) for view in views]
+        counts = [len(view.gpus) for view in views]
         return len(counts) + sum(_opened(counts, room, self._at).values())
 
     def action_move(self, by: int) -> None:
@@ -159,10 +159,10 @@ def _totals(host: FarHost, *, is_open: bool) -> str:
 def process_lines(view: HostView, width: int) -> list[Line]:
     """Return the processes on the GPUs of a host; below each GPU, the processes with the most memory."""
     lines: list[Line] = []
-    for card in view.cards:
-        head = f"GPU {card.index} {short_name(card.name)}"
-        lines.append(((fit(head, min(width, cell_len(head) + 2)), "title"), (card.holder, "dim")))
-        lines += [((fit(f"  {_of_process(one)}", width), "text"),) for one in card.processes]
+    for gpu in view.gpus:
+        head = f"GPU {gpu.index} {short_name(gpu.name)}"
+        lines.append(((fit(head, min(width, cell_len(head) + 2)), "title"), (gpu.holder, "dim")))
+        lines += [((fit(f"  {_of_process(one)}", width), "text"),) for one in gpu.processes]
     return lines or [(("Of its GPUs nothing is known.", "dim"),)]
 
 

@@ -11,7 +11,7 @@ from textual.message import Message
 
 from sae_tui.format import gibibytes
 from sae_tui.gpu.visible import ranges
-from sae_tui.jobs.cards.availability import GpuChoice, fit
+from sae_tui.jobs.gpus.availability import GpuChoice, fit
 from sae_tui.panels.gpu_row import short_name
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.table import Column, KeyedTable, Row

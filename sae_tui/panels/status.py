@@ -109,7 +109,7 @@ def summary(
     gpus = ASKING if opening else _gpus(samples, hidden)
     if others:
         connected = [view for view in others if view.is_connected]
-        count = len(samples) + sum(len(view.cards) for view in connected)
+        count = len(samples) + sum(len(view.gpus) for view in connected)
         gpus = f"{1 + len(others)} hosts · {count} GPUs"
         jobs = [*jobs, *(job for view in connected for job in view.jobs)]
     waiting = sum(job.state is JobState.QUEUED for job in jobs)

@@ -245,7 +245,7 @@ class Dashboard(FramedScreen):
             height,
             n_gpus=map_grid(n_gpus, inside, height).bands if view == "map" else n_gpus,
             n_jobs=self._n_job_rows,
-            cards=view == "per_gpu",
+            is_card_view=view == "per_gpu",
             tiles=view == "map",
             previews=self.query_one(JobsPanel).selected is not None,
             words=len(self.query_one(GpuPanel).wrapped(self._why_none()[0], inside)),

@@ -89,12 +89,12 @@ class DashboardHosts:
         for place, view in enumerate(self._hosts.views, start=1):
             theirs = self._pasts[view.name] = self._past(view)
             blank = [BLANK] * len(next(iter(past.slots.values()), ()))
-            for card in view.cards:
-                if card.index in theirs.slots:
-                    index = _APART * place + card.index
-                    every.append(replace(card.sample(view.since), index=index))
-                    slots[index] = theirs.slots[card.index] if live else blank
-                    limits_w[index] = theirs.power_limits_w[card.index]
+            for gpu in view.gpus:
+                if gpu.index in theirs.slots:
+                    index = _APART * place + gpu.index
+                    every.append(replace(gpu.sample(view.since), index=index))
+                    slots[index] = theirs.slots[gpu.index] if live else blank
+                    limits_w[index] = theirs.power_limits_w[gpu.index]
                     place_of[index] = f" of {view.name}"
         found = totals(every, RecentHistory(slots, limits_w, past.is_period))
         hottest = aggregate(every).hottest
@@ -113,9 +113,9 @@ class DashboardHosts:
         past = self._pasts.pop(view.name, None) or self._past(view)
         known = past.slots.keys()
         rows = tuple(
-            GpuRow(card.sample(view.since), card.holder, card.use, partial(past.column, card.index))
-            for card in view.cards
-            if card.index in known
+            GpuRow(gpu.sample(view.since), gpu.holder, gpu.use, partial(past.column, gpu.index))
+            for gpu in view.gpus
+            if gpu.index in known
         )
         return FarHost(view, rows)
 

@@ -52,7 +52,7 @@ def arrange(
     *,
     n_gpus: int,
     n_jobs: int,
-    cards: bool = False,
+    is_card_view: bool = False,
     tiles: bool = False,
     previews: bool = False,
     taken: int = 0,
@@ -60,21 +60,21 @@ def arrange(
 ) -> PanelHeights:
     """Return the rows of the panels in a window of `width` x `height` cells; the head and the footer take one row each.
 
-    With `cards` the GPUs are shown in the card view; with `tiles`, `n_gpus` counts rows of tiles. `previews` means that
-    a job can be previewed. Without jobs their panel explains what to do. `taken` is the rows of the panel of other
+    `is_card_view` selects the card view; with `tiles`, `n_gpus` counts rows of tiles. `previews` means that a job can
+    be previewed. Without jobs their panel explains what to do. `taken` is the rows of the panel of other
     hosts, `words` the rows needed to explain why there are no GPUs.
     """
     room = max(2, height - 2 - taken)
     empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
-    rows = _least(empty, room, n_gpus, n_gpus or words, cards=cards)
-    tallest = 5 if cards else TALLEST if tiles else 0
+    rows = _least(empty, room, n_gpus, n_gpus or words, is_card_view=is_card_view)
+    tallest = 5 if is_card_view else TALLEST if tiles else 0
     return _grown(rows, room, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
 
 
-def _least(rows: PanelHeights, room: int, n_gpus: int, wanted: int, *, cards: bool) -> PanelHeights:
+def _least(rows: PanelHeights, room: int, n_gpus: int, wanted: int, *, is_card_view: bool) -> PanelHeights:
     """Give each panel its minimum. If that does not fit, drop the totals first, then take rows from the jobs."""
     left = room - 2 * rows.chrome
-    has_totals = n_gpus > 0 and not (cards and rows.frame != "framed")
+    has_totals = n_gpus > 0 and not (is_card_view and rows.frame != "framed")
     with_totals = left - _TOTALS - rows.chrome
     is_room = with_totals >= min(wanted, _FEWEST_GPUS) + _FEWEST_JOBS
     totals, left = (_TOTALS, with_totals) if has_totals and is_room else (0, left)

@@ -289,8 +289,8 @@ class LaunchScreen(FramedScreen):
 
 def _of_host(view: HostView) -> str:
     """Return a short description of a host for the list of choices."""
-    idle = sum(card.use == "dim" and card.healthy for card in view.cards)
-    return f"{plural(len(view.cards), 'GPU')}, {idle} idle" if view.cards else "no GPU"
+    idle = sum(gpu.use == "dim" and gpu.healthy for gpu in view.gpus)
+    return f"{plural(len(view.gpus), 'GPU')}, {idle} idle" if view.gpus else "no GPU"
 
 
 def _path(text: str) -> Path:

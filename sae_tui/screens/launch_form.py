@@ -39,7 +39,7 @@ from trainer.contract.settings.sweep import may_differ
 from trainer.contract.wording import plural
 
 if TYPE_CHECKING:
-    from sae_tui.jobs.cards.availability import GpuChoice
+    from sae_tui.jobs.gpus.availability import GpuChoice
     from trainer.contract.paths import DataDir
     from trainer.contract.store.rows import Job
 

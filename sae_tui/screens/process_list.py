@@ -81,9 +81,9 @@ class ProcessList(Filtered):
     class Read(Message):
         """The processes on some GPUs were read again."""
 
-        def __init__(self, cards: Sequence[int], processes: Sequence[ProcessDetails]) -> None:
+        def __init__(self, gpus: Sequence[int], processes: Sequence[ProcessDetails]) -> None:
             super().__init__()
-            self.cards, self.processes = cards, processes
+            self.gpus, self.processes = gpus, processes
 
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -98,7 +98,7 @@ class ProcessList(Filtered):
         self._read_at = 0.0
         self._is_due = True
         self._has_shares = False
-        self._cards: list[int] = []
+        self._gpus: list[int] = []
         self._pids: list[int] = []
 
     def compose(self) -> ComposeResult:
@@ -115,16 +115,16 @@ class ProcessList(Filtered):
     def show_samples(self, samples: Sequence[GpuSample], nothing: str) -> None:
         """Show the processes on these GPUs; `nothing` is the text for an empty list."""
         self._nothing = nothing
-        cards = [sample.index for sample in samples]
+        gpus = [sample.index for sample in samples]
         pids = [process.pid for sample in samples for process in sample.processes or ()]
-        if cards != self._cards:
+        if gpus != self._gpus:
             self._processes = None
         # Request the shares again: when the previous list closes, it cancels the request.
         self.session.monitor.want_shares(True)
-        shares = {index: self.session.monitor.sm_percents(index) for index in cards}
+        shares = {index: self.session.monitor.sm_percents(index) for index in gpus}
         # Read at once when a new process appears or the first shares arrive.
-        is_new = (cards, pids) != (self._cards, self._pids) or (any(shares.values()) and not self._has_shares)
-        self._cards, self._pids, self._has_shares = cards, pids, any(shares.values())
+        is_new = (gpus, pids) != (self._gpus, self._pids) or (any(shares.values()) and not self._has_shares)
+        self._gpus, self._pids, self._has_shares = gpus, pids, any(shares.values())
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
         # A hung process can make the read hang too; do not start a second read then.
         if self._is_due and not self._one_reading.locked():
@@ -146,7 +146,7 @@ class ProcessList(Filtered):
     @on(Read)
     def _take(self, event: Read) -> None:
         # Ignore processes of GPUs that are no longer shown.
-        if event.cards == self._cards:
+        if event.gpus == self._gpus:
             self._processes = event.processes
             self._draw()
 

@@ -19,7 +19,7 @@ from sae_tui.alerts.record import DAY_S, Alert, read_alerts, write_alerts
 from sae_tui.alerts.watch import GROUP_S, Alerts, AlertWatcher, as_message, sentence_of
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import THROTTLING, Condition, GpuSample, Xid
-from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.settings import Settings
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
@@ -55,7 +55,7 @@ class Days:
         return said
 
 
-def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100 * GIB) -> AlertReadings:
+def gpus(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100 * GIB) -> AlertReadings:
     return AlertReadings(samples, held, free_bytes)
 
 
@@ -63,66 +63,66 @@ def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 10
     ("bad", "after_s", "words", "good", "over_s"),
     [
         (
-            cards(replace(FINE, temperature_c=87)),
+            gpus(replace(FINE, temperature_c=87)),
             10,
             "GPU 3 is at 87 °C; it slows down at 90 °C",
-            cards(FINE),
+            gpus(FINE),
             60,
         ),
         (
-            cards(replace(FINE, condition=Condition(slowed_by=("power limit reached", THROTTLING[1])))),
+            gpus(replace(FINE, condition=Condition(slowed_by=("power limit reached", THROTTLING[1])))),
             60,
             "GPU 3 is slowed down: too hot (driver limit)",
-            cards(replace(FINE, condition=Condition(slowed_by=("power limit reached",)))),
+            gpus(replace(FINE, condition=Condition(slowed_by=("power limit reached",)))),
             60,
         ),
         (
-            cards(replace(FINE, healthy=False, reason=faults.LOST)),
+            gpus(replace(FINE, healthy=False, reason=faults.LOST)),
             15,
             f"GPU 3 cannot be read: {faults.LOST}",
-            cards(FINE),
+            gpus(FINE),
             10,
         ),
         (
-            cards(replace(FINE, condition=replace(SOUND, ecc_uncorrected=7))),
+            gpus(replace(FINE, condition=replace(SOUND, ecc_uncorrected=7))),
             1,
             "GPU 3 has uncorrected memory errors (ECC): 7 since its last reset",
-            cards(FINE),
+            gpus(FINE),
             60,
         ),
         (
-            cards(replace(FINE, condition=replace(SOUND, rows_pending=True))),
+            gpus(replace(FINE, condition=replace(SOUND, rows_pending=True))),
             1,
             "GPU 3 needs a reset to replace rows of its memory",
-            cards(FINE),
+            gpus(FINE),
             60,
         ),
         (
-            cards(replace(FINE, condition=replace(SOUND, xid=Xid(48, BEGIN, "Xid 48: lost bits", is_fatal=True)))),
+            gpus(replace(FINE, condition=replace(SOUND, xid=Xid(48, BEGIN, "Xid 48: lost bits", is_fatal=True)))),
             1,
             "GPU 3 reports Xid 48: lost bits",
-            cards(FINE),
+            gpus(FINE),
             60,
         ),
         (
-            cards(replace(FINE, memory_used_bytes=79 << 30, memory_free_bytes=1 << 30)),
+            gpus(replace(FINE, memory_used_bytes=79 << 30, memory_free_bytes=1 << 30)),
             30,
             "GPU 3 has 1.0 GiB of 80.0 GiB memory left",
-            cards(FINE),
+            gpus(FINE),
             30,
         ),
         (
-            cards(FINE, held=Holders(jobs={"GPU-a": JOB}, idle={"GPU-a": "held 3 h, idle for 10 min"})),
+            gpus(FINE, held=Holders(jobs={"GPU-a": JOB}, idle={"GPU-a": "held 3 h, idle for 10 min"})),
             20 * 60,
             "GPU 3 is not used by job 12 (base): held 3 h, idle for 10 min",
-            cards(FINE),
+            gpus(FINE),
             60,
         ),
         (
-            cards(FINE, free_bytes=2 * GIB),
+            gpus(FINE, free_bytes=2 * GIB),
             30,
             "the disk of the data folder has 2.0 GiB left",
-            cards(FINE),
+            gpus(FINE),
             30,
         ),
     ],
@@ -142,9 +142,9 @@ def test_each_alert_begins_and_ends_after_its_delay(bad, after_s, words, good, o
 @pytest.mark.parametrize(
     "look",
     [
-        cards(replace(FINE, condition=Condition(slowed_by=("power limit reached", "clocks follow the display")))),
-        cards(replace(FINE, healthy=False, reason=faults.NO_ANSWER_YET)),
-        cards(replace(FINE, temperature_c=None, memory_used_bytes=None, condition=None), free_bytes=None),
+        gpus(replace(FINE, condition=Condition(slowed_by=("power limit reached", "clocks follow the display")))),
+        gpus(replace(FINE, healthy=False, reason=faults.NO_ANSWER_YET)),
+        gpus(replace(FINE, temperature_c=None, memory_used_bytes=None, condition=None), free_bytes=None),
         AlertReadings(),
     ],
 )
@@ -154,15 +154,15 @@ def test_normal_or_unknown_readings_raise_no_alert(look):
 
 def test_a_gpu_that_needs_a_reset_raises_the_fatal_error_alert_until_it_is_reset():
     days = Days()
-    wanted = cards(replace(FINE, condition=replace(SOUND, recovery="a reset")))
+    wanted = gpus(replace(FINE, condition=replace(SOUND, recovery="a reset")))
     assert days.last(3, wanted) == ["GPU 3 needs a reset, as its driver says"]
     assert [alert.kind for alert in days.alerts.active] == ["xid"]
-    assert days.last(62, cards(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error no more"]
+    assert days.last(62, gpus(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error no more"]
 
 
 def test_a_value_that_swings_around_the_threshold_is_one_alert():
     days = Days()
-    hot, warm = cards(replace(FINE, temperature_c=87)), cards(replace(FINE, temperature_c=84))
+    hot, warm = gpus(replace(FINE, temperature_c=87)), gpus(replace(FINE, temperature_c=84))
     said = days.last(12, hot)
     for _ in range(50):
         said += days.last(3, warm) + days.last(3, hot)
@@ -171,14 +171,14 @@ def test_a_value_that_swings_around_the_threshold_is_one_alert():
 
 def test_the_alert_of_a_removed_gpu_ends():
     days = Days()
-    days.last(20, cards(replace(FINE, healthy=False, reason=faults.LOST)))
-    assert days.last(12, cards(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
+    days.last(20, gpus(replace(FINE, healthy=False, reason=faults.LOST)))
+    assert days.last(12, gpus(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
 
 
 def lost(*indices: int, of: int = 64) -> AlertReadings:
     """Return readings of `of` GPUs; the GPUs with these indices are lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
-    return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
+    return gpus(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
 
 def test_gpus_that_are_lost_together_share_one_alert():
@@ -210,7 +210,7 @@ def test_the_message_to_a_script_has_the_number_of_gpus():
 
 
 def test_an_alert_for_gpus_with_different_faults_describes_the_last_one():
-    hot = cards(*(replace(FINE, index=index, temperature_c=86 + index) for index in range(3)))
+    hot = gpus(*(replace(FINE, index=index, temperature_c=86 + index) for index in range(3)))
     assert Days().last(60, hot) == ["GPUs 0-2: heat; GPU 2 is at 88 °C; it slows down at 90 °C"]
 
 
@@ -228,13 +228,13 @@ def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
 
 def test_an_alert_whose_sensor_stops_answering_shows_since_when():
     days = Days()
-    days.last(20, cards(replace(FINE, temperature_c=95)))
-    assert days.last(1000, cards(replace(FINE, temperature_c=None))) == []
+    days.last(20, gpus(replace(FINE, temperature_c=95)))
+    assert days.last(1000, gpus(replace(FINE, temperature_c=None))) == []
     since = time.strftime("%H:%M", time.localtime(BEGIN + 20))
     assert [one.words for one in days.alerts.active] == [
         f"GPU 3 is at 95 °C; it slows down at 90 °C; not known since {since}"
     ]
-    assert days.last(61, cards(FINE)) == ["GPU 3: heat no more"]
+    assert days.last(61, gpus(FINE)) == ["GPU 3: heat no more"]
 
 
 def test_a_clock_that_is_temporarily_far_ahead_deletes_no_alert():
@@ -256,11 +256,11 @@ def test_an_error_in_one_kind_of_alert_does_not_stop_the_others(monkeypatch):
 
 
 def test_thresholds_are_settings_and_0_turns_an_alert_off():
-    hot = cards(replace(FINE, temperature_c=80))
+    hot = gpus(replace(FINE, temperature_c=80))
     assert Days().last(60, hot) == []
     assert len(Days(Settings(alert_heat_c=12)).last(60, hot)) == 1
     off = Settings(**{kind.setting: 0 for kind in KINDS})
-    lost = cards(replace(FINE, healthy=False, reason=faults.LOST), free_bytes=0)
+    lost = gpus(replace(FINE, healthy=False, reason=faults.LOST), free_bytes=0)
     assert Days(off).last(100, lost) == []
 
 
@@ -272,9 +272,9 @@ def alert(kind: str = "heat", host: str | None = None, **fields) -> Alert:
 
 def test_a_stored_alert_continues_after_a_restart_and_is_not_reported_twice():
     days = Days(stored=(alert(), alert(host="elsewhere")))
-    assert days.last(30, cards(replace(FINE, temperature_c=88))) == []
+    assert days.last(30, gpus(replace(FINE, temperature_c=88))) == []
     assert len(days.alerts.active) == 1
-    assert days.last(61, cards(FINE)) == ["GPU 3: heat no more"]
+    assert days.last(61, gpus(FINE)) == ["GPU 3: heat no more"]
     assert [one.cleared is None for one in days.alerts.recent] == [False]
 
 
@@ -302,21 +302,21 @@ def test_hosts_that_share_a_folder_keep_their_alerts_apart(data):
 
 def test_no_alert_ends_before_its_gpu_has_answered_or_without_a_driver():
     days = Days(stored=(alert("lost"), alert("idle")))
-    waiting = cards(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.NO_ANSWER_YET))
+    waiting = gpus(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.NO_ANSWER_YET))
     assert days.last(100, waiting) == []
-    assert days.last(100, cards()) == []
+    assert days.last(100, gpus()) == []
     # A GPU that was lost before the app started has no UUID; its stored alerts still apply.
-    unknown = cards(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.LOST))
+    unknown = gpus(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.LOST))
     assert days.last(59, unknown) == []
     assert {one.kind for one in days.alerts.active} == {"lost", "idle"}
-    gone = days.last(300, cards(replace(FINE, index=4)))
+    gone = days.last(300, gpus(replace(FINE, index=4)))
     assert sorted(gone) == ["GPU 3: held and idle no more", "GPU 3: unreadable no more"]
 
 
 def test_a_script_learns_the_gpu_and_the_job_and_whether_the_alert_begins():
     days = Days()
-    days.last(10, cards(replace(FINE, temperature_c=88)))
-    (begun,) = days.alerts.turn(cards(replace(FINE, temperature_c=88)))
+    days.last(10, gpus(replace(FINE, temperature_c=88)))
+    (begun,) = days.alerts.turn(gpus(replace(FINE, temperature_c=88)))
     message = json.loads(json.dumps(as_message(begun)))
     assert {name: message[name] for name in ("state", "kind", "gpu_index", "gpu_uuid", "job_id", "value")} == {
         "state": "raised", "kind": "heat", "gpu_index": 3, "gpu_uuid": "GPU-a", "job_id": 12, "value": 2.0

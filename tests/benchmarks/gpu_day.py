@@ -195,8 +195,8 @@ def several(word: str, n_gpus: int) -> Iterator[Part]:
         for mode, (settings, least) in MODES.items()
         if n_gpus >= least and (not settings or n_gpus % 2 == 0)
     }
-    cards = [] if word == "auto" else ["--gpus", all_of_them]
-    yield Part("bus", [*TRAINER, "probe", *cards, "--json"], 60, sees_all=True)
+    gpus = [] if word == "auto" else ["--gpus", all_of_them]
+    yield Part("bus", [*TRAINER, "probe", *gpus, "--json"], 60, sees_all=True)
     for mode, settings in modes.items():
         argv = [*bench("topk", sizes, all_of_them), "--set", f"parallel.mode={mode}", *settings]
         yield Part(f"bench {shape} topk {mode}", [*TRAINER, *argv], 90, sees_all=True)

@@ -50,7 +50,7 @@ def entry_of(report: Mapping[str, Any], commit: str | None = None) -> dict[str, 
     answers = {name: ran["answer"] for name, ran in report.items() if ran["state"] == "ok"}
     driver = answers.get("driver") or {}
     states = driver.get("state") or []
-    names = [state["name"] for state in states if "name" in state] or [card["name"] for card in driver.get("cards", [])]
+    names = [state["name"] for state in states if "name" in state] or [gpu["name"] for gpu in driver.get("cards", [])]
     steps = [one for name, answer in answers.items() if "steps " in name for one in answer]
     return {
         "gpu": names[0] if names else "CPU",

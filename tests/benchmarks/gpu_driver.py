@@ -44,10 +44,10 @@ def main() -> int:
     by_cuda = {gpu.uuid: gpu.memory_bytes for gpu in visible_gpus()}
     # Query the app between two calls of nvidia-smi, since other processes may allocate memory meanwhile.
     before = by_tool()
-    cards = by_app()
+    gpus = by_app()
     after = by_tool()
-    wrong = [*differs_from_cuda(cards, by_cuda), *differs_from_tool(cards, before, after)]
-    found = {"cards": cards, "cuda": by_cuda, "nvidia_smi": {uuid: one._asdict() for uuid, one in after.items()}}
+    wrong = [*differs_from_cuda(gpus, by_cuda), *differs_from_tool(gpus, before, after)]
+    found = {"cards": gpus, "cuda": by_cuda, "nvidia_smi": {uuid: one._asdict() for uuid, one in after.items()}}
     print(json.dumps(found | versions() | {"state": states(), "wrong": wrong}))
     return 1 if wrong else 0
 
@@ -97,12 +97,12 @@ def read_tool(text: str) -> dict[str, Memory]:
     return {uuid: Memory(*(int(mib) * MIB if mib.isdecimal() else None for mib in mibs)) for uuid, *mibs in rows}
 
 
-def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> list[str]:
+def differs_from_cuda(gpus: list[dict[str, Any]], by_cuda: dict[str, int]) -> list[str]:
     """Return a sentence for each GPU that only one of the two lists, or whose memory differs from CUDA's.
 
     MIG slices may be missing, since CUDA lists only one.
     """
-    totals = {card["uuid"]: card["memory_total"] for card in cards if card["healthy"]}
+    totals = {gpu["uuid"]: gpu["memory_total"] for gpu in gpus if gpu["healthy"]}
     unknown = [f"CUDA has {uuid}, and the app has not" for uuid in by_cuda if uuid not in totals]
     missing = [f"the app has {uuid}, and CUDA has not" for uuid in totals if uuid not in by_cuda and not is_slice(uuid)]
     return (
@@ -116,14 +116,14 @@ def differs_from_cuda(cards: list[dict[str, Any]], by_cuda: dict[str, int]) -> l
     )
 
 
-def differs_from_tool(cards: list[dict[str, Any]], before: dict[str, Memory], after: dict[str, Memory]) -> list[str]:
+def differs_from_tool(gpus: list[dict[str, Any]], before: dict[str, Memory], after: dict[str, Memory]) -> list[str]:
     """Return a sentence for each GPU that nvidia-smi does not list, or whose memory differs from its value.
 
     MIG slices are skipped, since nvidia-smi lists none.
     """
     wrong = []
-    for card in cards if after else ():
-        uuid, total, used = card["uuid"], card["memory_total"], card["memory_used"]
+    for gpu in gpus if after else ():
+        uuid, total, used = gpu["uuid"], gpu["memory_total"], gpu["memory_used"]
         if is_slice(uuid) or not uuid.startswith("GPU-"):
             continue
         if uuid not in after or uuid not in before:

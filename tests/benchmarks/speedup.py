@@ -85,19 +85,19 @@ def main() -> None:
     elif options.markdown:
         print(markdown())
     else:
-        show(Shape(options.d_in, options.d_sae, options.k, options.batch), options.card)
+        show(Shape(options.d_in, options.d_sae, options.k, options.batch), options.gpu)
 
 
-def show(shape: Shape, card: str) -> None:
+def show(shape: Shape, gpu: str) -> None:
     """Print the speed-ups of all modes on this GPU."""
-    title = f"times one {card}: d_in {shape.d_in}, d_sae {shape.d_sae}, k {shape.k}, {shape.batch} tokens"
+    title = f"times one {gpu}: d_in {shape.d_in}, d_sae {shape.d_sae}, k {shape.k}, {shape.batch} tokens"
     table = Table(title=title)
     for name in ("step", "mode", *(f"{count} GPUs" for count in COUNTS[1:])):
         table.add_column(name, justify="left" if name in ("step", "mode") else "right")
     box, is_measured = read_box(data_dir().box_file), False
     for kind, fixed in (("weak", False), ("strong", True)):
         for mode, parallel in MODES.items():
-            rows = forecasts(shape, card, parallel, box, fixed=fixed)
+            rows = forecasts(shape, gpu, parallel, box, fixed=fixed)
             is_measured = all(row.is_measured for row in rows)
             words = (f"{row.speed_up:.2f} ({row.settled.job.parallel.mode})" for row in rows[1:])
             table.add_row(kind, mode, *words)
@@ -108,7 +108,7 @@ def show(shape: Shape, card: str) -> None:
 
 def forecasts(
     shape: Shape,
-    card: str,
+    gpu: str,
     parallel: dict[str, Any],
     box: MeasuredHardware,
     *,
@@ -116,7 +116,7 @@ def forecasts(
     gib: int | None = None,
 ) -> list[Forecast]:
     """Return forecasts for 1, 2, 4 and 8 GPUs of this name, with `gib` GiB of memory if it is given."""
-    work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), card)
+    work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), gpu)
     room = DeviceMemory(total_bytes=None if gib is None else gib * GIB)
     return forecast(work, box, counts=COUNTS, room=room)
 

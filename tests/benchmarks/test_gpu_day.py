@@ -169,37 +169,37 @@ def test_errors_are_shown_in_the_table(name: str, answer: Any, words: str) -> No
     assert summary(Part(name, [], 1.0), Ran(WRONG, 1.0, answer, "a line\nthe last line\n")) == words
 
 
-def card(uuid: str = "GPU-a", total: int | None = 80 * GIB, used: int | None = GIB) -> dict[str, Any]:
+def gpu(uuid: str = "GPU-a", total: int | None = 80 * GIB, used: int | None = GIB) -> dict[str, Any]:
     return {"uuid": uuid, "memory_total": total, "memory_used": used, "healthy": True}
 
 
 @pytest.mark.parametrize(
     ("cards", "by_cuda", "words"),
     [
-        ([card()], {"GPU-a": 79 * GIB}, []),
-        ([card("GPU-b")], {"GPU-a": 79 * GIB}, ["CUDA has GPU-a", "the app has GPU-b"]),
-        ([card(), card("MIG-b")], {"GPU-a": 79 * GIB}, []),
-        ([card()], {"GPU-a": 81 * GIB}, ["GPU-a has 8"]),
-        ([card()], {"GPU-a": 40 * GIB}, ["GPU-a has 8"]),
-        ([card(total=None)], {"GPU-a": 40 * GIB}, []),
-        ([card() | {"healthy": False}], {}, []),
+        ([gpu()], {"GPU-a": 79 * GIB}, []),
+        ([gpu("GPU-b")], {"GPU-a": 79 * GIB}, ["CUDA has GPU-a", "the app has GPU-b"]),
+        ([gpu(), gpu("MIG-b")], {"GPU-a": 79 * GIB}, []),
+        ([gpu()], {"GPU-a": 81 * GIB}, ["GPU-a has 8"]),
+        ([gpu()], {"GPU-a": 40 * GIB}, ["GPU-a has 8"]),
+        ([gpu(total=None)], {"GPU-a": 40 * GIB}, []),
+        ([gpu() | {"healthy": False}], {}, []),
     ],
 )
-def test_the_apps_gpus_are_compared_with_cuda(cards: list[Any], by_cuda: dict[str, int], words: list[str]) -> None:
-    wrong = differs_from_cuda(cards, by_cuda)
+def test_the_apps_gpus_are_compared_with_cuda(gpus: list[Any], by_cuda: dict[str, int], words: list[str]) -> None:
+    wrong = differs_from_cuda(gpus, by_cuda)
     assert [one[: len(word)] for one, word in zip(wrong, words, strict=True)] == words
 
 
 @pytest.mark.parametrize(
     ("one", "words"),
     [
-        (card(), ""),
-        (card(used=GIB + 60 * MIB), ""),
-        (card(used=2 * GIB), "of GPU-a are in use"),
-        (card(total=80 * GIB + 2 * MIB), "GPU-a has "),
-        (card("GPU-b"), "nvidia-smi has not"),
-        (card("MIG-b"), ""),
-        (card(total=None, used=None), ""),
+        (gpu(), ""),
+        (gpu(used=GIB + 60 * MIB), ""),
+        (gpu(used=2 * GIB), "of GPU-a are in use"),
+        (gpu(total=80 * GIB + 2 * MIB), "GPU-a has "),
+        (gpu("GPU-b"), "nvidia-smi has not"),
+        (gpu("MIG-b"), ""),
+        (gpu(total=None, used=None), ""),
     ],
 )
 def test_the_apps_gpus_are_compared_with_nvidia_smi_before_and_after(one: dict[str, Any], words: str) -> None:
@@ -214,7 +214,7 @@ def test_the_apps_gpus_are_compared_with_nvidia_smi_before_and_after(one: dict[s
 def test_a_value_missing_from_nvidia_smi_is_not_compared() -> None:
     unknown = read_tool("GPU-a, [N/A], [N/A]\n")
     assert unknown == {"GPU-a": Memory(None, None)}
-    assert not differs_from_tool([card()], unknown, unknown)
+    assert not differs_from_tool([gpu()], unknown, unknown)
 
 
 def test_modes_whose_fvu_differs_from_one_gpu_are_named() -> None:

@@ -55,7 +55,7 @@ def test_watching_prints_one_json_line_per_second_until_ctrl_c(shell) -> None:
     rows = [json.loads(line) for line in itertools.islice(process.stdout, 2)]
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
-    assert [[card["index"] for card in cards] for cards in rows] == [[0, 1, 2, 3]] * 2
+    assert [[gpu["index"] for gpu in gpus] for gpus in rows] == [[0, 1, 2, 3]] * 2
     assert 0.5 < rows[1][0]["timestamp"] - rows[0][0]["timestamp"] < 10
     assert rows[0][3]["slowed_by"] in ([], ["power limit reached"])
     assert rows[0][3]["performance_state"] == 2

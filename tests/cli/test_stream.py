@@ -44,9 +44,9 @@ def test_gpus_and_jobs_are_sent_until_standard_input_ends(shell) -> None:
         assert isinstance(gpus, RemoteGpus)
         assert hello.protocol == PROTOCOL
         assert [(job.name, job.note) for job in jobs.jobs] == [("first", "�[2J")]
-        while not all(card.healthy for card in gpus.cards) or not gpus.cards:
+        while not all(gpu.healthy for gpu in gpus.gpus) or not gpus.gpus:
             (*_, gpus) = messages(out, until=RemoteGpus)
-        assert [card.holder for card in gpus.cards[:3]] == ["idle", "idle", "idle"]
+        assert [gpu.holder for gpu in gpus.gpus[:3]] == ["idle", "idle", "idle"]
         record_job(shell.data, "second", JobState.QUEUED, host="elsewhere")
         (*_, jobs) = messages(out, until=Jobs)
         assert [job.name for job in jobs.jobs] == ["second", "first"]

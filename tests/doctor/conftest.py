@@ -70,11 +70,11 @@ def in_process(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         script = f"""
 import msgspec, sys
 from pathlib import Path
-from sae_tui.doctor.base import Box
+from sae_tui.doctor.base import CheckedMachine
 from sae_tui.doctor.{module} import {function}
 from sae_tui.gpu.none import NoGpus
 from trainer.contract.paths import DataDir
-box = Box(DataDir(Path({str(data or tmp_path)!r})), NoGpus(), root=Path({str(root)!r}))
+box = CheckedMachine(DataDir(Path({str(data or tmp_path)!r})), NoGpus(), root=Path({str(root)!r}))
 print(msgspec.json.encode(list({function}(box))).decode())
 """
 

@@ -20,7 +20,7 @@ def job(**sections):
     return parsed
 
 
-def cards(count: int, gib: float = 80):
+def gpus(count: int, gib: float = 80):
     return look_at(Cards(count, memory_bytes=int(gib * GIB)), {}).samples
 
 
@@ -39,12 +39,12 @@ def advice(*arguments, **options):
 
 
 def test_the_fewest_gpus_that_hold_the_job_are_recommended() -> None:
-    _, finding = advice(job(), cards(4))
+    _, finding = advice(job(), gpus(4))
     assert finding.level == "ok"
     assert finding.sentence.startswith("it fits on 1 GPU, ")
     assert ": --gpus 0" in finding.sentence
-    alone = job_report(job(), cards(4)).rows[0].memory_bytes
-    _, finding = advice(job(), cards(4, (alone - 1) / GIB))
+    alone = job_report(job(), gpus(4)).rows[0].memory_bytes
+    _, finding = advice(job(), gpus(4, (alone - 1) / GIB))
     assert finding.level == "ok"
     assert "as tensor" in finding.sentence
     assert ": --gpus 0,1" in finding.sentence
@@ -52,40 +52,40 @@ def test_the_fewest_gpus_that_hold_the_job_are_recommended() -> None:
 
 def test_the_most_efficient_number_of_gpus_is_named_with_its_speed_up() -> None:
     fast = measured("NVIDIA H100", "bf16", 1e13, 1, 2, 4)
-    _, finding = advice(job(), cards(4), speeds=fast)
-    best = [row for row in job_report(job(), cards(4), speeds=fast).rows if row.chosen and row.gpus][-1]
+    _, finding = advice(job(), gpus(4), speeds=fast)
+    best = [row for row in job_report(job(), gpus(4), speeds=fast).rows if row.chosen and row.gpus][-1]
     assert best.efficiency >= LEAST_EFFICIENCY
     assert f"; 4 GPUs as {best.mode} take " in finding.sentence
     assert finding.sentence.endswith(f"{best.speed_up:.1f}× the speed of one: --gpus 0,1,2,3")
 
 
 def test_gpus_with_a_slow_link_are_not_recommended_and_the_reason_is_given() -> None:
-    _, finding = advice(job(), cards(2), speeds=measured("NVIDIA H100", "bf16", 1e8, 1, 2))
+    _, finding = advice(job(), gpus(2), speeds=measured("NVIDIA H100", "bf16", 1e8, 1, 2))
     assert "; more do not pay: 2 GPUs reach 0." in finding.sentence
     assert "on 2: " in finding.sentence.partition("more do not pay")[2]
 
 
 def test_the_speeds_finding_says_whether_times_are_measured() -> None:
-    speeds, _ = advice(job(), cards(4))
+    speeds, _ = advice(job(), gpus(4))
     assert (speeds.level, speeds.sentence) == (
         "note",
         "times on 1, 2 and 4 GPUs are by published figures of such cards",
     )
     assert "doctor --probe" in speeds.remedy
-    speeds, _ = advice(job(), cards(2), speeds=measured("NVIDIA H100", "bf16", 1e10, 2))
+    speeds, _ = advice(job(), gpus(2), speeds=measured("NVIDIA H100", "bf16", 1e10, 2))
     assert speeds.level == "ok"
 
 
 def test_a_job_that_fits_only_if_gpus_are_free_is_a_warning() -> None:
     used = {"memory_used_bytes": 79 * GIB, "memory_free_bytes": GIB}
-    taken = [dataclasses.replace(sample, **used) for sample in cards(1)]
+    taken = [dataclasses.replace(sample, **used) for sample in gpus(1)]
     _, finding = advice(job(), taken)
     assert finding.level == "warning"
     assert "not beside what is on GPU 0 now" in finding.sentence
 
 
 def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:
-    _, finding = advice(job(), cards(1, 1.5))
+    _, finding = advice(job(), gpus(1, 1.5))
     assert finding.level == "error"
     assert finding.remedy
 
@@ -99,7 +99,7 @@ def test_without_gpus_the_memory_is_reported_and_the_cpu_suggested() -> None:
 
 def test_on_the_cpu_processes_are_recommended() -> None:
     cores = {1, len(os.sched_getaffinity(0))}
-    speeds, finding = advice(job(launch={"gpus": "cpu"}), cards(2), speeds=measured(CPU, "fp32", 1e9, *cores))
+    speeds, finding = advice(job(launch={"gpus": "cpu"}), gpus(2), speeds=measured(CPU, "fp32", 1e9, *cores))
     assert (speeds.level, finding.level) == ("ok", "ok")
     assert "--gpus cpu" in finding.sentence
     assert "GPU " not in finding.sentence

@@ -12,7 +12,7 @@ from support.cards import GIB, Cards
 from sae_tui.doctor.bus import Probed, check_bus
 from sae_tui.gpu.base import GpuProcess
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
+from sae_tui.jobs.gpus.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
 from trainer.contract.planning.hardware import read_box
 
 FOUND = {

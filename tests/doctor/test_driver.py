@@ -6,7 +6,7 @@ import threading
 import pytest
 from support.cards import Cards
 
-from sae_tui.doctor.driver import check_cards, check_driver, check_visible
+from sae_tui.doctor.driver import check_driver, check_gpu_count, check_visible
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuSample, SourceUnavailable
 from sae_tui.gpu.simulated import Simulated
 
@@ -24,7 +24,7 @@ def test_without_gpus_the_finding_says_that_jobs_run_on_the_cpu(sandbox) -> None
     assert finding.level == "note"
     assert finding.sentence == ("the NVIDIA driver is not loaded; there are no GPUs to see, and jobs run on the CPU")
     assert "modprobe" in finding.remedy
-    assert list(check_cards(sandbox.box(Broken()))) == []
+    assert list(check_gpu_count(sandbox.box(Broken()))) == []
 
 
 def test_gpus_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
@@ -53,12 +53,12 @@ def test_a_working_driver_is_reported_with_its_cuda_version(sandbox) -> None:
     box = sandbox.box(Cards(8, GpuFacts(driver="570.172.08", cuda=(12, 8))))
     (driver,) = check_driver(box)
     assert (driver.level, driver.sentence) == ("ok", "NVIDIA driver 570.172.08, for CUDA up to 12.8; 8 GPUs")
-    (cards,) = check_cards(box)
-    assert cards.sentence == "8 GPUs can be read: H100"
+    (gpus,) = check_gpu_count(box)
+    assert gpus.sentence == "8 GPUs can be read: H100"
 
 
 def test_a_lost_gpu_is_a_separate_error(sandbox) -> None:
-    lost, rest = check_cards(sandbox.box(Simulated(4, faults={2: "lost"})))
+    lost, rest = check_gpu_count(sandbox.box(Simulated(4, faults={2: "lost"})))
     assert (lost.level, lost.subject) == ("error", "GPU 2")
     assert "fallen off the bus" in lost.sentence
     assert rest.sentence.startswith("3 GPUs can be read")
@@ -69,12 +69,12 @@ def test_a_gpu_split_by_mig_is_a_note(sandbox) -> None:
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             return dataclasses.replace(super().sample(index, processes=processes), unusable="it is split")
 
-    split, _ = check_cards(sandbox.box(Split(1)))
+    split, _ = check_gpu_count(sandbox.box(Split(1)))
     assert (split.level, split.subject, split.sentence) == ("note", "GPU 0", "NVIDIA H100: it is split")
     assert split.remedy == "`nvidia-smi -mig 0` makes it one GPU again, when nobody uses it"
     of_amd = Split(1)
     of_amd.name = "amdsmi"
-    assert next(check_cards(sandbox.box(of_amd))).remedy == ""
+    assert next(check_gpu_count(sandbox.box(of_amd))).remedy == ""
 
 
 @pytest.mark.parametrize(

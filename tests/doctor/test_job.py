@@ -28,14 +28,18 @@ def job(**sections):
     return parsed
 
 
-def cards(count: int, gib: float = 80):
+def gpu_samples(count: int, gib: float = 80):
     return look_at(Cards(count, memory_bytes=int(gib * GIB)), {}).samples
 
 
 def rows(config=None, samples=None, speeds=None, **options):
     config = config or job()
     return job_rows(
-        config, config.data_shape(), cards(8) if samples is None else samples, speeds or MeasuredHardware(), **options
+        config,
+        config.data_shape(),
+        gpu_samples(8) if samples is None else samples,
+        speeds or MeasuredHardware(),
+        **options,
     )
 
 
@@ -52,7 +56,7 @@ def test_every_count_and_mode_has_a_row_and_the_chosen_one_comes_first() -> None
 @pytest.mark.parametrize(("slices_from", "gpus"), [(2, {1: (0,), 2: (0, 1)}), (0, {1: (0,), 2: ()})])
 def test_a_mig_slice_is_not_a_second_gpu(slices_from: int, gpus: dict[int, tuple[int, ...]]) -> None:
     cut = [
-        dataclasses.replace(card, uuid=f"MIG-{card.index}") if card.index >= slices_from else card for card in cards(4)
+        dataclasses.replace(gpu, uuid=f"MIG-{gpu.index}") if gpu.index >= slices_from else gpu for gpu in gpu_samples(4)
     ]
     assert {row.n_gpus: row.gpus for row in rows(samples=cut) if row.n_gpus <= 2} == gpus
 
@@ -72,7 +76,7 @@ def test_auto_is_resolved_with_the_measured_speeds() -> None:
 
 
 def test_busy_gpus_are_taken_last_and_the_job_does_not_fit_there_now() -> None:
-    chosen = [row for row in rows(samples=cards(4), busy={0, 2}) if row.chosen and row.gpus]
+    chosen = [row for row in rows(samples=gpu_samples(4), busy={0, 2}) if row.chosen and row.gpus]
     assert [(row.gpus, row.fits, row.fits_now) for row in chosen] == [
         ((1,), True, True),
         ((1, 3), True, True),
@@ -85,7 +89,7 @@ def test_memory_is_estimated_with_the_same_tokens_per_step() -> None:
         if not row.chosen:
             same_step = job().replace("train", global_batch_size=row.n_gpus * 4096)
             changed = same_step.replace("parallel", mode=row.mode)
-            work = workload(changed, 1024, row.n_gpus).on_device(cards(1)[0].name)
+            work = workload(changed, 1024, row.n_gpus).on_device(gpu_samples(1)[0].name)
             assert row.memory_bytes == memory.estimate(work).total
 
 
@@ -96,25 +100,27 @@ def test_all_modes_on_a_number_of_gpus_take_the_same_number_of_steps() -> None:
 
 
 def test_an_optimizer_of_entire_matrices_is_only_offered_replicas() -> None:
-    modes = {row.mode for row in rows(job(train={"optimizer": "muon"}), cards(2))}
+    modes = {row.mode for row in rows(job(train={"optimizer": "muon"}), gpu_samples(2))}
     assert modes == {"single", "ddp"}
 
 
 def test_rows_for_more_gpus_than_present_have_a_time_and_no_verdict() -> None:
-    forecasts = rows(samples=cards(2))
+    forecasts = rows(samples=gpu_samples(2))
     assert [row.fits for row in forecasts if row.n_gpus > 2] == [None] * 6
     assert all(row.seconds > 0 for row in forecasts)
     assert all(row.fits for row in forecasts if row.n_gpus <= 2)
 
 
 def test_gpus_with_most_memory_are_taken_and_only_named_ones_if_given() -> None:
-    assert rows(samples=cards(4))[1].gpus == (0, 1)
-    assert rows(job(launch={"gpus": [2, 3]}), cards(4))[1].gpus == (2, 3)
+    assert rows(samples=gpu_samples(4))[1].gpus == (0, 1)
+    assert rows(job(launch={"gpus": [2, 3]}), gpu_samples(4))[1].gpus == (2, 3)
 
 
 def test_gpus_of_different_models_are_as_fast_as_the_slowest() -> None:
-    mixed = [dataclasses.replace(sample, name=name) for sample, name in zip(cards(2), ("H100", "T4"), strict=True)]
-    alike = [dataclasses.replace(sample, name="T4") for sample in cards(2)]
+    mixed = [
+        dataclasses.replace(sample, name=name) for sample, name in zip(gpu_samples(2), ("H100", "T4"), strict=True)
+    ]
+    alike = [dataclasses.replace(sample, name="T4") for sample in gpu_samples(2)]
     assert rows(samples=mixed)[1].seconds == rows(samples=alike)[1].seconds
     assert rows(samples=mixed)[0].seconds < rows(samples=alike)[0].seconds
 
@@ -128,7 +134,7 @@ def test_the_cost_covers_all_gpus_for_the_entire_time(price, dear) -> None:
 
 @pytest.mark.parametrize("gpus", ["auto", "cpu", "cpu:3"])
 def test_cpu_rows_are_one_process_one_per_core_and_the_requested_number(gpus) -> None:
-    forecasts = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else cards(8))
+    forecasts = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else gpu_samples(8))
     asked = 3 if gpus == "cpu:3" else 1
     assert {row.ranks for row in forecasts} == {1, asked, len(os.sched_getaffinity(0))}
     assert all((row.n_gpus, row.gpus, row.cost) == (0, (), None) for row in forecasts)
@@ -153,7 +159,7 @@ def test_a_model_too_large_to_share_a_gpu_is_planned_on_its_own_gpus(tmp_path) -
         assert config, problems
         return {
             row.n_gpus: row
-            for row in job_rows(config, config.data_shape(), cards(8, 24), MeasuredHardware())
+            for row in job_rows(config, config.data_shape(), gpu_samples(8, 24), MeasuredHardware())
             if row.chosen
         }
 

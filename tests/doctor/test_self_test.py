@@ -9,7 +9,7 @@ from support.cards import Cards
 from sae_tui.doctor.self_test import check_training
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
+from sae_tui.jobs.gpus.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
 from trainer.contract.planning import torch_build
 
 FOUND = {"device": "NVIDIA H100", "ok": True, "checks": 214, "failed": [], "seconds": 118.4}

@@ -76,13 +76,13 @@ def test_a_file_system_with_locks_passes(sandbox) -> None:
 def test_doctor_and_store_report_a_file_system_without_locks(sandbox, without_locks) -> None:
     sandbox.data.root.mkdir()
     script = f"""
-from sae_tui.doctor.base import Box
+from sae_tui.doctor.base import CheckedMachine
 from sae_tui.doctor.storage import check_file_locks
 from sae_tui.gpu.none import NoGpus
 from trainer.contract.paths import DataDir
 from trainer.contract.store import database
 data = DataDir(database.Path({str(sandbox.data.root)!r}))
-(finding,) = check_file_locks(Box(data, NoGpus()))
+(finding,) = check_file_locks(CheckedMachine(data, NoGpus()))
 print(finding.level, finding.sentence, finding.remedy)
 database.BUSY_TIMEOUT_S = 0.1
 try:

@@ -40,9 +40,9 @@ def torch_says(sandbox, tmp_path: Path) -> Callable[..., list[Finding]]:
                 info = site / f"{name}-{version}.dist-info"
                 info.mkdir(exist_ok=True)
                 (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
-        cards = Cards(gpus, facts if source == "nvml" else GpuFacts(driver="6.12"))
-        cards.name = source
-        box = sandbox.box(cards, PYTHONPATH=str(site), **environ)
+        source_gpus = Cards(gpus, facts if source == "nvml" else GpuFacts(driver="6.12"))
+        source_gpus.name = source
+        box = sandbox.box(source_gpus, PYTHONPATH=str(site), **environ)
         return list(check_torch(box))
 
     return check

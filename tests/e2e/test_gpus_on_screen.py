@@ -20,9 +20,9 @@ def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
     return [BLOCKS.index(char) for char in line[first_column:] if char in BLOCKS]
 
 
-def drawn(terminal: Terminal, card: int) -> int:
+def drawn(terminal: Terminal, gpu: int) -> int:
     """Return the number of columns in a GPU's utilisation history."""
-    line = next((line for line in terminal.screen.display if line.startswith(f" {card} H200")), "")
+    line = next((line for line in terminal.screen.display if line.startswith(f" {gpu} H200")), "")
     return sum(char in BLOCKS[1:] for char in line[29:44])
 
 

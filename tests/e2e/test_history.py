@@ -36,7 +36,7 @@ def test_another_gpus_history_is_not_drawn_for_this_one(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("v")
     terminal.wait_for(lambda text: text.count(" util ") >= 3 and "▅▅▅" in utilization(text)[2])
-    for card in utilization(terminal.text)[:2]:
-        assert "▅" not in card
-        assert "█" not in card
-        assert "▁" in card
+    for gpu in utilization(terminal.text)[:2]:
+        assert "▅" not in gpu
+        assert "█" not in gpu
+        assert "▁" in gpu

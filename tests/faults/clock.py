@@ -60,7 +60,7 @@ def queue_restarted(root: Path) -> float:
     """
     with boxed(root) as box, stranger() as other:
         job = RealJob(box, n_steps=200).at_step(20)
-        after, held = (RealJob(box, place=place, cards=False, n_steps=60) for place in ({"after": (job.id,)}, _HELD))
+        after, held = (RealJob(box, place=place, gpus=False, n_steps=60) for place in ({"after": (job.id,)}, _HELD))
         for one in (after, held):
             one.kill(supervisor=True)
         _cut_power(job)

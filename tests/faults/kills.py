@@ -185,7 +185,7 @@ def rank_out_of_memory(root: Path) -> float:
 def two_at_once(root: Path) -> float:
     """Launch two jobs within two seconds: each must find its own ranks."""
     with boxed(root) as box:
-        jobs = [RealJob(box, cards=False, n_steps=60 + 20 * n) for n in range(2)]
+        jobs = [RealJob(box, gpus=False, n_steps=60 + 20 * n) for n in range(2)]
         assert jobs[1].began - jobs[0].began < 2
         for n, job in enumerate(jobs):
             job.ended()

@@ -13,7 +13,7 @@ from typing import Any
 from jobs.conftest import Box, wait_for
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
+from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.launch.resume import resume
@@ -26,7 +26,7 @@ from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
 # GPUs without computing processes: their leases and locks are real, but the ranks are CPU processes.
-CARDS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
+GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
 # A guarantee for every fault: this long after a kill, no process of the job is alive and it holds no GPU.
 GONE_AFTER_S = 15.0
@@ -50,16 +50,16 @@ class RealJob:
         n_ranks: int = 2,
         *,
         launch: Mapping[str, Any] | None = None,
-        cards: bool = True,
+        gpus: bool = True,
         start: launching.Start | None = None,
         place: Mapping[str, Any] | None = None,
         **train: Any,
     ) -> None:
         self.box = box
         self.began = time.monotonic()
-        where = Placement("cpu", CARDS[:n_ranks] if cards else (), n_ranks)
+        where = Placement("cpu", GPUS[:n_ranks] if gpus else (), n_ranks)
         config = box.config("job", **(launch or {})).replace("train", **(SHORT | train))
-        gpu_source = "simulated" if cards else "none"
+        gpu_source = "simulated" if gpus else "none"
         self.id = launching.launch(box.data, config, where, gpu_source=gpu_source, start=start, **place or {})
         self.paths = box.data.run(self.id)
 
@@ -125,7 +125,7 @@ class RealJob:
 
     def is_free(self) -> bool:
         """Return whether another job could get its GPUs."""
-        locks = GpuLocks(lock_folder(self.box.data, "simulated"), [uuid for _, uuid in CARDS])
+        locks = GpuLocks(lock_folder(self.box.data, "simulated"), [uuid for _, uuid in GPUS])
         took = locks.take()
         locks.release()
         return took and not self.box.control.leases()

@@ -53,7 +53,7 @@ READERS = (
     Reader("log", "log", uses.log, (list,)),
     Reader("log, searched", "log", uses.search, (int,)),
     Reader("NVML's texts", "nvml", uses.driver, (list,)),
-    Reader("cards of those in line", "cards", uses.read_cards, (int,)),
+    Reader("GPUs of queued jobs", "cards", uses.read_gpus, (int,)),
     Reader("settings.toml", "settings", uses.settings, (str,)),
     Reader("/proc/locks", "locks", uses.held_locks, (dict,)),
     Reader("squeue", "squeue", uses.squeue, (str, NOTHING)),

@@ -20,14 +20,14 @@ from sae_tui.gpu import nvml
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.owner import command_line
 from sae_tui.gpu.visible import visible
-from sae_tui.jobs.cards import locks
-from sae_tui.jobs.cards.availability import Holders
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.files import LogFollower
+from sae_tui.jobs.gpus import locks
+from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
-from sae_tui.jobs.queue import card_reader
+from sae_tui.jobs.queue import gpu_reader
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.upkeep import repair, trash
 from sae_tui.jobs.view.find import architectures, find, orders, waits
@@ -322,8 +322,8 @@ def driver(home: Home) -> list[str]:
         "nvmlDeviceGetName": lambda _: name,
         "nvmlDeviceGetUUID": lambda _: uuid.decode(errors="surrogateescape"),
     }
-    card = nvml._NvmlGpu(NvmlStub(**answers), 0)  # type: ignore[arg-type]
-    sample = card.sample(processes=True)
+    gpu = nvml._NvmlGpu(NvmlStub(**answers), 0)  # type: ignore[arg-type]
+    sample = gpu.sample(processes=True)
     command_text = printable(command_line(command.decode(errors="surrogateescape").split("\0")))
     visible([sample], "nvml", {"CUDA_VISIBLE_DEVICES": "GPU-5"})
     texts = [sample.uuid, sample.name, command_text]
@@ -332,12 +332,12 @@ def driver(home: Home) -> list[str]:
     return texts
 
 
-def read_cards(home: Home) -> int:
+def read_gpus(home: Home) -> int:
     """Parse the GPU list that another process printed, share it as the queue does, and return the number of GPUs."""
-    reader = card_reader.CardReader(home.data, "auto")
+    reader = gpu_reader.GpuReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     samples = reader.samples()
-    card_reader.cards(samples, Holders(), [], {})
+    gpu_reader.gpus(samples, Holders(), [], {})
     return len(samples)
 
 
@@ -377,7 +377,7 @@ def srun(home: Home) -> dict[str, str]:
 def devices(home: Home) -> list[int]:
     value = home.text("devices")
     cards = [GpuSample(index, f"GPU-{index}f0b7c3e", "RTX 3090", 0.0) for index in range(4)]
-    return [card.index for card in visible(cards, "nvml", {"CUDA_VISIBLE_DEVICES": value})]
+    return [gpu.index for gpu in visible(cards, "nvml", {"CUDA_VISIBLE_DEVICES": value})]
 
 
 def words(home: Home) -> list[int]:

@@ -9,12 +9,12 @@ FULL = {"utilization": 90, "memory_used_bytes": 8, "memory_total_bytes": 10, "te
 
 
 def test_sums_and_means_include_only_reported_values_of_healthy_gpus():
-    cards = [
+    gpus = [
         GpuSample(0, "GPU-0", "A", 0.0, **FULL, power_w=200.0, power_limit_w=300.0),
         GpuSample(1, "GPU-1", "B", 0.0, **(FULL | {"utilization": 10, "temperature_c": 75})),
         GpuSample(2, "GPU-2", "C", 0.0, **(FULL | {"temperature_c": 99}), healthy=False, reason="lost"),
     ]
-    assert aggregate(cards) == Aggregate(3, 16, 20, 50.0, 200.0, 300.0, cards[1], ContributingGpus(2, 2, 1, 2))
+    assert aggregate(gpus) == Aggregate(3, 16, 20, 50.0, 200.0, 300.0, gpus[1], ContributingGpus(2, 2, 1, 2))
 
 
 def test_a_sensor_missing_on_all_gpus_is_unknown_and_zero_is_a_value():
@@ -25,12 +25,12 @@ def test_a_sensor_missing_on_all_gpus_is_unknown_and_zero_is_a_value():
 
 def test_used_and_total_amounts_are_summed_over_the_same_gpus():
     fields = {"power_w": 300.0, "power_limit_w": 700.0, "memory_used_bytes": 8, "memory_total_bytes": 10}
-    cards = [
+    gpus = [
         GpuSample(0, "GPU-0", "A", 0.0, **fields),
         GpuSample(1, "GPU-1", "A", 0.0, **(fields | {"power_w": None, "memory_used_bytes": None})),
         GpuSample(2, "GPU-2", "A", 0.0, **(fields | {"power_limit_w": None, "memory_total_bytes": None})),
     ]
-    whole = aggregate(cards)
+    whole = aggregate(gpus)
     assert (whole.total_power_w, whole.total_power_limit_w) == (300.0, 700.0)
     assert (whole.total_memory_used_bytes, whole.total_memory_total_bytes) == (8, 10)
     assert whole.counted == ContributingGpus(memory=1, power=1)

@@ -69,38 +69,38 @@ def read(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
 
 
 def test_a_healthy_gpu_reports_clocks_links_and_faults(read) -> None:
-    (card,) = read(GPUS=1)
-    unknown = {name for name, value in card.items() if value is None}
+    (gpu,) = read(GPUS=1)
+    unknown = {name for name, value in gpu.items() if value is None}
     assert unknown == UNKNOWN
-    assert (card["most_sm_clock_mhz"], card["memory_clock_mhz"]) == (1980, 3201)
-    assert (card["pcie_generation"], card["pcie_width"], card["nvlinks"]) == (5, 16, 18)
-    assert (card["slowdown_c"], card["performance_state"], card["compute_mode"]) == (92, 0, "shared")
-    assert 0 <= card["pcie_received_bytes_s"] <= 900_000 * 1024
+    assert (gpu["most_sm_clock_mhz"], gpu["memory_clock_mhz"]) == (1980, 3201)
+    assert (gpu["pcie_generation"], gpu["pcie_width"], gpu["nvlinks"]) == (5, 16, 18)
+    assert (gpu["slowdown_c"], gpu["performance_state"], gpu["compute_mode"]) == (92, 0, "shared")
+    assert 0 <= gpu["pcie_received_bytes_s"] <= 900_000 * 1024
 
 
 def test_a_sensor_that_does_not_answer_removes_no_other_value(read) -> None:
-    cards = read(dict(enumerate(FAULTS)), GPUS=len(FAULTS))
-    for card, (fault, missing) in zip(cards, FAULTS.items(), strict=True):
-        unknown = {name for name, value in card.items() if value is None} - UNKNOWN
+    gpus = read(dict(enumerate(FAULTS)), GPUS=len(FAULTS))
+    for gpu, (fault, missing) in zip(gpus, FAULTS.items(), strict=True):
+        unknown = {name for name, value in gpu.items() if value is None} - UNKNOWN
         assert unknown == set(missing), fault
 
 
 def test_an_old_driver_also_reports_why_clocks_are_low(read) -> None:
-    (card,) = read({0: "throttle_on"}, driver="old", GPUS=1)
-    assert card["slowed_by"] == [SLOWED_BY[0x008], SLOWED_BY[0x040]]
+    (gpu,) = read({0: "throttle_on"}, driver="old", GPUS=1)
+    assert gpu["slowed_by"] == [SLOWED_BY[0x008], SLOWED_BY[0x040]]
 
 
 def test_multiprocessor_activity_is_reported_if_the_gpu_counts_it(on_nvml) -> None:
-    card, other, old = on_nvml(TWICE, GPUS=3, FAULTS="1:no_gpm,2:old_gpm")
-    assert 0 < card["tensor_percent"] < card["occupancy_percent"] < card["sm_percent"] <= 50
+    gpu, other, old = on_nvml(TWICE, GPUS=3, FAULTS="1:no_gpm,2:old_gpm")
+    assert 0 < gpu["tensor_percent"] < gpu["occupancy_percent"] < gpu["sm_percent"] <= 50
     assert [one["sm_percent"] for one in (other, old)] == [None, None]
-    (card,) = on_nvml(TWICE, driver="old", GPUS=1)
-    assert card["sm_percent"] is None
+    (gpu,) = on_nvml(TWICE, driver="old", GPUS=1)
+    assert gpu["sm_percent"] is None
 
 
 def test_a_reported_error_is_shown_in_words_and_with_its_number(on_nvml) -> None:
-    card, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
-    xid = card["xid"]
+    gpu, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
+    xid = gpu["xid"]
     assert xid["number"] == 48
     assert xid["words"] == "Xid 48: the memory lost bits that could not be corrected; reset the GPU"
     assert abs(time.time() - xid["timestamp"]) < 60
@@ -118,8 +118,8 @@ def test_the_slices_of_a_split_gpu_are_listed_with_their_memory(read) -> None:
 
 
 def test_a_lost_gpu_has_no_details(read) -> None:
-    (card,) = read({0: "lost"}, GPUS=1)
-    assert {name for name, value in card.items() if value not in (None, [])} == {"timestamp"}
+    (gpu,) = read({0: "lost"}, GPUS=1)
+    assert {name for name, value in gpu.items() if value not in (None, [])} == {"timestamp"}
 
 
 def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from sae_tui.gpu.energy import LONGEST_GAP_S, CardMeter, EnergyReading, Used
+from sae_tui.gpu.energy import LONGEST_GAP_S, EnergyReading, GpuMeter, Used
 
 BEGIN = 1_700_000_000.0
 
 
 def metered(readings: list[EnergyReading], begin: float, end: float) -> Used:
-    meter = CardMeter(begin)
+    meter = GpuMeter(begin)
     for reading in readings:
         meter.add(reading)
     return meter.used(end)
@@ -47,7 +47,7 @@ def test_the_integral_of_power_equals_that_of_a_plain_loop(seed):
 
 
 def test_repeated_readings_of_a_counter_count_once():
-    meter = CardMeter(BEGIN)
+    meter = GpuMeter(BEGIN)
     readings = [EnergyReading(BEGIN + second, None, 100.0 * second) for second in range(0, 91, 30)]
     for _ in range(3):
         for reading in readings:

@@ -23,7 +23,7 @@ from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.limits import LIMITS
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.queue.gpu_reader import GpuReader
 from sae_tui.panels.gpu_page import facts
 from trainer.contract.paths import DataDir
 
@@ -73,7 +73,7 @@ def test_a_gpu_that_cannot_be_decoded_does_not_hide_the_others_from_the_queue(tm
     rows = [json.loads(msgspec.json.encode(source.sample(index, processes=True))) for index in range(3)]
     rows[1] |= {"index": "one"}
     data = DataDir(tmp_path)
-    reader = CardReader(data, "simulated")
+    reader = GpuReader(data, "simulated")
     reader._file.write_text(json.dumps(rows))
     assert [sample.index for sample in reader.samples(60.0)] == [0, 2]
 

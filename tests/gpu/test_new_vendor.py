@@ -21,7 +21,7 @@ from support.tui import wait_until
 
 from sae_tui.app import SaeApp
 from sae_tui.doctor.base import CheckedMachine
-from sae_tui.doctor.driver import check_cards, check_driver, check_visible
+from sae_tui.doctor.driver import check_driver, check_gpu_count, check_visible
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuFacts, GpuPair, SourceUnavailable
 from sae_tui.gpu.monitor import Monitor
@@ -29,9 +29,9 @@ from sae_tui.gpu.once import read_all
 from sae_tui.gpu.several import Several
 from sae_tui.gpu.simulated import uuid_of
 from sae_tui.gpu.visible import visible
-from sae_tui.jobs.cards.availability import Holders, choices
+from sae_tui.jobs.gpus.availability import Holders, choices
 from sae_tui.jobs.launch import placement
-from sae_tui.jobs.queue.card_reader import vendor_of
+from sae_tui.jobs.queue.gpu_reader import vendor_of
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.screens.launch import LaunchScreen
@@ -174,7 +174,7 @@ def test_the_doctor_reports_the_driver_and_its_faults(frames: Path, tmp_path: Pa
     assert (miscounts.sentence, miscounts.remedy) == ("driver 1.4 miscounts from 9 on", "install driver 2.0")
     (hidden,) = check_visible(box)
     assert hidden.sentence == "2 of 3 GPUs are shown and used, by ABACUS_FRAMES=2,1"
-    jammed, readable = check_cards(box)
+    jammed, readable = check_gpu_count(box)
     assert (jammed.subject, jammed.sentence) == ("GPU 2", "Abacus Suanpan 13: a bead is jammed; shake the frame")
     assert readable.sentence == "1 GPU can be read: Suanpan 13"
     for frame in frames.glob("frame-*"):
@@ -249,9 +249,9 @@ def test_a_driver_that_never_answers_does_not_hide_another(monkeypatch: pytest.M
 
 
 def test_a_gpu_that_does_not_answer_is_attributed_to_its_vendor(frames: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    never, cards = threading.Event(), Cards(2)
-    both, sample = Several([cards, load_source("abacus")]), cards.sample
-    monkeypatch.setattr(cards, "sample", lambda index, **more: sample(index, **more) if index else never.wait())
+    never, gpus = threading.Event(), Cards(2)
+    both, sample = Several([gpus, load_source("abacus")]), gpus.sample
+    monkeypatch.setattr(gpus, "sample", lambda index, **more: sample(index, **more) if index else never.wait())
     samples = read_all(both, both.open(), limit_s=0.5)
     assert [one.vendor for one in samples] == ["nvml", "nvml", "abacus", "abacus"]
     left = visible(samples, both.name, {"CUDA_VISIBLE_DEVICES": "1", "ABACUS_FRAMES": ""})

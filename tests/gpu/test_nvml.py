@@ -14,7 +14,7 @@ Read = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
 SENSORS = ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_w")
 
-CARD_FAULTS = {
+GPU_FAULTS = {
     "lost": "fallen off the bus",
     "unknown": "unknown error",
     "reset": "needs a reset",
@@ -48,9 +48,9 @@ IDENTITY_FAULTS = ("no_name", "err_name", "bad_name", "long_name", "no_uuid", "e
 
 
 @pytest.fixture(scope="module")
-def with_card_faults(read_all: Read) -> list[dict[str, Any]]:
+def with_gpu_faults(read_all: Read) -> list[dict[str, Any]]:
     """Read GPUs with one fault each; the first and the last GPU have none."""
-    return read_all(dict(enumerate(CARD_FAULTS, start=1)), GPUS=len(CARD_FAULTS) + 2)
+    return read_all(dict(enumerate(GPU_FAULTS, start=1)), GPUS=len(GPU_FAULTS) + 2)
 
 
 @pytest.fixture(scope="module")
@@ -87,25 +87,25 @@ def test_a_healthy_gpu_has_every_field(read_all: Read) -> None:
     assert [process["pid"] for process in sample["processes"]] == [os.getpid()]
 
 
-@pytest.mark.parametrize("fault", CARD_FAULTS)
-def test_an_unreadable_gpu_is_a_row_with_the_reason(with_card_faults: list[dict[str, Any]], fault: str) -> None:
-    sample = with_card_faults[1 + list(CARD_FAULTS).index(fault)]
+@pytest.mark.parametrize("fault", GPU_FAULTS)
+def test_an_unreadable_gpu_is_a_row_with_the_reason(with_gpu_faults: list[dict[str, Any]], fault: str) -> None:
+    sample = with_gpu_faults[1 + list(GPU_FAULTS).index(fault)]
     assert not sample["healthy"]
-    assert CARD_FAULTS[fault] in sample["reason"]
+    assert GPU_FAULTS[fault] in sample["reason"]
     assert all(sample[field] is None for field in (*SENSORS, "processes"))
 
 
-def test_faulty_gpus_shift_no_index_and_disturb_no_other_gpu(with_card_faults: list[dict[str, Any]]) -> None:
-    assert [sample["index"] for sample in with_card_faults] == list(range(len(with_card_faults)))
-    first, last = with_card_faults[0], with_card_faults[-1]
+def test_faulty_gpus_shift_no_index_and_disturb_no_other_gpu(with_gpu_faults: list[dict[str, Any]]) -> None:
+    assert [sample["index"] for sample in with_gpu_faults] == list(range(len(with_gpu_faults)))
+    first, last = with_gpu_faults[0], with_gpu_faults[-1]
     assert first["healthy"]
     assert last["healthy"]
     assert last["uuid"].startswith(f"GPU-{0xFA4E0000 + last['index']:x}")
 
 
-def test_a_gpu_whose_uuid_was_never_read_has_a_marked_placeholder(with_card_faults: list[dict[str, Any]]) -> None:
-    assert with_card_faults[1]["uuid"] == "GPU-index-1"
-    assert with_card_faults[1]["failed"] == {"uuid": "unknown"}
+def test_a_gpu_whose_uuid_was_never_read_has_a_marked_placeholder(with_gpu_faults: list[dict[str, Any]]) -> None:
+    assert with_gpu_faults[1]["uuid"] == "GPU-index-1"
+    assert with_gpu_faults[1]["failed"] == {"uuid": "unknown"}
 
 
 @pytest.mark.parametrize("fault", FIELD_FAULTS)

@@ -24,12 +24,12 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
     )  # fmt: skip
 
 
-def of(*cards: Mapping[float, int | None], now: float, n: int = 8) -> RecentHistory:
+def of(*gpus: Mapping[float, int | None], now: float, n: int = 8) -> RecentHistory:
     """Return the past of GPUs, given the utilisation of each by time."""
     rings = []
-    for index, card in enumerate(cards):
+    for index, gpu in enumerate(gpus):
         rings.append(Ring())
-        for timestamp, utilization in card.items():
+        for timestamp, utilization in gpu.items():
             rings[-1].append(sample(index, timestamp, utilization))
     return past(dict(enumerate(rings)), n, interval_s=1.0, now=now)
 
@@ -63,10 +63,10 @@ def test_a_late_gpu_holds_its_value_and_a_silent_one_has_a_gap() -> None:
 
 
 def test_the_newest_column_is_the_current_interval_or_the_one_before() -> None:
-    card = every_second(100.1, 110.1)
-    assert of(card, now=110.9).column(0, "timestamp", 2) == [109.1, 110.1]
-    assert of(card, now=111.05).column(0, "timestamp", 2) == [109.1, 110.1]
-    assert of(card, now=112.05).column(0, "timestamp", 2) == [
+    gpu = every_second(100.1, 110.1)
+    assert of(gpu, now=110.9).column(0, "timestamp", 2) == [109.1, 110.1]
+    assert of(gpu, now=111.05).column(0, "timestamp", 2) == [109.1, 110.1]
+    assert of(gpu, now=112.05).column(0, "timestamp", 2) == [
         110.1,
         110.1,
     ]  # the GPU is late, so its last value is repeated

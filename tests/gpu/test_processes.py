@@ -39,12 +39,12 @@ print(json.dumps([asdict(sample)["processes"], nvml.sm_percents(0, sample)]))
 DIGITS = "3f2a91bc04de" + "0" * 52
 
 
-def on_card(*found: GpuProcess, index: int = 0) -> GpuSample:
+def on_gpu(*found: GpuProcess, index: int = 0) -> GpuSample:
     return GpuSample(index, f"GPU-{index}", "H200", 0.0, processes=found)
 
 
 def read(*found: GpuProcess) -> ProcessDetails:
-    (one,) = ProcessReader().read([on_card(*found)], {})
+    (one,) = ProcessReader().read([on_gpu(*found)], {})
     return one
 
 
@@ -76,8 +76,8 @@ def test_a_driver_reports_the_gpu_share_of_each_process(on_nvml) -> None:
 def test_process_details_combine_data_of_the_machine_and_the_driver(spinning, until) -> None:
     reader, me = ProcessReader(), processes._process(os.getpid()).username()
     samples = [
-        on_card(GpuProcess(spinning.pid, me, None, GIB)),
-        on_card(GpuProcess(spinning.pid, me, None, 2 * GIB), index=1),
+        on_gpu(GpuProcess(spinning.pid, me, None, GIB)),
+        on_gpu(GpuProcess(spinning.pid, me, None, 2 * GIB), index=1),
     ]
     shares = {0: {spinning.pid: 40}, 1: {spinning.pid: 60}}
     until(lambda: (reader.read(samples, shares)[0].cpu_percent or 0) > 5)
@@ -89,7 +89,7 @@ def test_process_details_combine_data_of_the_machine_and_the_driver(spinning, un
     assert 0 <= time.time() - (one.started or 0) < 600
     assert one.ancestors[0].pid == os.getpid()
     assert one.container == ""
-    unlisted = [on_card(GpuProcess(spinning.pid, me, None, GIB)), on_card(GpuProcess(spinning.pid, me, None, None))]
+    unlisted = [on_gpu(GpuProcess(spinning.pid, me, None, GIB)), on_gpu(GpuProcess(spinning.pid, me, None, None))]
     assert reader.read(unlisted, {})[0].memory_used_bytes is None
 
 
@@ -106,7 +106,7 @@ def test_a_process_of_another_user_with_the_same_pid_is_not_confused_with_it() -
 
 
 def test_a_reused_pid_is_read_again(spinning) -> None:
-    reader, samples = ProcessReader(), [on_card(GpuProcess(spinning.pid, None, None, GIB))]
+    reader, samples = ProcessReader(), [on_gpu(GpuProcess(spinning.pid, None, None, GIB))]
     (first,) = reader.read(samples, {})
     reader._known[spinning.pid].identity = replace_start(first)
     (second,) = reader.read(samples, {})

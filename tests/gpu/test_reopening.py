@@ -105,7 +105,7 @@ import ctypes, json, sys
 from pathlib import Path
 from sae_tui.cli_commands.snapshot import watch
 from sae_tui.gpu.nvml import Nvml
-from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.gpus.occupancy import Occupancy
 from trainer.contract.paths import DataDir
 fake_time = ctypes.c_double.in_dll(ctypes.CDLL("libnvidia-ml.so.1"), "fake_time")
 fake_time.value = 0.0

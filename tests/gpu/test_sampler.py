@@ -443,9 +443,9 @@ def test_process_shares_are_read_at_once_when_they_are_wanted(start: Start, unti
 
 
 def test_the_drivers_buffer_is_read_with_the_first_sample(on_nvml) -> None:
-    now, (card, dumb, lost) = on_nvml(REMEMBERED, GPUS=3, FAULTS="1:no_samples,2:lost")
-    assert 15 <= len(card) <= 20
-    for timestamp, utilization, memory, temperature, power, *_ in card:
+    now, (gpu, dumb, lost) = on_nvml(REMEMBERED, GPUS=3, FAULTS="1:no_samples,2:lost")
+    assert 15 <= len(gpu) <= 20
+    for timestamp, utilization, memory, temperature, power, *_ in gpu:
         assert now - 20 <= timestamp <= now
         assert 0 <= utilization <= 100
         assert 70 <= power <= 700

@@ -18,8 +18,8 @@ from sae_tui.gpu import nvml_memory
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_faults import no_library
-from sae_tui.jobs.cards.availability import Holders, choices
-from sae_tui.jobs.queue.card_reader import cards
+from sae_tui.jobs.gpus.availability import Holders, choices
+from sae_tui.jobs.queue.gpu_reader import gpus
 from sae_tui.panels.gpu_row import GpuRow, fold_withheld
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.store.rows import Job, Lease
@@ -51,7 +51,7 @@ CHOICES = """
 import json
 from sae_tui.gpu.nvml import Nvml
 from sae_tui.gpu.nvml_faults import no_library
-from sae_tui.jobs.cards.availability import Holders, choices
+from sae_tui.jobs.gpus.availability import Holders, choices
 nvml = Nvml()
 samples = [nvml.sample(index, processes=True) for index in range(nvml.open())]
 again = [nvml.sample(index, processes=False) for index in range(len(samples))]
@@ -157,8 +157,8 @@ def test_an_exclusive_gpu_is_busy_with_even_the_smallest_process_and_never_share
     )
     shared = replace(sample, processes=())
     for mode, may_share in (("one process", False), ("shared", True)):
-        (card,) = cards([replace(shared, condition=Condition(compute_mode=mode))], Holders(), [lease], {})
-        assert card.takes_now(job) is may_share
+        (gpu,) = gpus([replace(shared, condition=Condition(compute_mode=mode))], Holders(), [lease], {})
+        assert gpu.takes_now(job) is may_share
 
 
 def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_vendors(tmp_path: Path) -> None:

@@ -49,14 +49,14 @@ def test_a_followed_host_has_its_jobs_gpus_and_their_history(tmp_path: Path) -> 
     assert hosts.views[0].stage is ConnectionStage.CONNECTING
     hosts.start(lambda: None)
     deadline = time.monotonic() + 30
-    while not hosts.views[0].cards:
+    while not hosts.views[0].gpus:
         assert time.monotonic() < deadline, hosts.views
         time.sleep(0.01)
     view = hosts.views[0]
     hosts.stop()
     assert (view.stage, view.sentence) == (ConnectionStage.CONNECTED, "")
     assert [(job.id, job.name, job.host) for job in view.jobs] == [(7, "theirs", "far")]
-    assert view.cards[0].holder == "idle"
+    assert view.gpus[0].holder == "idle"
     assert 40 in hosts.past("far", 5, 1.0).column(0, "utilization", 5)
     assert runs_of(tmp_path) == [["stream"]]
 
@@ -66,11 +66,11 @@ def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path
     with followed(tmp_path, once, "sys.exit(255)", GOOD) as wait_for:
         seen = wait_for(lambda view: view.jobs)
         cut = wait_for(lambda view: view.stage is ConnectionStage.CUT)
-        assert (cut.sentence, cut.cards) in [("", ()), ("cannot be reached: ssh says nothing", ())]
+        assert (cut.sentence, cut.gpus) in [("", ()), ("cannot be reached: ssh says nothing", ())]
         assert cut.since >= seen.since
         # The jobs keep their last known values.
         assert cut.jobs
-        assert wait_for(lambda view: view.is_connected and view.cards).sentence == ""
+        assert wait_for(lambda view: view.is_connected and view.gpus).sentence == ""
     assert len(runs_of(tmp_path)) >= 3
 
 
@@ -80,7 +80,7 @@ def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: P
     hosts.start(lambda: None)
     for n_runs in (1, 2):
         deadline = time.monotonic() + 30
-        while not (len(runs_of(tmp_path)) == n_runs and hosts.views[0].is_connected and hosts.views[0].cards):
+        while not (len(runs_of(tmp_path)) == n_runs and hosts.views[0].is_connected and hosts.views[0].gpus):
             assert time.monotonic() < deadline, hosts.views
             time.sleep(0.01)
         hosts.cut()
@@ -134,9 +134,9 @@ def test_a_silent_host_is_reported_without_values_and_connected_again(tmp_path: 
     halted = GOOD.replace("stay()", "import os; os.kill(os.getpid(), 19)")
     speaks = GOOD.replace("stay()", "[(say({'type': 'log'}), time.sleep(0.01)) for _ in iter(int, 1)]")
     with followed(tmp_path, "import time; " + halted, "import time; " + speaks) as wait_for:
-        seen = wait_for(lambda view: view.cards)
+        seen = wait_for(lambda view: view.gpus)
         silent = wait_for(lambda view: view.stage is ConnectionStage.SILENT)
-        assert (silent.cards, silent.is_connected) == ((), False)
+        assert (silent.gpus, silent.is_connected) == ((), False)
         assert silent.jobs
         assert seen.since <= silent.since <= time.time()
         assert state_words(FarHost(silent, ())).startswith("silent since ")
@@ -144,7 +144,7 @@ def test_a_silent_host_is_reported_without_values_and_connected_again(tmp_path: 
         cut = wait_for(lambda view: view.stage is ConnectionStage.CUT)
         assert cut.sentence.startswith("has sent nothing for ")
         assert cut.since == silent.since
-        assert wait_for(lambda view: view.is_connected and view.cards)
+        assert wait_for(lambda view: view.is_connected and view.gpus)
 
 
 def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Path, monkeypatch) -> None:
@@ -155,7 +155,7 @@ def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Pa
     with followed(tmp_path, f"say(HELLO); {later}\n{tail}") as wait_for:
         wait_for(lambda view: view.stage is ConnectionStage.SILENT)
         may_continue.touch()
-        assert wait_for(lambda view: view.cards).is_connected
+        assert wait_for(lambda view: view.gpus).is_connected
     assert len(runs_of(tmp_path)) == 1
 
 

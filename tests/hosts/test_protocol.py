@@ -42,7 +42,7 @@ COUNTS = st.integers(0, 2**63 - 1)
 PROCESSES = st.builds(
     FarProcess, pid=st.integers(1, 2**22), user=TEXTS, name=st.none() | TEXTS, memory_used_bytes=st.none() | COUNTS
 )
-CARDS = st.builds(
+GPUS = st.builds(
     RemoteGpu,
     index=st.integers(0, 100_000), uuid=TEXTS, name=TEXTS, utilization=st.none() | st.integers(0, 100),
     memory_used_bytes=st.none() | COUNTS, memory_total_bytes=st.none() | COUNTS,
@@ -61,7 +61,7 @@ JOBS = st.builds(
 )  # fmt: skip
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, protocol=st.integers(0, 100_000), version=TEXTS),
-    st.builds(RemoteGpus, cards=st.lists(CARDS, max_size=3).map(tuple), problem=TEXTS),
+    st.builds(RemoteGpus, gpus=st.lists(GPUS, max_size=3).map(tuple), problem=TEXTS),
     st.builds(Jobs, jobs=st.lists(JOBS, max_size=3).map(tuple), more=COUNTS, problem=TEXTS),
     st.builds(Log, lines=st.lists(TEXTS, max_size=4).map(tuple)),
 )
@@ -115,9 +115,9 @@ ODD = [-1, 1.5, 2**64, 10**400, -1e308, "x", "\x1b", None, True, [], [[]], {}, [
 @settings(max_examples=300)
 def test_a_value_out_of_range_is_rejected_and_any_other_can_be_drawn(field, value) -> None:
     kind, name = field
-    card = {"index": 0, "uuid": "x", "name": "x"}
+    gpu = {"index": 0, "uuid": "x", "name": "x"}
     job = {"id": 1, "name": "x", "state": "queued"}
-    table = (card if kind == "gpus" else job) | {name: value}
+    table = (gpu if kind == "gpus" else job) | {name: value}
     try:
         message = decode(json.dumps({"type": kind, "cards" if kind == "gpus" else "jobs": [table]}).encode())
     except ValueError:
@@ -133,10 +133,10 @@ def test_every_message_can_be_drawn(message) -> None:
 def draw(message: Message) -> None:
     """Draw a message as the dashboard does."""
     if isinstance(message, RemoteGpus):
-        rows = [GpuRow(card.sample(1e9), card.holder, card.use, lambda name, n: []) for card in message.cards]
+        rows = [GpuRow(gpu.sample(1e9), gpu.holder, gpu.use, lambda name, n: []) for gpu in message.gpus]
         for row in rows:
             gpu_line(row, 120)
-        view = HostView("far", ConnectionStage.CONNECTED, problem=message.problem, cards=message.cards)
+        view = HostView("far", ConnectionStage.CONNECTED, problem=message.problem, gpus=message.gpus)
         state_words(FarHost(view, tuple(rows)))
         process_lines(view, 80)
     elif isinstance(message, Jobs):

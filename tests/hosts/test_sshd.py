@@ -71,7 +71,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
     sshd.install(tmp_path / "data")
     hosts = Hosts(["gpu1"], sshd.ssh, demo=True)
     hosts.start(lambda: None)
-    first = wait_for(hosts, lambda view: view.jobs and len(view.cards) == 4)
+    first = wait_for(hosts, lambda view: view.jobs and len(view.gpus) == 4)
     assert (first.stage, first.jobs[0].name) == (ConnectionStage.CONNECTED, "theirs")
     assert len(streams(tmp_path / "data")) == 1
     assert hosts.run("gpu1", "hold", str(job_id)).startswith(f"on gpu1: job {job_id} ")
@@ -83,7 +83,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
         assert control.open_requests(trains) == {"finish"}
     sshd.cut()
     assert wait_for(hosts, lambda view: view.stage is ConnectionStage.CUT).jobs
-    again = wait_for(hosts, lambda view: view.is_connected and view.cards)
+    again = wait_for(hosts, lambda view: view.is_connected and view.gpus)
     assert again.since >= first.since
     hosts.stop()
     deadline = time.monotonic() + 30
@@ -98,10 +98,10 @@ def test_a_silent_host_is_disconnected_and_reconnected(sshd, tmp_path) -> None:
     ssh = [*sshd.ssh, "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1"]
     hosts = Hosts(["gpu1"], ssh, demo=True)
     hosts.start(lambda: None)
-    wait_for(hosts, lambda view: view.cards)
+    wait_for(hosts, lambda view: view.gpus)
     sshd.halt()
     wait_for(hosts, lambda view: view.stage is ConnectionStage.CUT)
-    wait_for(hosts, lambda view: view.is_connected and view.cards)
+    wait_for(hosts, lambda view: view.is_connected and view.gpus)
     hosts.stop()
 
 
@@ -111,9 +111,9 @@ def test_a_host_is_followed_over_a_slow_connection(sshd, tmp_path) -> None:
     proxy = f"ProxyCommand={sys.executable} {slow_line.__file__} {sshd.port} 0.1 6000"
     hosts = Hosts(["gpu1"], [*sshd.ssh, "-o", proxy], demo=True)
     hosts.start(lambda: None)
-    first = wait_for(hosts, lambda view: len(view.cards) == 4)
+    first = wait_for(hosts, lambda view: len(view.gpus) == 4)
     assert first.is_connected
-    wait_for(hosts, lambda view: view.cards and view.cards != first.cards)
+    wait_for(hosts, lambda view: view.gpus and view.gpus != first.gpus)
     hosts.stop()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sae_tui.doctor.job import job_rows
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.launching import fields_of
 from sae_tui.jobs.launch.memory_need import expected_outlook
@@ -38,21 +38,21 @@ class Asked(NamedTuple):
     """A job, the GPUs of a machine as (total bytes, free bytes), and whether they are real."""
 
     job: JobConfig
-    cards: tuple[tuple[int, int], ...]
+    gpus: tuple[tuple[int, int], ...]
     cuda: bool
 
     @property
     def choices(self) -> list[GpuChoice]:
         return [
             GpuChoice(index, f"GPU-{index}", "RTX 3090", total, free, "available")
-            for index, (total, free) in enumerate(self.cards)
+            for index, (total, free) in enumerate(self.gpus)
         ]
 
     @property
     def samples(self) -> list[GpuSample]:
         return [
             GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, memory_total_bytes=total, memory_used_bytes=total - free)
-            for index, (total, free) in enumerate(self.cards)
+            for index, (total, free) in enumerate(self.gpus)
         ]
 
 
@@ -77,7 +77,7 @@ def asked(draw) -> Asked:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(asked())
 def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
-    job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.cards)
+    job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.gpus)
     here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
     look = expected_outlook(job, shape, here)
     problems = [problem for problem in check(job, here) if re.search(r" GiB |needs ", problem.message)]
@@ -100,7 +100,7 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
         assert (row.fits, row.fits_now) == (not look.excess, not look.lack)
 
     # The check, and the launch.
-    smallest, fullest = min(total for total, _ in asked.cards), min(free for _, free in asked.cards)
+    smallest, fullest = min(total for total, _ in asked.gpus), min(free for _, free in asked.gpus)
     assert bool(look.excess) == (look.needs_bytes > smallest)
     assert bool(look.lack) == (look.needs_bytes > fullest)
     if look.excess:
@@ -112,8 +112,8 @@ def test_all_parts_agree_on_a_job(tmp_path, asked: Asked) -> None:
     row = queued(data, job, placed)
     assert row.card_memory_bytes == look.needs_bytes
     assert row.mode == look.mode or ranks == 1
-    assert starts(row, [free for _, free in asked.cards]) == (not look.lack)
-    assert starts(row, [total for total, _ in asked.cards])
+    assert starts(row, [free for _, free in asked.gpus]) == (not look.lack)
+    assert starts(row, [total for total, _ in asked.gpus])
 
     # After a resume, only the memory that the job had on its GPUs is known.
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
@@ -133,8 +133,8 @@ def queued(data: DataDir, job: JobConfig, placed: Placement) -> Job:
 
 
 def starts(row: Job, free: list[int]) -> bool:
-    cards = [QueueGpu(index, f"GPU-{index}", free_bytes=n_bytes) for index, n_bytes in enumerate(free)]
-    return bool(turns([row], cards, 0.0)[1].cards)
+    gpus = [QueueGpu(index, f"GPU-{index}", free_bytes=n_bytes) for index, n_bytes in enumerate(free)]
+    return bool(turns([row], gpus, 0.0)[1].gpus)
 
 
 GPUS = (GpuChoice(0, "GPU-0", "RTX 3090", 24 * GIB, 23 * GIB, "available"),

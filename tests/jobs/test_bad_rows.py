@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sae_tui import cli
 from sae_tui.cli_commands.completion import job_ids
 from sae_tui.jobs import edits, store_access
-from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.gpus.occupancy import Occupancy
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.memory_need import measured_peak
 from sae_tui.jobs.queue.waiting_job import QueueEntry

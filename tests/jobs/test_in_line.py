@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.cards.locks import GpuLocks, lock_holders
+from sae_tui.jobs.gpus.locks import GpuLocks, lock_holders
 from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.queue.waiting_job import QueueEntry
 from sae_tui.jobs.upkeep import trash
@@ -122,14 +122,14 @@ def test_a_job_whose_row_was_deleted_fails_to_start_without_a_crash(box):
     job_id = in_line(box)
     control = Control(box.data.control_db)
     line = QueueEntry(box.data, control, control.job(job_id))
-    original = line._cards
+    original = line._gpus
 
     def deleted_meanwhile(*arguments):
         box.control.transition(job_id, JobState.STOPPED)
         box.control.forget(job_id)
         return original(*arguments)
 
-    line._cards = deleted_meanwhile
+    line._gpus = deleted_meanwhile
     assert not line.try_start()
     assert line.locks.descriptors == ()
     with pytest.raises(UserError, match="there is no job"):

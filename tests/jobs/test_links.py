@@ -36,10 +36,10 @@ from pathlib import Path
 from sae_tui.compare.export import write_new
 from trainer.contract.locks import FileLock
 from sae_tui.jobs import detach
-from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.record import write_record
 from sae_tui.settings import Settings, save_settings
-from trainer.contract.planning.hardware import Box, write_box
+from trainer.contract.planning.hardware import MeasuredHardware, write_box
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.runs.remote_rank_status import RankMark, write_mark
 from trainer.contract.paths import DataDir, open_private
@@ -58,8 +58,8 @@ paths = data.run(1)
 job, _ = parse_job({"data": {"path": "x"}})
 writes = {
     "record": lambda: write_record(paths, Job(name="a", config="", user="", host="", device="", gpu_source="")),
-    "ending": lambda: write_ending(paths.exit_file, Ending(state=JobState.FAILED, ended=1.0)),
-    "box": lambda: write_box(data.box_file, Box()),
+    "ending": lambda: write_ending(paths.exit_file, JobEnding(state=JobState.FAILED, ended=1.0)),
+    "box": lambda: write_box(data.box_file, MeasuredHardware()),
     "spec": lambda: write_spec(RankSpec(paths.root, data.sae(1), 1, 1, "cpu")),
     "mark": lambda: write_mark(paths.rank_mark(1, 0), RankMark("host", ProcessRef.current())),
     "job": lambda: write_job(job, paths),

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from sae_tui.jobs import edits, supervisor_log
-from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.ending import JobEnding
+from sae_tui.jobs.gpus.locks import GpuLocks
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import prepare
 from sae_tui.jobs.reconcile import reconcile

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.cards.availability import Holders, choices, with_strangers
-from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
-from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.gpus.availability import Holders, choices, with_strangers
+from sae_tui.jobs.gpus.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
+from sae_tui.jobs.queue.gpu_reader import GpuReader
 from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
@@ -97,7 +97,7 @@ def test_eight_launchers_never_book_one_of_four_gpus_twice(box, racers):
 
 
 def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
-    CardReader(box.data, SOURCE).samples()
+    GpuReader(box.data, SOURCE).samples()
     for _ in range(ROUNDS):
         job_ids = [
             box.record(gpu_source=SOURCE, any_gpus=True, gpus_wanted=1 + (number == 0), **racer.identity)
@@ -115,7 +115,7 @@ def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
 GIB = 2**30
 
 
-def cards_seen(*indices: int) -> tuple[GpuSample, ...]:
+def gpus_seen(*indices: int) -> tuple[GpuSample, ...]:
     return tuple(
         GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, memory_used_bytes=GIB, memory_total_bytes=24 * GIB)
         for index in indices
@@ -127,7 +127,7 @@ def two_users(tmp_path, monkeypatch):
     """Create two data folders on one machine, with a common folder for locks of real GPUs."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     # Inject samples, because this machine may have no GPU driver.
-    monkeypatch.setattr(CardReader, "samples", lambda *_: cards_seen(0, 1))
+    monkeypatch.setattr(GpuReader, "samples", lambda *_: gpus_seen(0, 1))
     folders = []
     for name in ("ann", "bob"):
         data = DataDir(tmp_path / name)
@@ -139,7 +139,7 @@ def two_users(tmp_path, monkeypatch):
 HOLDER = """
 import sys
 from pathlib import Path
-from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.gpus.locks import GpuLocks
 locks = GpuLocks(Path(sys.argv[1]), sys.argv[2:])
 print(locks.take(), flush=True)
 sys.stdin.read()
@@ -185,7 +185,7 @@ def test_a_gpu_of_another_users_job_is_shown_as_held_and_never_taken(two_users, 
     folder = lock_folder(bob, "nvml")
     holder = other_user_holds(folder, "GPU-0")
     assert lock_holders(folder, ["GPU-0", "GPU-1"]) == {"GPU-0": holder.pid}
-    first, second = choices(cards_seen(0, 1), with_strangers(Holders(), folder, cards_seen(0, 1)))
+    first, second = choices(gpus_seen(0, 1), with_strangers(Holders(), folder, gpus_seen(0, 1)))
     assert (first.state, second.state) == ("busy", "available")
     assert first.reason.startswith("held by a job of ")
     assert first.reason.endswith(f"(pid {holder.pid})")

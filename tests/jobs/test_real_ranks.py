@@ -21,13 +21,13 @@ from trainer.contract.runs.rank_spec import read_spec
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.states import JobState
 
-TWO_CARDS = Placement("cpu", ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1")), 2)
+TWO_GPUS = Placement("cpu", ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1")), 2)
 START_S = 90.0
 
 
 def launch(box, n_steps: int = 1_000_000) -> int:
     job = box.config().replace("train", n_steps=n_steps, log_every=1)
-    return launching.launch(box.data, job, TWO_CARDS, gpu_source="simulated")
+    return launching.launch(box.data, job, TWO_GPUS, gpu_source="simulated")
 
 
 @pytest.mark.timeout(200)
@@ -98,7 +98,7 @@ def test_a_language_model_on_its_own_gpu_leads_to_bit_identical_weights(box, tmp
         assert job, problems
         return launching.launch(box.data, job, where, gpu_source=source)
 
-    apart = launched(1, TWO_CARDS, "simulated")
+    apart = launched(1, TWO_GPUS, "simulated")
     together = launched(0, Placement("cpu", (), 1), "none")
     for job_id in (apart, together):
         job = box.wait_ended(job_id, timeout_s=START_S)

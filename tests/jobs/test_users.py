@@ -179,7 +179,7 @@ def test_a_gpu_of_a_user_with_another_data_folder_is_not_taken(place):
     held = """
 import sys, time
 from pathlib import Path
-from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.gpus.locks import GpuLocks
 assert GpuLocks(Path(sys.argv[1]), [sys.argv[2]]).take()
 print("taken", flush=True)
 time.sleep(100)
@@ -192,8 +192,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.cards.availability import Holders, choices, with_strangers
-from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.gpus.availability import Holders, choices, with_strangers
+from sae_tui.jobs.gpus.locks import GpuLocks
 samples = [GpuSample(0, sys.argv[2], "card", 0.0, processes=())]
 (found,) = choices(samples, with_strangers(Holders(), Path(sys.argv[1]), samples))
 print(found.state, found.reason, GpuLocks(Path(sys.argv[1]), [sys.argv[2]]).take())

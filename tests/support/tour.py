@@ -27,7 +27,7 @@ from textual.pilot import Pilot
 
 from sae_tui.app import SaeApp
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings
 from sae_tui.widgets.setting_form import SettingRow
 from trainer.contract.paths import DataDir

@@ -31,7 +31,7 @@ from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.states import JobState
 
 
-class NoCards(StillMonitor):
+class NoGpus(StillMonitor):
     """A source that sees no GPU."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ def text(app, panel) -> str:
     return app.screen.query_one(panel).plain
 
 
-def cards(app) -> list[str]:
+def gpus(app) -> list[str]:
     """Return the two lines of each GPU joined into one."""
     lines = text(app, GpuPanel).splitlines()
     return [f"{one.rstrip()} {other.strip()}" for one, other in zip(lines[::2], lines[1::2], strict=True)]
@@ -55,14 +55,14 @@ async def test_one_key_switches_between_lines_cards_and_a_map(make_app) -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         assert "Utilisation 25%" in text(app, AggregatePanel)
-        assert len(cards(app)) == 4
+        assert len(gpus(app)) == 4
         await pilot.press("v")
         assert "GPU 0 RTX 3090" in text(app, GpuPanel)
         assert len(text(app, GpuPanel).splitlines()) > 8
         await pilot.press("v")
         assert text(app, GpuPanel).split()[:3] == ["0", "0%", "1"]
         await pilot.press("v")
-        assert len(cards(app)) == 4
+        assert len(gpus(app)) == 4
 
 
 async def test_a_gpu_shows_its_job_as_soon_as_the_job_is_listed(make_app, data) -> None:
@@ -130,7 +130,7 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
     app = make_app(monitor=StillMonitor(source=source))
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        lines = cards(app)
+        lines = gpus(app)
         assert "fallen off the bus" in lines[1]
         assert "–" in lines[2]
         assert lines[3].startswith(" 3")
@@ -143,9 +143,9 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
         assert "23.7 / 58.0 GiB · 3 of 4 " in text(app, AggregatePanel)
         assert "cards" not in text(app, AggregatePanel)
         await pilot.press("v")
-        card = text(app, GpuPanel)
-        assert "the GPU has fallen off the bus; a" in card
-        assert "reboot is needed" in card
+        gpu = text(app, GpuPanel)
+        assert "the GPU has fallen off the bus; a" in gpu
+        assert "reboot is needed" in gpu
 
 
 async def test_held_and_queued_jobs_count_as_waiting_and_a_silent_gpu_is_not_lost(make_app, data) -> None:
@@ -182,7 +182,7 @@ async def test_with_two_lines_a_gpu_shows_its_user_power_limit_and_history(make_
     app = make_app(4)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.pause()
-        idle, *_, busy = cards(app)
+        idle, *_, busy = gpus(app)
         assert "idle" in idle
         assert "▁" in idle
         assert "P8 210 MHz" in idle
@@ -197,7 +197,7 @@ async def test_a_long_holder_continues_on_the_second_line(make_app) -> None:
     app = make_app(monitor=monitor)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        *_, busy = cards(app)
+        *_, busy = gpus(app)
         assert re.search(r"used by mallory \(pid 31415, .*of 350 W python train.py\)", busy)
         assert "MHz" not in busy
 
@@ -223,7 +223,7 @@ async def test_gpus_that_do_not_fit_are_counted_and_reached_by_keys(make_app) ->
 
 
 async def test_no_gpu_is_reported_missing_while_the_driver_opens(make_app) -> None:
-    monitor = NoCards()
+    monitor = NoGpus()
     monitor.opening = True
     app = make_app(monitor=monitor)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -234,7 +234,7 @@ async def test_no_gpu_is_reported_missing_while_the_driver_opens(make_app) -> No
 
 
 async def test_without_gpus_the_panel_shows_the_full_reason_and_the_remedy(make_app) -> None:
-    monitor = NoCards()
+    monitor = NoGpus()
     monitor.problem = str(source(NO_LIBRARY))
     app = make_app(monitor=monitor)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -256,14 +256,14 @@ async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_a
     train = "Train    n, then ctrl+l: a first SAE on the sample, in about a minute"
     extract = "Extract  e: activations of a language model, to train SAEs on"
     none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs of other hosts"
-    assert await steps(NoCards()) == [none, extract, train]
+    assert await steps(NoGpus()) == [none, extract, train]
     assert await steps(StillMonitor(8)) == [
         "See      0…9: one GPU in full · t: who computes on them · v: other views", extract, train
     ]  # fmt: skip
-    assert "not from here" in (await steps(NoCards(), readonly=True))[1]
+    assert "not from here" in (await steps(NoGpus(), readonly=True))[1]
     monkeypatch.setattr(dashboard, "missing_of_trainer", lambda: ["torch"])
     remedy = "PyTorch is missing: pip install 'sae-tui[train]'"
-    assert await steps(NoCards()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
+    assert await steps(NoGpus()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
 
 
 async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_a_question(make_app) -> None:
@@ -329,7 +329,7 @@ async def test_a_gpu_shows_the_job_or_the_user_that_holds_it(make_app, data) -> 
         await wait_until(pilot, lambda: app.session.jobs)
         await pilot.pause()
         app.screen.show_gpus()
-        lines = cards(app)
+        lines = gpus(app)
         assert "job 1" in lines[1]
         assert "mallory" in lines[3]
         assert "4 GPUs · 1 running · 0 waiting" in text(app, StatusLine)
@@ -352,7 +352,7 @@ async def test_a_store_of_a_newer_version_is_reported_and_the_gpus_are_still_sho
         await wait_until(pilot, lambda: app.session.watcher.problem)
         app.screen.show_gpus()
         assert "newer version" in text(app, StatusLine)
-        assert len(cards(app)) == 4
+        assert len(gpus(app)) == 4
 
 
 async def test_the_status_line_reports_a_hung_disk_and_the_age_of_the_list(make_app, data, monkeypatch) -> None:

@@ -66,7 +66,7 @@ def shown(app) -> None:
 
 async def far_jobs(pilot) -> None:
     await wait_until(pilot, lambda: "theirs" in text(pilot.app, JobsPanel))
-    await wait_until(pilot, lambda: all(view.cards for view in pilot.app.session.hosts.views))
+    await wait_until(pilot, lambda: all(view.gpus for view in pilot.app.session.hosts.views))
     shown(pilot.app)
     await pilot.pause()
 
@@ -245,7 +245,7 @@ async def test_hosts_with_many_gpus_leave_space_and_scroll_to_the_cursor(make_ap
     many = 'say(HELLO); say({"type": "gpus", "cards": [CARD | {"index": n} for n in range(16)]}); stay()'
     app = make_app(1, hosts=Hosts(["gpu1", "gpu2"], far_side(folder, many)))
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: all(view.cards for view in app.session.hosts.views))
+        await wait_until(pilot, lambda: all(view.gpus for view in app.session.hosts.views))
         shown(app)
         await pilot.pause()
         panel = app.screen.query_one(FarGpus)

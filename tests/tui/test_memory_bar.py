@@ -6,7 +6,7 @@ from textual.widgets import Input
 
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs.cards.availability import GpuChoice, fit
+from sae_tui.jobs.gpus.availability import GpuChoice, fit
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Review
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
@@ -228,5 +228,5 @@ def test_a_review_with_enough_space_shows_every_remedy() -> None:
 
 
 def test_a_gpu_without_a_job_shows_only_known_values() -> None:
-    card = GpuChoice(0, "GPU-0", "H200", None, None, "available")
-    assert fit(card, 0) == "free memory unknown"
+    gpu = GpuChoice(0, "GPU-0", "H200", None, None, "available")
+    assert fit(gpu, 0) == "free memory unknown"

@@ -46,7 +46,7 @@ def two() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 @pytest.fixture
-def on_cards(two) -> StillMonitor:
+def on_gpus(two) -> StillMonitor:
     occupied = {uuid_of(index): (process.pid, GIB) for index, process in enumerate(two)}
     return StillMonitor(source=Simulated(4, clock=lambda: 1000.0, occupied=lambda: occupied))
 
@@ -78,8 +78,8 @@ def rank_of(data, processes) -> int:
     return job_id
 
 
-async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_cards, two) -> None:
-    app = make_app(monitor=on_cards)
+async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_gpus, two) -> None:
+    app = make_app(monitor=on_gpus)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, "mallory", "python train.py", str(two[0].pid))
         assert f"{two[1].pid} {user_name()}" in text(app)
@@ -94,9 +94,9 @@ async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_cards, two) ->
         await wait_until(pilot, lambda: not app.session.monitor.shares_wanted)
 
 
-async def test_ranks_are_folded_and_can_be_expanded(make_app, data, on_cards, two) -> None:
+async def test_ranks_are_folded_and_can_be_expanded(make_app, data, on_gpus, two) -> None:
     job_id = rank_of(data, two)
-    app = make_app(monitor=on_cards)
+    app = make_app(monitor=on_gpus)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, f"▸ job {job_id}, 2 ranks: minilm")
         await pilot.press("end", "enter")
@@ -108,8 +108,8 @@ async def test_ranks_are_folded_and_can_be_expanded(make_app, data, on_cards, tw
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app, on_cards, two, readonly) -> None:
-    app = make_app(monitor=on_cards, readonly=readonly)
+async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app, on_gpus, two, readonly) -> None:
+    app = make_app(monitor=on_gpus, readonly=readonly)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
         await pilot.press("end", "enter")
@@ -129,8 +129,8 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         assert VALUE not in page.plain
 
 
-async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_a_question(make_app, on_cards, two) -> None:
-    app = make_app(monitor=on_cards)
+async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_a_question(make_app, on_gpus, two) -> None:
+    app = make_app(monitor=on_gpus)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
         table = app.screen.query_one(ProcessTable)
@@ -152,9 +152,9 @@ async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_a_question
         assert two[0].poll() is None
 
 
-async def test_for_a_rank_the_first_choice_is_to_stop_its_job(make_app, data, on_cards, two) -> None:
+async def test_for_a_rank_the_first_choice_is_to_stop_its_job(make_app, data, on_gpus, two) -> None:
     job_id = rank_of(data, two[:1])
-    app = make_app(monitor=on_cards)
+    app = make_app(monitor=on_gpus)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, f"rank 0 of job {job_id}: minilm")
         app.screen.query_one(ProcessTable).cursor = f"pid:{two[0].pid}"
@@ -165,9 +165,9 @@ async def test_for_a_rank_the_first_choice_is_to_stop_its_job(make_app, data, on
         assert app.screen.question == f"Stop job {job_id} (minilm)? It saves a checkpoint first."
 
 
-async def test_a_read_only_app_can_send_no_signal_and_change_no_job(make_app, data, on_cards, two) -> None:
+async def test_a_read_only_app_can_send_no_signal_and_change_no_job(make_app, data, on_gpus, two) -> None:
     record_job(data, "done", JobState.FINISHED)
-    app = make_app(monitor=on_cards, readonly=True)
+    app = make_app(monitor=on_gpus, readonly=True)
     async with app.run_test(size=(120, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("D", "y", "n")
@@ -184,8 +184,8 @@ async def test_a_read_only_app_can_send_no_signal_and_change_no_job(make_app, da
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (200, 60)])
-async def test_every_line_has_the_width_of_the_list_at_any_size(make_app, on_cards, size, two) -> None:
-    app = make_app(monitor=on_cards)
+async def test_every_line_has_the_width_of_the_list_at_any_size(make_app, on_gpus, size, two) -> None:
+    app = make_app(monitor=on_gpus)
     async with app.run_test(size=size) as pilot:
         await opened(pilot)
         table = app.screen.query_one(ProcessTable)
@@ -201,12 +201,12 @@ async def test_without_gpus_the_process_list_refers_to_the_doctor(make_app) -> N
         await opened(pilot, "There is no GPU here; d says why.")
 
 
-async def test_hung_reads_are_reported_do_not_accumulate_and_block_no_action(make_app, on_cards, monkeypatch) -> None:
+async def test_hung_reads_are_reported_do_not_accumulate_and_block_no_action(make_app, on_gpus, monkeypatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(ProcessReader, "read", lambda *_: released.wait(60) and ())
     monkeypatch.setattr(process_list, "_READ_EVERY_S", 0.0)
     monkeypatch.setattr(process_list, "_SILENT_AFTER_S", 0.0)
-    app = make_app(monitor=on_cards)
+    app = make_app(monitor=on_gpus)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         listed = app.screen.query_one(process_list.ProcessList)

@@ -27,14 +27,14 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, job: ExtractJob) -> ExtractionEstimate:
         """Estimate an extraction on this machine; raise `JobFileError` if its model is not on this disk."""
-        gpus = [] if job.on_cpu else gpus_here()
-        cards = tuple(gpu.as_machine_gpu for gpu in gpus)
-        if not cards and not job.on_cpu:
+        found = [] if job.on_cpu else gpus_here()
+        gpus = tuple(gpu.as_machine_gpu for gpu in found)
+        if not gpus and not job.on_cpu:
             # The job may be meant for another machine.
-            cards = tuple(MachineGpu(index, "GPU", None) for index in range(wanted_ranks(job)))
+            gpus = tuple(MachineGpu(index, "GPU", None) for index in range(wanted_ranks(job)))
         box = box_file()
         folder = box.parent if box else working_folder()
-        look = outlook_of(job, Machine(cards, 1, folder, speeds=read_box(box)))
+        look = outlook_of(job, Machine(gpus, 1, folder, speeds=read_box(box)))
         if look.memory is None:
             raise JobFileError([Problem("model.path", f"{job.model.path} is not on this disk; download it first")])
         return cls(job, look)

@@ -20,7 +20,7 @@ from trainer.contract.planning.check_job import MachineGpu
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, is_slice, vendors_here
 from trainer.contract.planning.torch_build import vendor_of_build
 
-MOST_CARDS = 64
+MOST_GPUS = 64
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -99,8 +99,8 @@ def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor
     if {device.uuid for device in listed} <= set(on_the_bus):
         indices = [on_the_bus.index(device.uuid) for device in listed]
     else:
-        cards = [(index, "") for index in range(MOST_CARDS)]
-        indices = vendor.visible_indices(visible, cards) or list(range(len(listed)))
+        gpus = [(index, "") for index in range(MOST_GPUS)]
+        indices = vendor.visible_indices(visible, gpus) or list(range(len(listed)))
     if len(indices) < len(listed):
         indices = list(range(len(listed)))
     return [msgspec.structs.replace(device, index=index) for index, device in zip(indices, listed, strict=False)]

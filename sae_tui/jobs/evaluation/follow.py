@@ -21,12 +21,12 @@ import msgspec
 
 from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
-from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.evaluation.outcome import ENDS, failure, outcome
 from sae_tui.jobs.evaluation.request import Request, ReservedGpu
-from sae_tui.jobs.evaluation.turn import free_card
+from sae_tui.jobs.evaluation.turn import free_gpu
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
+from sae_tui.jobs.gpus.locks import GpuLocks
 from sae_tui.jobs.supervisor_log import note, retry
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
@@ -58,14 +58,14 @@ class RunningEvaluation:
             raise UserError("another evaluation of this job runs")
         # An old request to stop was meant for an earlier evaluation.
         self._answer_stop()
-        self._gpu: GpuLocks | None = None
-        self._card: ReservedGpu | None = None
+        self._locks: GpuLocks | None = None
+        self._gpu: ReservedGpu | None = None
         self._written_at = 0.0
         self._going = Going(
             job_id=request.job_id, process=ProcessRef.current(), host=socket.gethostname(), parts=request.parts,
             began=time.time(),
         )  # fmt: skip
-        if not (request.card and self._take(request.card)):
+        if not (request.gpu and self._take(request.gpu)):
             self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
@@ -90,31 +90,31 @@ class RunningEvaluation:
 
     def _has_device(self) -> bool:
         """Wait for a free GPU if one is wanted; return False if a stop is requested first."""
-        while self._request.waits and self._card is None:
+        while self._request.waits and self._gpu is None:
             if self._is_stopped():
                 return False
-            card, reason = free_card(self._data, self._request.job_id, self._request.gpu_source, self._going.began)
-            if card and self._take(card):
+            gpu, reason = free_gpu(self._data, self._request.job_id, self._request.gpu_source, self._going.began)
+            if gpu and self._take(gpu):
                 break
             self._write(msgspec.structs.replace(self._going, waits_for=reason or "another process took the free GPU"))
             time.sleep(LOOK_S)
         return True
 
-    def _take(self, card: ReservedGpu) -> bool:
+    def _take(self, gpu: ReservedGpu) -> bool:
         """Reserve a GPU for as long as this process lives; return False if another process has it."""
-        locks = GpuLocks(Path(card.locks), [card.uuid])
-        if card.vendor not in VENDORS or not locks.take():
+        locks = GpuLocks(Path(gpu.locks), [gpu.uuid])
+        if gpu.vendor not in VENDORS or not locks.take():
             return False
-        self._gpu, self._card = locks, card
-        self._write(msgspec.structs.replace(self._going, device="cuda", gpu_index=card.index, waits_for=""))
+        self._locks, self._gpu = locks, gpu
+        self._write(msgspec.structs.replace(self._going, device="cuda", gpu_index=gpu.index, waits_for=""))
         return True
 
     def _run(self, command: Sequence[str]) -> int | None:
         """Run the trainer and publish its progress; return its exit code, None if it was stopped."""
-        python, card = self._request.python, self._card
-        pinned = VENDORS[card.vendor].pin([card.uuid]) if card else {}
+        python, gpu = self._request.python, self._gpu
+        pinned = VENDORS[gpu.vendor].pin([gpu.uuid]) if gpu else {}
         trainer = command or named_python.command(python, "eval")
-        argv = [*trainer, str(self._paths.root), "--device", "cuda" if card else "cpu", *self._request.flags]
+        argv = [*trainer, str(self._paths.root), "--device", "cuda" if gpu else "cpu", *self._request.flags]
         reading, writing = os.pipe()
         environment = {**named_python.variables(python), **hide_all(), **pinned, ENV_DESCRIPTOR: str(writing)}
         process = _start(argv, environment, writing)

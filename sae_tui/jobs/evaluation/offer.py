@@ -47,13 +47,13 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
     parts: frozenset[str]
     on_gpu: bool = False
 
-    def request(self, job: Job, card: ReservedGpu | None) -> Request:
+    def request(self, job: Job, gpu: ReservedGpu | None) -> Request:
         """Return the request to the evaluating process."""
         in_model = {IN_MODEL, PROBES} & self.parts
         return Request(
             job.id,
             model=AUTO if in_model else None,
-            card=card,
+            gpu=gpu,
             is_probed=PROBES in self.parts,
             waits=self.on_gpu,
             gpu_source=job.gpu_source,

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import msgspec
 
 from sae_tui.jobs import named_python
-from sae_tui.jobs.cards.availability import GpuChoice
-from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.detach import SlowStart, start_detached
 from sae_tui.jobs.evaluation.outcome import ENDS, NO_TOKENS, is_judged
 from sae_tui.jobs.going import DONE, STARTED, Evaluations
+from sae_tui.jobs.gpus.availability import GpuChoice
+from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.output import extracts, may_tell_tokens
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
@@ -47,13 +47,14 @@ class ReservedGpu(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """What to evaluate; with the job file `model`, also in its language model and by probes on its texts.
 
-    Without a `card` it runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not requested
+    Without a `gpu` it runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not requested
     stay as they are on the report card. `python` is the Python of the job, "" for the app's own.
     """
 
     job_id: int
     model: str | None = None
-    card: ReservedGpu | None = None
+    # `card` in the request file, as in earlier versions.
+    gpu: ReservedGpu | None = msgspec.field(default=None, name="card")
     is_probed: bool = False
     python: str = ""
     waits: bool = False
@@ -93,9 +94,9 @@ def evaluate(data: DataDir, request: Request) -> str:
         if is_going(data, request.job_id):
             raise UserError(f"job {request.job_id} is being evaluated already") from None
         raise
-    if request.waits and not request.card:
+    if request.waits and not request.gpu:
         return f"job {request.job_id} is evaluated once a GPU is free; this continues if you quit"
-    where = f"GPU {request.card.index}" if request.card else "the CPU"
+    where = f"GPU {request.gpu.index}" if request.gpu else "the CPU"
     return f"job {request.job_id} is being evaluated on {where}; this continues if you quit"
 
 
@@ -187,7 +188,7 @@ def is_going(data: DataDir, job_id: int) -> bool:
     return bool(is_held(data.run(job_id).evaluation_lock))
 
 
-def idle_card(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> ReservedGpu | None:
+def idle_gpu(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> ReservedGpu | None:
     """Return the idle GPU with the most free memory; None if all are busy, or if the job ran on the CPU."""
     idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
     if job.device != "cuda" or not idle:

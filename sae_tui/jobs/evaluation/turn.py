@@ -6,10 +6,10 @@ import contextlib
 import functools
 from pathlib import Path
 
-from sae_tui.jobs.cards.availability import choices, holders, with_strangers
-from sae_tui.jobs.cards.locks import lock_folder
-from sae_tui.jobs.evaluation.request import ReservedGpu, idle_card
-from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.evaluation.request import ReservedGpu, idle_gpu
+from sae_tui.jobs.gpus.availability import choices, holders, with_strangers
+from sae_tui.jobs.gpus.locks import lock_folder
+from sae_tui.jobs.queue.gpu_reader import GpuReader
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 
-def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
+def free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
     """Return the free GPU with the most memory, or None and the reason to wait."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
@@ -32,14 +32,14 @@ def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Re
     if not samples and reader.problem:
         return None, f"the GPUs cannot be read: {reader.problem}"
     held = with_strangers(holders(jobs, leases, ranks), lock_folder(data, source), samples)
-    card = idle_card(data, job, choices(samples, held), source)
-    return card, "" if card else "no GPU is free"
+    gpu = idle_gpu(data, job, choices(samples, held), source)
+    return gpu, "" if gpu else "no GPU is free"
 
 
 @functools.cache
-def _reader(root: Path, source: str) -> CardReader:
+def _reader(root: Path, source: str) -> GpuReader:
     """Return the only reader of a source; it remembers how long another process has blocked it."""
-    return CardReader(DataDir(root), source)
+    return GpuReader(DataDir(root), source)
 
 
 def _is_before(job: Job, host: str, since: float) -> bool:

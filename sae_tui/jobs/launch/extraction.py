@@ -37,6 +37,6 @@ def need(job: ExtractJob, look: ExtractionOutlook, room: FreeMemory, *, cuda: bo
     takes = Need(look.memory, sharing=sharing, on_gpus=look.on_gpus, otherwise="a smaller model")
     if not takes.lacks(room):
         return takes
-    fitting = batch_that_fits(job, (room.free_bytes or 0) // sharing, cuda=cuda, n_cards=look.ranks)
+    fitting = batch_that_fits(job, (room.free_bytes or 0) // sharing, cuda=cuda, n_gpus=look.ranks)
     remedies = (f"extract.batch_tokens = {fitting}",) if fitting else ()
     return msgspec.structs.replace(takes, remedies=remedies, judged_lacking=True)

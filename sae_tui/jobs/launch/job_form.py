@@ -10,9 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from sae_tui.jobs import environment
-from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
+from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import extraction
 from sae_tui.jobs.launch.memory_need import (
     FreeMemory,
@@ -209,8 +209,8 @@ def _review_extraction(
     takes = extraction.need(
         job, look, room(gpus, choices, elsewhere=bool(job.cluster)), cuda=here.cuda and look.on_gpus
     )
-    on_a_card = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto"))
-    beside = look if look.on_gpus or not choices else outlook_of(on_a_card, here)
+    on_a_gpu = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto"))
+    beside = look if look.on_gpus or not choices else outlook_of(on_a_gpu, here)
     checked = job if not errors(problems) else None
     text = extraction.summary(job, look) if gpus != [] else ""
     return Review(checked, tuple(problems), text, beside.needs_bytes or 0, takes, look.lack if look.on_gpus else "")

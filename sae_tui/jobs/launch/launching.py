@@ -224,8 +224,8 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
     Return None if it hides none, or if the job uses no GPUs.
     """
     vendor = VENDORS.get(placement.vendor or resolve(gpu_source))
-    wants_cards = placement.device == "cuda" or placement.gpus_wanted
-    return vendor.visible_devices() if vendor and wants_cards else None
+    wants_gpus = placement.device == "cuda" or placement.gpus_wanted
+    return vendor.visible_devices() if vendor and wants_gpus else None
 
 
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:

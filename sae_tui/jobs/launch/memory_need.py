@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.gpus.availability import GpuChoice
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import AnyOutlook, Machine, outlook_of, outlook_on

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.cards.availability import GpuChoice, fit
+from sae_tui.jobs.gpus.availability import GpuChoice, fit
 from sae_tui.jobs.launch.memory_need import memory_of_host, of_same_shape, outlook_here
 from sae_tui.jobs.launch.pytorch import cuda_problem, for_another_vendor
 from trainer.contract.errors import JobFileError, Problem, errors

@@ -20,7 +20,7 @@ from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.machine import elsewhere, is_here, this_machine
 from sae_tui.jobs.output import NO_SHARD
 from sae_tui.jobs.queue.after import comes_after
-from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.queue.gpu_reader import GpuReader
 from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
@@ -214,7 +214,7 @@ def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> Non
     named = {uuid for _, uuid in placement.gpus}
     if is_here(job) or not named or job.gpu_source == "none":
         return
-    reader = CardReader(data, job.gpu_source)
+    reader = GpuReader(data, job.gpu_source)
     here = {sample.uuid for sample in reader.samples()}
     if reader.problem:
         why = f"the GPUs of this host cannot be read: {reader.problem}"

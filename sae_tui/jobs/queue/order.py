@@ -82,7 +82,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
 class Turn(msgspec.Struct, frozen=True):
     """The GPUs that a job may take now, or its reason to wait."""
 
-    cards: tuple[QueueGpu, ...] = ()
+    gpus: tuple[QueueGpu, ...] = ()
     waits_for: str = ""
 
 
@@ -97,16 +97,16 @@ def in_order(line: Iterable[Job]) -> list[Job]:
     return sorted(line, key=lambda job: (-job.priority, job.queued or job.created, job.id))
 
 
-def turns(line: Iterable[Job], cards: Iterable[QueueGpu], now: float) -> dict[int, Turn]:
+def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int, Turn]:
     """Return the turn of every queued job by its id; `now` is in seconds since the epoch."""
-    board = {card.uuid: card for card in sorted(cards, key=lambda card: card.index)}
+    board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
     reservations: dict[str, _Reservation] = {}
     turn_by_job: dict[int, Turn] = {}
     for job in in_order(line):
         visible = _visible(job, board)
         turn_by_job[job.id] = turn = _turn(job, visible, reservations)
-        if turn.cards:
-            board |= {card.uuid: card.with_job(job) for card in turn.cards}
+        if turn.gpus:
+            board |= {gpu.uuid: gpu.with_job(job) for gpu in turn.gpus}
         else:
             reservations |= _keep(job, visible, reservations, now)
     return turn_by_job
@@ -118,78 +118,78 @@ def _visible(job: Job, board: Mapping[str, QueueGpu]) -> list[QueueGpu]:
         return list(board.values())
     source = resolve(job.gpu_source)
     left = left_by(
-        ((card.index, card.uuid, card.vendor or source) for card in board.values()), lambda _: job.visible_devices
+        ((gpu.index, gpu.uuid, gpu.vendor or source) for gpu in board.values()), lambda _: job.visible_devices
     )
-    return [card for card in board.values() if card.index in left]
+    return [gpu for gpu in board.values() if gpu.index in left]
 
 
-def _turn(job: Job, cards: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> Turn:
-    free = [card for card in cards if card.is_for(job) and card.takes_now(job) and _is_open(job, card, reservations)]
+def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> Turn:
+    free = [gpu for gpu in gpus if gpu.is_for(job) and gpu.takes_now(job) and _is_open(job, gpu, reservations)]
     if len(free) < job.gpus_wanted:
-        return Turn(waits_for=_reason(job, cards, reservations))
+        return Turn(waits_for=_reason(job, gpus, reservations))
     # GPUs without a reservation first, then the most memory.
-    free.sort(key=lambda card: (card.uuid in reservations, -(card.free_bytes or 0), card.index))
-    return Turn(tuple(sorted(free[: job.gpus_wanted], key=lambda card: card.index)))
+    free.sort(key=lambda gpu: (gpu.uuid in reservations, -(gpu.free_bytes or 0), gpu.index))
+    return Turn(tuple(sorted(free[: job.gpus_wanted], key=lambda gpu: gpu.index)))
 
 
-def _is_open(job: Job, card: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
+def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
     """Return whether the job would end before the job that has reserved the GPU could start."""
-    if card.uuid not in reservations:
+    if gpu.uuid not in reservations:
         return True
-    return job.expected_s is not None and job.expected_s <= reservations[card.uuid].until_s
+    return job.expected_s is not None and job.expected_s <= reservations[gpu.uuid].until_s
 
 
 def _keep(
-    job: Job, cards: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
+    job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
     """Reserve the GPUs that this job will get first, by UUID; {} if it waits for other users, whose end is unknown."""
-    possible = [card for card in cards if card.is_for(job) and card.uuid not in reservations]
+    possible = [gpu for gpu in gpus if gpu.is_for(job) and gpu.uuid not in reservations]
     if len(possible) < job.gpus_wanted:
         return {}
-    possible.sort(key=lambda card: (_ready_in_s(job, card), card.index))
+    possible.sort(key=lambda gpu: (_ready_in_s(job, gpu), gpu.index))
     chosen = possible[: job.gpus_wanted]
-    starts_in_s = max((_ready_in_s(job, card) for card in chosen), default=0.0)
+    starts_in_s = max((_ready_in_s(job, gpu) for gpu in chosen), default=0.0)
     waited_s = now - (job.queued or now)
     until_s = starts_in_s if waited_s < BACKFILL_S else 0.0
-    return {card.uuid: _Reservation(job.id, until_s) for card in chosen}
+    return {gpu.uuid: _Reservation(job.id, until_s) for gpu in chosen}
 
 
-def _ready_in_s(job: Job, card: QueueGpu) -> float:
-    return 0.0 if card.takes_now(job) else card.frees_in_s
+def _ready_in_s(job: Job, gpu: QueueGpu) -> float:
+    return 0.0 if gpu.takes_now(job) else gpu.frees_in_s
 
 
-def _reason(job: Job, cards: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> str:
+def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> str:
     """Return why the job waits: `GPU 0 is held by job 3 (ann)`.
 
     For a job that takes any GPUs, give the reason of each: `2 GPUs: GPU 0 is …, GPU 1 is …`.
     """
-    wanted = [card for card in cards if job.any_gpus or card.uuid in job.gpu_uuids]
+    wanted = [gpu for gpu in gpus if job.any_gpus or gpu.uuid in job.gpu_uuids]
     missing = len(job.gpu_uuids) - len(wanted) if not job.any_gpus else 0
-    reasons = [word for card in wanted if (word := _obstacle(job, card, reservations))]
+    reasons = [word for gpu in wanted if (word := _obstacle(job, gpu, reservations))]
     if missing > 0:
         reasons.append(f"{plural(missing, 'GPU')} of it cannot be seen")
-    few = "there are not so many here" if cards else "none can be seen"
+    few = "there are not so many here" if gpus else "none can be seen"
     text = join_words(list(dict.fromkeys(reasons))) if reasons else few
     return f"{plural(job.gpus_wanted, 'GPU')}: {text}" if job.any_gpus else text
 
 
-def _obstacle(job: Job, card: QueueGpu, reservations: Mapping[str, _Reservation]) -> str:
+def _obstacle(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> str:
     """Return why the job cannot have this GPU now; "" if it can."""
-    if card.unusable:
-        return f"GPU {card.index} cannot be used ({card.unusable})"
-    if job.any_gpus and not job.takes_slices and is_slice(card.uuid):
-        return f"GPU {card.index} is a slice of a card"
-    if card.stranger and not job.shares_gpus:
-        return f"GPU {card.index} is {card.stranger}"
-    if not card.has_memory(job) and card.free_bytes is None:
-        return f"GPU {card.index} does not tell its free memory; name it in launch.gpus to use it"
-    if not card.has_memory(job):
-        free, needed = gibibytes(card.free_bytes or 0), gibibytes(job.card_memory_bytes or 0)
-        return f"GPU {card.index} has {free} free of {needed} needed"
-    if not card.takes_now(job):
-        holder = card.leases[0]
+    if gpu.unusable:
+        return f"GPU {gpu.index} cannot be used ({gpu.unusable})"
+    if job.any_gpus and not job.takes_slices and is_slice(gpu.uuid):
+        return f"GPU {gpu.index} is a slice of a card"
+    if gpu.stranger and not job.shares_gpus:
+        return f"GPU {gpu.index} is {gpu.stranger}"
+    if not gpu.has_memory(job) and gpu.free_bytes is None:
+        return f"GPU {gpu.index} does not tell its free memory; name it in launch.gpus to use it"
+    if not gpu.has_memory(job):
+        free, needed = gibibytes(gpu.free_bytes or 0), gibibytes(job.card_memory_bytes or 0)
+        return f"GPU {gpu.index} has {free} free of {needed} needed"
+    if not gpu.takes_now(job):
+        holder = gpu.leases[0]
         if not holder.pid:
             return f"job {holder.job_id} was there first"
         alone = ", which does not share it" if job.shares_gpus and not holder.shared else ""
-        return f"GPU {card.index} is held by job {holder.job_id} ({holder.user}){alone}"
-    return "" if _is_open(job, card, reservations) else f"job {reservations[card.uuid].job_id} was there first"
+        return f"GPU {gpu.index} is held by job {holder.job_id} ({holder.user}){alone}"
+    return "" if _is_open(job, gpu, reservations) else f"job {reservations[gpu.uuid].job_id} was there first"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sae_tui.jobs.cards.availability import holders, with_strangers
-from sae_tui.jobs.cards.locks import GpuLocks, lock_folder, lock_holders, owner
+from sae_tui.jobs.gpus.availability import holders, with_strangers
+from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder, lock_holders, owner
 from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.queue.after import describe_unfinished
-from sae_tui.jobs.queue.card_reader import FRESH_S, CardReader, cards, named_cards
+from sae_tui.jobs.queue.gpu_reader import FRESH_S, GpuReader, gpus, named_gpus
 from sae_tui.jobs.queue.order import QueueGpu, Turn, turns
 from sae_tui.jobs.reconcile import is_supervised, reconcile
 from sae_tui.jobs.states import describe_state
@@ -53,7 +53,7 @@ class QueueEntry:
         # By job id: since when a job could have started, and the rows of jobs that lost their turn.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
-        self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
+        self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
         """Take all GPUs of the job and move it to `starting`, or record in its row the reason to wait.
@@ -101,11 +101,11 @@ class QueueEntry:
             return turn.waits_for
         if not self._is_ready():
             return "sae-tui is being upgraded"
-        locks = GpuLocks(self._folder, [card.uuid for card in turn.cards], shared=self.job.shares_gpus)
+        locks = GpuLocks(self._folder, [gpu.uuid for gpu in turn.gpus], shared=self.job.shares_gpus)
         if not locks.take():
-            return self._lock_obstacle(turn.cards, locks)
+            return self._lock_obstacle(turn.gpus, locks)
         try:
-            return self._lease(turn.cards)
+            return self._lease(turn.gpus)
         finally:
             # Released unless the job starts, even if the store is locked: the next try must not find our own locks.
             if self.job.state == JobState.STARTING:
@@ -118,7 +118,7 @@ class QueueEntry:
         if not self.job.gpus_wanted:
             return Turn()
         turn = self._plan(FRESH_S)
-        return self._plan(JUST_NOW_S) if turn.cards else turn
+        return self._plan(JUST_NOW_S) if turn.gpus else turn
 
     def _plan(self, fresh_s: float) -> Turn:
         active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
@@ -127,12 +127,12 @@ class QueueEntry:
             note(self._control.problem or "all rows of the list of jobs can be read again")
         others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
         self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
-        seen = self._cards(active, fresh_s)
+        seen = self._gpus(active, fresh_s)
         if not seen and self._reader and self._reader.problem:
             return Turn(waits_for=f"the GPUs cannot be read: {self._reader.problem}")
         moving = [job for job in others if self._silent.get(job.id) != job]
         planned = turns([self.job, *moving], seen, time.time())
-        self._pass_over_silent([job for job in moving if planned[job.id].cards])
+        self._pass_over_silent([job for job in moving if planned[job.id].gpus])
         for job in others:
             if self._silent.get(job.id) == job:
                 self._report_silent(job)
@@ -194,21 +194,21 @@ class QueueEntry:
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
 
-    def _cards(self, active: dict[int, Job], fresh_s: float) -> list[QueueGpu]:
+    def _gpus(self, active: dict[int, Job], fresh_s: float) -> list[QueueGpu]:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
             # There may be no other process to notice that the holder of a lease has died.
             reconcile(self._data)
         if self._reader is None:
-            return named_cards(self.job, leases, active)
+            return named_gpus(self.job, leases, active)
         samples = self._reader.samples(fresh_s)
         ranks = [rank for lease in leases for rank in self._control.ranks(lease.job_id)]
         held = with_strangers(holders(active.values(), leases, ranks), self._folder, samples)
-        return cards(samples, held, leases, active)
+        return gpus(samples, held, leases, active)
 
     def _lease(self, chosen: Sequence[QueueGpu]) -> str:
-        gpus = [(card.index, card.uuid) for card in chosen]
+        gpus = [(gpu.index, gpu.uuid) for gpu in chosen]
         fields = {
             "attempt": self.job.attempt + 1,
             "started": time.time(),
@@ -217,7 +217,7 @@ class QueueEntry:
             "waits_for": None,
         }
         try:
-            room = {card.uuid: card.free_bytes for card in chosen if card.free_bytes is not None}
+            room = {gpu.uuid: gpu.free_bytes for gpu in chosen if gpu.free_bytes is not None}
             if not self._control.lease(self.job, gpus, room, **fields):
                 return "it is not queued any more"
         except LeaseConflict as conflict:
@@ -230,7 +230,7 @@ class QueueEntry:
     def _lock_obstacle(self, chosen: Sequence[QueueGpu], locks: GpuLocks) -> str:
         """Return who holds the lock of a GPU that has no lease, or why the lock cannot be taken."""
         uuid = locks.refused or ""
-        index = next((card.index for card in chosen if card.uuid == uuid), "?")
+        index = next((gpu.index for gpu in chosen if gpu.uuid == uuid), "?")
         if locks.why:
             return f"GPU {index} cannot be reserved: {locks.why}"
         pid = lock_holders(self._folder, [uuid]).get(uuid)

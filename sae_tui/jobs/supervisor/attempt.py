@@ -17,7 +17,7 @@ from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
-from sae_tui.jobs.queue.card_reader import name_of, vendor_of
+from sae_tui.jobs.queue.gpu_reader import name_of, vendor_of
 from sae_tui.jobs.queue.promised import refuse_other_rows
 from sae_tui.jobs.supervisor.energy_meter import EnergyMeter
 from sae_tui.jobs.supervisor.follow_run import Watch

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from sae_tui.gpu.energy import CardMeter, Used
+from sae_tui.gpu.energy import GpuMeter, Used
 from sae_tui.gpu.stored import energy_readings
 from sae_tui.jobs.supervisor_log import tolerate
 from trainer.contract.errors import UserError
@@ -40,7 +40,7 @@ class EnergyMeter:
         self._steady = steady
         self._latest = self._latest_steady = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock
-        self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
+        self._gpus = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
         self._due = steady() + EVERY_S
         # The energy used before: by earlier attempts, and by this attempt before its clock jumped.
@@ -54,7 +54,7 @@ class EnergyMeter:
 
     def end(self) -> None:
         """Update the job's row now; if the store is unavailable, log that and try again later."""
-        if not self._cards:
+        if not self._gpus:
             return
         with tolerate("measuring the energy"):
             now, steady = self._clock(), self._steady()
@@ -68,7 +68,7 @@ class EnergyMeter:
 
     def _begin(self, now: float) -> None:
         self._latest, self._latest_steady = now, self._steady()
-        self._meters = {uuid: CardMeter(now) for uuid in self._job.gpu_uuids}
+        self._meters = {uuid: GpuMeter(now) for uuid in self._job.gpu_uuids}
 
     def _total(self, until: float) -> Used:
         """Return the energy that the job has used until then, including earlier attempts."""
@@ -81,7 +81,7 @@ class EnergyMeter:
         if not path.exists():
             return
         after = {uuid: meter.newest for uuid, meter in self._meters.items()}
-        for uuid, readings in energy_readings(path, self._job.host, self._cards, after, until).items():
+        for uuid, readings in energy_readings(path, self._job.host, self._gpus, after, until).items():
             for reading in readings:
                 self._meters[uuid].add(reading)
 

@@ -9,7 +9,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.upkeep import Retention
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sae_tui.gpu.processes import Ancestor, ProcessDetails
-from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.gpus.availability import Holders
 from trainer.contract.store.rows import Job
 
 
@@ -126,8 +126,8 @@ def _total(values: Sequence[Any]) -> Any:
 
 def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
     """Return every process below its parents; a chain of parents without branches is reduced to its last parent."""
-    on_cards = {one.pid: one for one in found}
-    known: dict[int, ProcessDetails] = dict(on_cards)
+    on_gpus = {one.pid: one for one in found}
+    known: dict[int, ProcessDetails] = dict(on_gpus)
     below: dict[int, list[int]] = {}
     tops: list[int] = []
     for one in found:
@@ -145,11 +145,11 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
     def add(pid: int, depth: int) -> None:
         children = below.get(pid, [])
         # Show only the last shell of a login's chain of shells.
-        while pid not in on_cards and len(children) == 1 and children[0] not in on_cards:
+        while pid not in on_gpus and len(children) == 1 and children[0] not in on_gpus:
             pid, children = children[0], below.get(children[0], [])
         rank = held.rank_of(pid)
         job, number = rank or (None, None)
-        entries.append(ProcessRow(f"pid:{pid}", known[pid], depth, job, number, is_parent=pid not in on_cards))
+        entries.append(ProcessRow(f"pid:{pid}", known[pid], depth, job, number, is_parent=pid not in on_gpus))
         for child in children:
             add(child, depth + 1)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from sae_tui.jobs.cards.availability import Holders, holders
 from sae_tui.jobs.evaluation.outcome import ENDS
 from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.going import Evaluations, Going
+from sae_tui.jobs.gpus.availability import Holders, holders
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.machine import elsewhere, is_here, silence
 from sae_tui.jobs.view.shape import d_sae_words, k_words

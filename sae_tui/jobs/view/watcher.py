@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from sae_tui.jobs.cards.availability import Holders
-from sae_tui.jobs.cards.idle import with_idle
+from sae_tui.jobs.gpus.availability import Holders
+from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.revive import revive
 from sae_tui.jobs.view.postmortem import Postmortem, examine

@@ -38,21 +38,21 @@ def on(job: ExtractJob, gpus: object) -> ExtractJob:
 
 
 def machine(tmp_path: Path, *free_gib: float, cuda: bool = True) -> Machine:
-    cards = tuple(
+    gpus = tuple(
         MachineGpu(index, "NVIDIA H100", round(free * GIB), memory_total_bytes=80 * GIB)
         for index, free in enumerate(free_gib)
     )
-    return Machine(cards, 2, tmp_path, memory=DeviceMemory(20 * GIB, 24 * GIB), cuda=cuda)
+    return Machine(gpus, 2, tmp_path, memory=DeviceMemory(20 * GIB, 24 * GIB), cuda=cuda)
 
 
 def test_disk_space_follows_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
     # A device of 1 GFLOP/s.
-    box = MeasuredHardware(cards={CPU: DeviceSpeeds({"fp32": 1e9}, 1e9)})
+    box = MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 1e9}, 1e9)})
     look = outlook_of_extraction(job, [], speeds=box)
     assert look.d_in == D_IN
     # Two hooks of fp32 rows, each with its token, position and document.
     assert look.disk_bytes == 10**6 * 2 * (4 * D_IN + 12)
-    whole = outlook_of_extraction(job, [], speeds=MeasuredHardware(cards={CPU: DeviceSpeeds({"fp32": 2e9}, 1e9)}))
+    whole = outlook_of_extraction(job, [], speeds=MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 2e9}, 1e9)}))
     assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice_by_name, refusal_of_slices
 
-CARDS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
+GPUS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ CARDS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
     ],
 )
 def test_a_list_ends_at_the_first_unknown_gpu_and_duplicates_make_it_empty(text, indices):
-    assert VENDORS["nvml"].visible_indices(text, CARDS) == indices
+    assert VENDORS["nvml"].visible_indices(text, GPUS) == indices
 
 
 def test_numbers_refer_to_the_indices_of_readable_gpus():
@@ -51,8 +51,8 @@ def test_numbers_refer_to_the_indices_of_readable_gpus():
     ],
 )
 def test_slices_are_selected_by_uuid_and_not_by_index(text, indices):
-    cards = [(0, "GPU-split"), (1, "GPU-whole"), (2, "MIG-a"), (3, "MIG-b")]
-    assert VENDORS["nvml"].visible_indices(text, cards) == indices
+    gpus = [(0, "GPU-split"), (1, "GPU-whole"), (2, "MIG-a"), (3, "MIG-b")]
+    assert VENDORS["nvml"].visible_indices(text, gpus) == indices
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,8 @@ def test_a_step_takes_the_longer_of_reading_and_training(make: Make) -> None:
 
 def test_the_outlook_needs_the_larger_of_training_and_model_memory(make: Make) -> None:
     job = make(gpus="auto:2", data={"model_gpus": 1}, d_sae=4096)
-    cards = [MachineGpu(index, RTX_3090, 16 * GIB, memory_total_bytes=16 * GIB) for index in range(2)]
-    look = outlook(job, job.data_shape(), 2, cards)
+    gpus = [MachineGpu(index, RTX_3090, 16 * GIB, memory_total_bytes=16 * GIB) for index in range(2)]
+    look = outlook(job, job.data_shape(), 2, gpus)
     assert look.placed
     assert look.placed.reader
     assert (look.devices, look.ranks, look.fullest) == (2, 1, look.placed.reader)

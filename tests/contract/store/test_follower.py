@@ -23,12 +23,12 @@ from trainer.contract.store.metrics_store import MetricRow, SeriesReader, Series
 WRITER = """
 import sys
 from pathlib import Path
-from trainer.contract.store.metrics_store import Row, SeriesWriter
+from trainer.contract.store.metrics_store import MetricRow, SeriesWriter
 writer, step = SeriesWriter(Path(sys.argv[1])), 0
 for line in sys.stdin:
     for _ in range(int(line)):
         step += 1
-        writer.write([Row("loss", step, 1.0), Row("fvu", step, 1.0)])
+        writer.write([MetricRow("loss", step, 1.0), MetricRow("fvu", step, 1.0)])
     print(step, flush=True)
 """
 HOLDER = """
@@ -244,7 +244,7 @@ def test_a_store_that_is_replaced_repeatedly_is_always_read_in_full(
     code = """
 import os, shutil, sys
 from pathlib import Path
-from trainer.contract.store.metrics_store import Row, SeriesWriter
+from trainer.contract.store.metrics_store import MetricRow, SeriesWriter
 path, empty = map(Path, sys.argv[1:])
 print("ready", flush=True)
 for turn in range(1, 41):
@@ -252,7 +252,7 @@ for turn in range(1, 41):
     other = Path(shutil.copy(empty, path.with_name("other.db")))
     writer = SeriesWriter(other)
     for step in range(turn, turn + 5):
-        writer.write([Row("loss", step, 1.0)])
+        writer.write([MetricRow("loss", step, 1.0)])
     writer.close()
     if turn % 2:
         for file in path.parent.glob("metrics.db*"):

@@ -255,12 +255,12 @@ def test_a_failed_flush_leaves_no_rows_and_mixes_up_no_names(run: Store) -> None
 WRITES_UNTIL_CLOSED = """
 import sys, threading
 from pathlib import Path
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 writer, closed, step = SeriesWriter(Path(sys.argv[1])), threading.Event(), 0
 threading.Thread(target=lambda: (sys.stdin.read(), closed.set())).start()
 print("ready", flush=True)
 while not closed.is_set():
-    both = [Row(name, step + n, float(step + n)) for n in range(10) for name in ("loss", "fvu")]
+    both = [MetricRow(name, step + n, float(step + n)) for n in range(10) for name in ("loss", "fvu")]
     writer.write(both, Heartbeat("training", step + 9, 10**9, 0, 0.0))
     step += 10
 """
@@ -296,9 +296,9 @@ def test_the_flushed_rows_of_a_killed_writer_are_readable(tmp_path: Path) -> Non
     code = """
 import os, signal, sys
 from pathlib import Path
-from trainer.contract.store.metrics_store import Row, SeriesWriter
+from trainer.contract.store.metrics_store import MetricRow, SeriesWriter
 writer = SeriesWriter(Path(sys.argv[1]))
-writer.write([Row("loss", 0, 1.0)])
+writer.write([MetricRow("loss", 0, 1.0)])
 os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "metrics.db"

@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from support.report_cards import PROBING, SPLICED
 
 from sae_tui.jobs import going
-from sae_tui.jobs.cards.availability import GpuChoice
-from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.evaluation import follow, request
 from sae_tui.jobs.evaluation.follow import RunningEvaluation
 from sae_tui.jobs.evaluation.request import Request
 from sae_tui.jobs.going import FAILED, STARTED, STOPPED, Going
+from sae_tui.jobs.gpus.availability import GpuChoice
+from sae_tui.jobs.gpus.locks import GpuLocks
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobsReader
@@ -205,9 +205,9 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
 
 @pytest.mark.usefixtures("process_settings")
 def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
-    card = request.ReservedGpu(2, "GPU-2", "nvml", str(box.data.locks))
-    looks = iter([(None, "no GPU is free"), (card, "")])
-    monkeypatch.setattr(follow, "free_card", lambda *_: next(looks))
+    gpu = request.ReservedGpu(2, "GPU-2", "nvml", str(box.data.locks))
+    looks = iter([(None, "no GPU is free"), (gpu, "")])
+    monkeypatch.setattr(follow, "free_gpu", lambda *_: next(looks))
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
     evaluation = RunningEvaluation(box.data, Request(job_id, waits=True))
     assert evaluation._has_device()
@@ -279,19 +279,19 @@ def test_an_evaluation_ends_with_its_data_folder_and_does_not_recreate_it(box: B
 
 def test_an_idle_gpu_is_locked_for_the_evaluation_of_a_job_that_used_one(box: Box, job_id: int, monkeypatch) -> None:
     choices = [gpu(0, 10, "busy"), gpu(1, 20), gpu(2, 30), gpu(3, None)]
-    card = request.idle_card(box.data, box.job(box.record(device="cuda")), choices, "nvml")
-    assert card
-    assert (card.index, card.uuid, card.vendor) == (2, "GPU-2", "nvml")
-    assert request.idle_card(box.data, box.job(job_id), choices, "nvml") is None
-    assert request.idle_card(box.data, box.job(box.record(device="cuda")), choices, "simulated") is None
+    idle = request.idle_gpu(box.data, box.job(box.record(device="cuda")), choices, "nvml")
+    assert idle
+    assert (idle.index, idle.uuid, idle.vendor) == (2, "GPU-2", "nvml")
+    assert request.idle_gpu(box.data, box.job(job_id), choices, "nvml") is None
+    assert request.idle_gpu(box.data, box.job(box.record(device="cuda")), choices, "simulated") is None
 
     write_card(box.data.sae(job_id))
-    card = msgspec.structs.replace(card, locks=str(box.data.locks))
+    idle = msgspec.structs.replace(idle, locks=str(box.data.locks))
     others = GpuLocks(box.data.locks, ["GPU-2"])
     for is_free in (True, False):
         assert is_free or others.take()
         script = 'echo "$2 on <$CUDA_VISIBLE_DEVICES>"'
-        assert "GPU 2" in evaluate(box, monkeypatch, job_id, script, card=card)
+        assert "GPU 2" in evaluate(box, monkeypatch, job_id, script, gpu=idle)
         assert request.wait_for_end(box.data, job_id)[0]
     called = box.data.run(job_id).evaluation_log.read_text().splitlines()
     assert called == ["cuda on <GPU-2>", "cpu on <>"]

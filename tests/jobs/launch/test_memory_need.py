@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.workloads import workload
 
-from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch.memory_need import (
     FreeMemory,
     Need,
@@ -70,10 +70,10 @@ def found(config: JobConfig, *past: Job, device: str = "cuda") -> PeakMemory | N
     return measured_peak(config, DATA, 2, "ddp", device, past)
 
 
-def on_cards(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
+def on_gpus(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
     """Return the forecast of a job on GPUs of 24 GiB with the given free memory."""
-    cards = [choice(index, one) for index, one in enumerate(free)]
-    box = msgspec.structs.replace(machine(cards, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
+    gpus = [choice(index, one) for index, one in enumerate(free)]
+    box = msgspec.structs.replace(machine(gpus, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
     return expected_outlook(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
 
 
@@ -131,17 +131,17 @@ def test_a_sweep_has_another_shape_than_its_first_sae(config):
 
 
 def test_a_gpu_job_needs_the_measured_memory_if_it_exceeds_the_estimate(config):
-    look = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config)])
+    look = on_gpus(config, 23 * GIB, 20 * GIB, past=[done(config)])
     takes = need(look, config, DATA, FreeMemory(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
     assert takes.parts == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens))
     assert takes.rank_bytes == look.needs_bytes == 3 * GIB + outside_pytorch(workload(config, 8, 2))
     assert look.problems(config) == []
-    less = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config, peak_memory_bytes=2**14)])
+    less = on_gpus(config, 23 * GIB, 20 * GIB, past=[done(config, peak_memory_bytes=2**14)])
     assert less.needs_bytes == takes.parts.total
 
 
 def test_a_job_does_not_wait_for_measured_memory_that_may_never_be_free(config):
-    look = on_cards(config, 3 * GIB, 23 * GIB, past=[done(config)])
+    look = on_gpus(config, 3 * GIB, 23 * GIB, past=[done(config)])
     assert look.needs_bytes == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens)).total
     (problem,) = look.problems(config)
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
@@ -166,7 +166,7 @@ def test_all_processes_share_the_memory_of_the_machine_but_gpus_do_not(config):
     def of(look: Outlook) -> Need:
         return need(look, config, DATA, FreeMemory(), device="cpu")
 
-    on_both, on_one = of(on_cpu(config)), of(on_cards(config, 9 * GIB, 9 * GIB))
+    on_both, on_one = of(on_cpu(config)), of(on_gpus(config, 9 * GIB, 9 * GIB))
     one = on_both.rank_bytes
     assert on_both.lacks(FreeMemory(2 * one - 1))
     assert not on_both.lacks(FreeMemory(2 * one))
@@ -188,7 +188,7 @@ def test_too_little_free_memory_is_a_warning_and_too_little_total_memory_an_erro
 def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
     free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2, n_tokens=DATA.n_tokens)).total
-    look = on_cards(wide, free, 23 * GIB)
+    look = on_gpus(wide, free, 23 * GIB)
     takes = need(look, wide, DATA, FreeMemory(free, "GPU 0"), device="cuda")
     assert takes.judged_lacking
     assert "train.batch_size = 16384" in takes.remedies
@@ -198,10 +198,10 @@ def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
 
 
 def test_the_available_memory_is_that_of_the_fullest_chosen_gpu():
-    cards = [choice(0, 9 * GIB), choice(1, 5 * GIB), choice(2, GIB), choice(3, None)]
-    assert room_on_gpus(cards, [0, 1]) == FreeMemory(5 * GIB, "GPU 1")
-    assert room_on_gpus(cards, [0, 3]) == FreeMemory(9 * GIB, "GPU 0")
-    assert room_on_gpus(cards, [3]) == room_on_gpus(cards, []) == FreeMemory()
+    gpus = [choice(0, 9 * GIB), choice(1, 5 * GIB), choice(2, GIB), choice(3, None)]
+    assert room_on_gpus(gpus, [0, 1]) == FreeMemory(5 * GIB, "GPU 1")
+    assert room_on_gpus(gpus, [0, 3]) == FreeMemory(9 * GIB, "GPU 0")
+    assert room_on_gpus(gpus, [3]) == room_on_gpus(gpus, []) == FreeMemory()
 
 
 def test_the_memory_of_this_machine_is_known():

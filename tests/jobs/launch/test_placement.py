@@ -14,10 +14,10 @@ from support.extractions import extraction_job
 from support.workloads import stream_of_model, workload
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
-from sae_tui.jobs.cards.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
+from sae_tui.jobs.gpus.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
 from sae_tui.jobs.launch.memory_need import expected_outlook
 from sae_tui.jobs.launch.placement import Placement, machine, place, recommend, summary
-from sae_tui.jobs.queue.card_reader import cards
+from sae_tui.jobs.queue.gpu_reader import gpus
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import JobFileError
 from trainer.contract.paths import DataDir
@@ -119,9 +119,9 @@ def test_unattributed_use_is_counted_for_the_job_that_leased_the_gpu():
     used = sample(memory_used_bytes=20 * GIB, utilization=90)
     assert choices([used], held)[0].reason == "job 7 (run)"
     for processes in ((), None, (GpuProcess(9, None, None, 20 * GIB),)):
-        (card,) = cards([dataclasses.replace(used, processes=processes)], held, [lease(0, 7)], {7: running})
-        assert card.stranger == ""
-        assert len(card.leases) == 1
+        (gpu,) = gpus([dataclasses.replace(used, processes=processes)], held, [lease(0, 7)], {7: running})
+        assert gpu.stranger == ""
+        assert len(gpu.leases) == 1
 
 
 def test_a_gpu_that_several_jobs_share_names_all_of_them() -> None:
@@ -143,7 +143,7 @@ def test_on_a_leased_gpu_an_unnamed_process_of_another_user_counts():
     mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GIB)
     held = holders([job(7, gpu_uuids=("GPU-0",))], [mine], [])
     free = [
-        cards([sample(memory_used_bytes=used * GIB, processes=processes)], held, [mine], {})[0].free_bytes
+        gpus([sample(memory_used_bytes=used * GIB, processes=processes)], held, [mine], {})[0].free_bytes
         for used, processes in ((5, ()), (16, ()), (16, (GpuProcess(9, "bob", "python", 12 * GIB),)))
     ]
     assert free == [24 * GIB, 14 * GIB, 12 * GIB]
@@ -268,8 +268,8 @@ def without_look(placed: Placement) -> Placement:
     [("auto", [], 1), ("auto:2", [], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
 )
 def test_launch_gpus_becomes_gpus_or_processes(box, gpus, indices, world_size):
-    cards = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GIB)]
-    placed = place(box.config(gpus=gpus), cards, source_cuda=True)
+    choices = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GIB)]
+    placed = place(box.config(gpus=gpus), choices, source_cuda=True)
     assert [index for index, _ in placed.gpus] == indices
     assert placed.world_size == world_size
     assert placed.any_gpus == str(gpus).startswith("auto")
@@ -293,7 +293,7 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cards", "said"),
+    ("gpus", "choices", "said"),
     [
         ([5], [choice(0)], "there is no GPU 5 here; this machine has GPU 0"),
         ([0], [], "there is no GPU 0 here; this machine has no GPUs"),
@@ -304,9 +304,9 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
         ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; slices of cards run a job"),
     ],
 )
-def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, cards, said):
+def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, choices, said):
     with pytest.raises(JobFileError) as refused:
-        place(box.config(gpus=gpus), cards, source_cuda=True)
+        place(box.config(gpus=gpus), choices, source_cuda=True)
     (problem,) = refused.value.problems
     assert problem.path == "launch.gpus"
     assert problem.message.startswith(said)
@@ -315,21 +315,21 @@ def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, c
 def test_an_extraction_accepts_any_mig_slices(tmp_path):
     job = extraction_job(tmp_path / "model", tmp_path / "corpus.txt", tmp_path / "rows")
     job = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto:2"))
-    cards = [msgspec.structs.replace(SLICE, index=index, uuid=f"MIG-{index}") for index in (0, 1)]
-    placed = place(job, cards, source_cuda=True)
+    choices = [msgspec.structs.replace(SLICE, index=index, uuid=f"MIG-{index}") for index in (0, 1)]
+    placed = place(job, choices, source_cuda=True)
     assert (placed.world_size, placed.any_gpus) == (2, True)
 
 
 def test_a_setting_limits_a_job_to_one_gpu(box):
-    cards = [choice(0), choice(1)]
+    choices = [choice(0), choice(1)]
     with pytest.raises(JobFileError, match="multi_gpu_enabled is false"):
-        place(box.config(gpus=[0, 1]), cards, source_cuda=True, multi_gpu_enabled=False)
-    assert place(box.config(gpus=[1]), cards, source_cuda=True, multi_gpu_enabled=False).world_size == 1
+        place(box.config(gpus=[0, 1]), choices, source_cuda=True, multi_gpu_enabled=False)
+    assert place(box.config(gpus=[1]), choices, source_cuda=True, multi_gpu_enabled=False).world_size == 1
 
 
 def test_the_checks_know_which_gpus_are_busy_or_lost(box):
-    cards = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
-    box_seen = machine(cards, box.data, cuda=False)
+    choices = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
+    box_seen = machine(choices, box.data, cuda=False)
     assert [(gpu.busy, gpu.unhealthy) for gpu in box_seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
     assert box_seen.output_root == box.data.root
 
@@ -340,11 +340,11 @@ def test_the_checks_know_which_gpus_are_busy_or_lost(box):
 DATA = DataShape(8, None, 100_000)
 
 
-def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) -> str:
+def said(config, data=DATA, gpus: int = 2, *, choices=(), speeds=None, past=()) -> str:
     """Return the summary of a job on `gpus` GPUs; with 0 the job keeps its CPU ranks."""
-    cards = cards or [choice(index) for index in range(gpus)]
+    choices = choices or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
-    box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
+    box = machine(choices, DataDir(Path("/nowhere")), cuda=True)
     look = expected_outlook(config, data, msgspec.structs.replace(box, speeds=speeds or MeasuredHardware()))
     return summary(config, look, device="cuda" if gpus else "cpu", past=past)
 
@@ -374,13 +374,13 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
 
 def test_the_summary_gives_the_mode_and_the_time_for_the_measured_gpus(box):
     config = box.config().replace("sae", d_sae=65536).replace("train", batch_size=4096, n_steps=100_000)
-    wide, cards = DataShape(1024, None, 10**9), [choice(0, 23 * GIB), choice(1, 23 * GIB)]
+    wide, gpus = DataShape(1024, None, 10**9), [choice(0, 23 * GIB), choice(1, 23 * GIB)]
 
     def on(bus_bytes_per_s: float) -> str:
         box_speeds = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)
-        speeds = MeasuredHardware().with_measured(cards[0].name, "bf16", 2, box_speeds)
-        (expected,) = forecast(Workload(config, 1, wide, cards[0].name), speeds, counts=(2,))
-        text = said(config, wide, cards=cards, speeds=speeds)
+        speeds = MeasuredHardware().with_measured(gpus[0].name, "bf16", 2, box_speeds)
+        (expected,) = forecast(Workload(config, 1, wide, gpus[0].name), speeds, counts=(2,))
+        text = said(config, wide, choices=gpus, speeds=speeds)
         assert text.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
         assert text.endswith(f" · about {duration(expected.seconds)}, estimated")
         return text

@@ -39,12 +39,12 @@ def lease(index: int, job_id: int, *, shared: bool = False, memory_bytes: int | 
     )  # fmt: skip
 
 
-def card(index: int, **fields) -> QueueGpu:
+def gpu(index: int, **fields) -> QueueGpu:
     return QueueGpu(index, UUIDS[index], **{"free_bytes": 24 * GIB} | fields)
 
 
-def held_card(index: int, frees_in_s: float, job_id: int = 90) -> QueueGpu:
-    return card(index, leases=(lease(index, job_id),), frees_in_s=frees_in_s)
+def held_gpu(index: int, frees_in_s: float, job_id: int = 90) -> QueueGpu:
+    return gpu(index, leases=(lease(index, job_id),), frees_in_s=frees_in_s)
 
 
 memory = st.none() | st.integers(1, 24).map(lambda size: size * GIB)
@@ -53,7 +53,7 @@ lengths = st.none() | st.integers(1, 20).map(lambda step: step * 600.0)
 
 
 @st.composite
-def jobs(draw, job_id: int, n_cards: int) -> Job:
+def jobs(draw, job_id: int, n_gpus: int) -> Job:
     fields = {
         "queued": draw(ages),
         "priority": draw(st.integers(-1, 1)),
@@ -62,7 +62,7 @@ def jobs(draw, job_id: int, n_cards: int) -> Job:
         "expected_s": draw(lengths),
     }
     if draw(st.booleans()):
-        return job(job_id, gpus_wanted=draw(st.integers(1, n_cards + 1)), **fields)
+        return job(job_id, gpus_wanted=draw(st.integers(1, n_gpus + 1)), **fields)
     indices = draw(st.lists(st.integers(0, len(UUIDS) - 1), min_size=1, max_size=3, unique=True))
     return named(job_id, *indices, **fields)
 
@@ -75,7 +75,7 @@ def boards(draw) -> list[QueueGpu]:
         n_leases = draw(st.integers(0, 2 if shared else 1))
         leases = [lease(index, 90 + number, shared=shared, memory_bytes=draw(memory)) for number in range(n_leases)]
         jobs.append(
-            card(
+            gpu(
                 index,
                 free_bytes=draw(memory),
                 unusable=draw(st.sampled_from(["", "", "", "it is lost"])),
@@ -94,7 +94,7 @@ def boards_and_lines(draw) -> tuple[list[QueueGpu], list[Job]]:
 
 
 def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, QueueGpu]]:
-    return [(one, taken) for one in in_order(line) for taken in found[one.id].cards]
+    return [(one, taken) for one in in_order(line) for taken in found[one.id].gpus]
 
 
 def could_have(one: Job, where: QueueGpu) -> bool:
@@ -149,10 +149,10 @@ def test_a_job_gets_all_its_gpus_from_the_allowed_ones_or_a_reason_to_wait(case)
     assert decisions.keys() == {one.id for one in line}
     for one in line:
         turn = decisions[one.id]
-        assert bool(turn.cards) != bool(turn.waits_for)
-        assert len({taken.uuid for taken in turn.cards}) in (0, one.gpus_wanted)
+        assert bool(turn.gpus) != bool(turn.waits_for)
+        assert len({taken.uuid for taken in turn.gpus}) in (0, one.gpus_wanted)
         by_uuid = {where.uuid: where for where in board}
-        assert all(could_have(one, by_uuid[taken.uuid]) for taken in turn.cards)
+        assert all(could_have(one, by_uuid[taken.uuid]) for taken in turn.gpus)
 
 
 @given(boards_and_lines())
@@ -160,7 +160,7 @@ def test_the_first_job_starts_if_enough_gpus_are_available(case):
     board, line = case
     first = in_order(line)[0]
     fitting = [where for where in board if could_have(first, where)]
-    assert bool(turns(line, board, NOW)[first.id].cards) == (len(fitting) >= first.gpus_wanted)
+    assert bool(turns(line, board, NOW)[first.id].gpus) == (len(fitting) >= first.gpus_wanted)
 
 
 @given(boards_and_lines(), st.randoms())
@@ -181,7 +181,7 @@ def test_equal_jobs_start_in_order_of_priority_and_age(case):
     ]
     decisions = turns(alike, board, NOW)
     started = [
-        bool(decisions[one.id].cards) for one in sorted(alike, key=lambda one: (-one.priority, one.queued, one.id))
+        bool(decisions[one.id].gpus) for one in sorted(alike, key=lambda one: (-one.priority, one.queued, one.id))
     ]
     assert started == sorted(started, reverse=True)
 
@@ -203,7 +203,7 @@ def test_backfilled_jobs_do_not_delay_the_first_waiting_job(case):
     board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     decisions = turns(line, board, NOW)
-    waiting = next((one for one in in_order(line) if not decisions[one.id].cards), None)
+    waiting = next((one for one in in_order(line) if not decisions[one.id].gpus), None)
     if waiting is None:
         return
     ahead = in_order(line)[: in_order(line).index(waiting)]
@@ -222,44 +222,44 @@ def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
     line = [all_of_them if one.id == first.id else one for one in line]
     decisions = turns(line, board, NOW)
-    if decisions[first.id].cards:
+    if decisions[first.id].gpus:
         return
     assert {taken.uuid for _, taken in takers(line, decisions)}.isdisjoint(where.uuid for where in possible)
 
 
 def test_a_backfilled_job_ends_before_the_waiting_job_could_start():
-    board = [held_card(0, 500.0), card(1), card(2)]
+    board = [held_gpu(0, 500.0), gpu(1), gpu(2)]
     large = job(1, gpus_wanted=3, queued=NOW - 60)
     short, long, unknown = (job(number, expected_s=length) for number, length in ((2, 400.0), (3, 600.0), (4, None)))
     decisions = turns([large, short, long, unknown], board, NOW)
-    assert [bool(decisions[number].cards) for number in (1, 2, 3, 4)] == [False, True, False, False]
+    assert [bool(decisions[number].gpus) for number in (1, 2, 3, 4)] == [False, True, False, False]
     assert decisions[1].waits_for == "3 GPUs: GPU 0 is held by job 90 (bob)"
     assert "job 1 was there first" in decisions[3].waits_for
 
 
 def test_a_job_that_has_just_been_planned_holds_its_gpus_for_its_expected_time():
-    board = [card(0), card(1)]
+    board = [gpu(0), gpu(1)]
     first, large, endless = job(1, expected_s=10.0), job(2, gpus_wanted=2), job(3, expected_s=1e6)
     decisions = turns([first, large, endless], board, NOW)
-    assert [bool(decisions[number].cards) for number in (1, 2, 3)] == [True, False, False]
+    assert [bool(decisions[number].gpus) for number in (1, 2, 3)] == [True, False, False]
 
 
 def test_a_job_that_waits_for_another_users_gpu_blocks_no_other_gpu():
-    board = [card(0, stranger="used by mallory"), card(1)]
+    board = [gpu(0, stranger="used by mallory"), gpu(1)]
     decisions = turns([named(1, 0, 1), job(2)], board, NOW)
-    assert [where.index for where in decisions[2].cards] == [1]
+    assert [where.index for where in decisions[2].gpus] == [1]
     assert decisions[1].waits_for == "GPU 0 is used by mallory"
 
 
 def test_a_sharing_job_may_use_another_users_gpu_if_memory_is_enough():
-    board = [card(0, stranger="used by mallory", free_bytes=8 * GIB)]
+    board = [gpu(0, stranger="used by mallory", free_bytes=8 * GIB)]
     line = [
         named(1, 0, shares_gpus=True, card_memory_bytes=9 * GIB),
         named(2, 0, shares_gpus=True, card_memory_bytes=7 * GIB),
     ]
     decisions = turns(line, board, NOW)
     assert decisions[1].waits_for == "GPU 0 has 8.0 GiB free of 9.0 GiB needed"
-    assert decisions[2].cards
+    assert decisions[2].gpus
 
 
 @pytest.mark.parametrize(
@@ -274,20 +274,20 @@ def test_a_sharing_job_may_use_another_users_gpu_if_memory_is_enough():
     ],
 )
 def test_a_reason_to_wait_names_every_unavailable_gpu(one, said):
-    board = [held_card(0, 60.0), card(1, unusable="it is lost")]
+    board = [held_gpu(0, 60.0), gpu(1, unusable="it is lost")]
     assert turns([one], board, NOW)[1].waits_for == said
 
 
 def test_slices_are_only_for_single_gpu_jobs_and_independent_processes():
-    cut = [msgspec.structs.replace(card(index), uuid=f"MIG-{index}") for index in (0, 1)]
+    cut = [msgspec.structs.replace(gpu(index), uuid=f"MIG-{index}") for index in (0, 1)]
     alone, connected, apart = job(1), job(1, gpus_wanted=2, mode="ddp"), job(1, gpus_wanted=2, mode="single")
-    assert [len(turns([one], cut, NOW)[1].cards) for one in (alone, connected, apart)] == [1, 0, 2]
+    assert [len(turns([one], cut, NOW)[1].gpus) for one in (alone, connected, apart)] == [1, 0, 2]
     reason = "2 GPUs: GPU 0 is a slice of a card and GPU 1 is a slice of a card"
     assert turns([connected], cut, NOW)[1].waits_for == reason
 
 
 def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
-    assert turns([job(1, gpus_wanted=2)], [card(0)], NOW)[1].waits_for == "2 GPUs: there are not so many here"
+    assert turns([job(1, gpus_wanted=2)], [gpu(0)], NOW)[1].waits_for == "2 GPUs: there are not so many here"
     assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: none can be seen"
     assert turns([named(1, 0)], [], NOW)[1].waits_for == "1 GPU of it cannot be seen"
 
@@ -298,10 +298,10 @@ class Cluster:
     Jobs run for `late` times their expected time, and report their remaining time unless `silent`.
     """
 
-    def __init__(self, n_cards: int, late: float = 1.0, *, silent: bool = False) -> None:
+    def __init__(self, n_gpus: int, late: float = 1.0, *, silent: bool = False) -> None:
         self.now = NOW
         self.started: dict[int, float] = {}
-        self._cards, self._late, self._silent = UUIDS[:n_cards], late, silent
+        self._gpus, self._late, self._silent = UUIDS[:n_gpus], late, silent
         self._line: list[Job] = []
         self._running: dict[str, tuple[Job, float]] = {}
         self._ends: list[float] = []
@@ -320,20 +320,20 @@ class Cluster:
         return self.now
 
     def _board(self) -> list[QueueGpu]:
-        return [self._card(index, *self._running.get(uuid, (None, 0.0))) for index, uuid in enumerate(self._cards)]
+        return [self._gpu(index, *self._running.get(uuid, (None, 0.0))) for index, uuid in enumerate(self._gpus)]
 
-    def _card(self, index: int, holder: Job | None, end: float) -> QueueGpu:
+    def _gpu(self, index: int, holder: Job | None, end: float) -> QueueGpu:
         if holder is None:
-            return card(index)
-        return held_card(index, holder.expected_s if self._silent else (end - self.now) / self._late, holder.id)
+            return gpu(index)
+        return held_gpu(index, holder.expected_s if self._silent else (end - self.now) / self._late, holder.id)
 
     def _plan(self) -> None:
         decisions = turns(self._line, self._board(), self.now)
-        for one in [one for one in self._line if decisions[one.id].cards]:
+        for one in [one for one in self._line if decisions[one.id].gpus]:
             self._line.remove(one)
             self.started[one.id] = self.now
             end = self.now + self._late * one.expected_s
-            for taken in decisions[one.id].cards:
+            for taken in decisions[one.id].gpus:
                 assert taken.uuid not in self._running
                 self._running[taken.uuid] = (one, end)
             heapq.heappush(self._ends, end)
@@ -351,10 +351,10 @@ LARGE = 1000
 )
 def test_a_large_job_among_small_ones_waits_no_longer_than_promised(stream, comes_at, wanted, late, silent):
     box, lengths = Cluster(4, late, silent=silent), [late * length for _, length, _ in stream]
-    for number, (pause, length, n_cards) in enumerate(stream):
+    for number, (pause, length, n_gpus) in enumerate(stream):
         if number == comes_at:
             arrived = box.comes(job(LARGE, gpus_wanted=wanted, expected_s=60.0))
-        box.comes(job(number + 1, gpus_wanted=n_cards, expected_s=float(length)))
+        box.comes(job(number + 1, gpus_wanted=n_gpus, expected_s=float(length)))
         box.until(box.now + pause)
     box.until(box.now + 1e7)
     # All jobs that arrived earlier may have to run first.
@@ -385,14 +385,14 @@ def test_jobs_with_an_unknown_end_starve_no_other_job(monkeypatch):
 
 
 def test_a_gpu_with_unknown_free_memory_is_only_for_jobs_that_name_it():
-    board = [card(0, free_bytes=None)]
+    board = [gpu(0, free_bytes=None)]
     message = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
     assert turns([job(1)], board, NOW)[1].waits_for == message
-    assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GIB)], board, NOW)[1].cards] == [0]
+    assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GIB)], board, NOW)[1].gpus] == [0]
 
 
 def test_each_job_takes_only_gpus_that_its_environment_leaves_visible():
-    board = [card(index) for index in range(4)]
+    board = [gpu(index) for index in range(4)]
     line = [
         job(1, visible_devices="3,GPU-2", gpus_wanted=1),
         job(2, visible_devices="2,3", gpus_wanted=2),
@@ -400,7 +400,7 @@ def test_each_job_takes_only_gpus_that_its_environment_leaves_visible():
         job(4),
     ]
     decisions = turns(line, board, NOW)
-    assert [[taken.index for taken in decisions[one.id].cards] for one in line] == [[3], [], [1], [0]]
+    assert [[taken.index for taken in decisions[one.id].gpus] for one in line] == [[3], [], [1], [0]]
     assert decisions[2].waits_for == "2 GPUs: job 1 was there first"
 
 
@@ -408,9 +408,9 @@ def test_a_second_vendors_driver_does_not_change_the_visible_gpus_of_a_job(monke
     for name, vendor in VENDORS.items():
         here = msgspec.structs.replace(vendor, driver_files=(str(tmp_path),))
         monkeypatch.setitem(VENDORS, name, here)
-    board = [card(index, vendor="nvml") for index in (1, 2, 3)]
+    board = [gpu(index, vendor="nvml") for index in (1, 2, 3)]
     (turn,) = turns([job(1, visible_devices="1", gpus_wanted=1)], board, NOW).values()
     # Each vendor numbers its own GPUs: number 1 of this vendor is GPU 2 of the machine.
-    assert [taken.index for taken in turn.cards] == [2]
+    assert [taken.index for taken in turn.gpus] == [2]
     (turn,) = turns([job(1, visible_devices="2", gpus_wanted=1)], board, NOW).values()
-    assert [taken.index for taken in turn.cards] == [3]
+    assert [taken.index for taken in turn.gpus] == [3]

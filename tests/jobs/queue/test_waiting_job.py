@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.gpus.locks import GpuLocks
 from sae_tui.jobs.queue import waiting_job
 from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.process import ProcessRef, state_of

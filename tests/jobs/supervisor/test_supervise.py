@@ -16,8 +16,8 @@ import pytest
 from support.workloads import workload
 
 from sae_tui.jobs import detach, edits
-from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.files import is_gone
+from sae_tui.jobs.gpus.locks import GpuLocks
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.live import LiveRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sae_tui.gpu.processes import Ancestor, ProcessDetails
-from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
 from trainer.contract.store.rows import Job
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs.cards.occupancy import Occupancy
 from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.going import DONE, FAILED, STARTED
+from sae_tui.jobs.gpus.occupancy import Occupancy
 from sae_tui.jobs.supervisor.follow_run import StallWatch
 from sae_tui.jobs.view.find import find
 from sae_tui.jobs.view.reader import MOST_POINTS, JobReader, JobsReader, judged_value

@@ -67,7 +67,7 @@ import torch
 from trainer.activations.shards import Shards
 from trainer.contract.settings.job_file import parse_job
 from trainer.parallel.base import Parallel
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 from trainer.training.loop import Trainer
 
 torch.set_num_threads(1)
@@ -84,7 +84,7 @@ limit = in_use + int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 source = Shards(path=str(folder))
 Trainer(
-    job, source=source, parallel=Parallel(torch.device("cpu")), progress=Progress(), stop=threading.Event(),
+    job, source=source, parallel=Parallel(torch.device("cpu")), progress=RunProgress(), stop=threading.Event(),
     checkpoints=out / "checkpoints", output=out / "sae",
 ).run()
 n_bytes = source.n_tokens * source.d_in * 4

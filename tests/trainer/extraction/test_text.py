@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.extract import Text
+from trainer.contract.settings.extract import TextSettings
 from trainer.extraction import text
 from trainer.extraction.text import documents, mended
 
@@ -22,7 +22,7 @@ CHAT = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "
 
 
 def read(path: Path, **settings: Any) -> list[Any]:
-    return list(documents(Text(path=str(path), **settings)))
+    return list(documents(TextSettings(path=str(path), **settings)))
 
 
 def write(file: Path, content: str | bytes) -> Path:
@@ -169,7 +169,7 @@ def test_data_saved_by_the_datasets_library_is_read(tmp_path: Path) -> None:
 def test_an_unreadable_hub_data_set_is_one_sentence() -> None:
     # No request is sent to the hub, because this is not a valid name.
     with pytest.raises(UserError, match=r"^text.dataset: no//name cannot be read: [^\n]+$"):
-        list(documents(Text(dataset="no//name")))
+        list(documents(TextSettings(dataset="no//name")))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_memory_adds_up_and_disk_and_time_and_rate_are_reported(
     assert disk.startswith("300 rows of each hook take ")
     assert disk.endswith(" GiB free")
     assert time.endswith(" by assumed speeds of a usual CPU process")
-    write_box(tmp_path / "box.json", MeasuredHardware(cards={CPU: DeviceSpeeds({"fp32": 1e6}, 1e9)}))
+    write_box(tmp_path / "box.json", MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 1e6}, 1e9)}))
     assert main(["estimate", str(job_file)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith(" by speeds measured here")
 

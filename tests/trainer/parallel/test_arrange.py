@@ -41,9 +41,9 @@ def test_ranks_use_no_more_memory_than_they_may(make_job, start_ranks, tmp_path)
 
 @pytest.mark.parametrize(("cards", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])
 def test_ranks_on_different_gpus_agree_on_a_precision_that_is_fast_on_all(
-    cards: tuple[str, str], agreed: str, monkeypatch: pytest.MonkeyPatch
+    gpus: tuple[str, str], agreed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrange, "resolve_precision", lambda asked, device: cards[device.index])
+    monkeypatch.setattr(arrange, "resolve_precision", lambda asked, device: gpus[device.index])
 
     def of_rank(group: Threads) -> str:
         world = World(torch.device("cpu", group.index), group)
@@ -91,9 +91,9 @@ def test_a_hybrid_reserves_memory_for_groups_that_are_not_connected_yet(make_job
 
 
 def test_ranks_on_different_gpus_estimate_for_the_same_gpu() -> None:
-    cards = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3")
+    gpus = ("NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 3090", "NVIDIA H100 80GB HBM3")
 
     def of_rank(group: Threads) -> str:
-        return arrange._name_of_all(World(torch.device("cpu"), group), cards[group.index])
+        return arrange._name_of_all(World(torch.device("cpu"), group), gpus[group.index])
 
-    assert on_all(3, of_rank) == [cards[1]] * 3
+    assert on_all(3, of_rank) == [gpus[1]] * 3

@@ -189,11 +189,11 @@ def test_a_lack_of_memory_in_nccl_is_reported_with_the_setting_to_change(tmp_pat
 _STOPPED_AGAIN = """
 import os, signal, threading
 from trainer.ranks.rank import _hold_signals, _stop_on_sigterm
-from trainer.reporting.progress import Progress
+from trainer.reporting.progress import RunProgress
 
 _hold_signals()
 stop = threading.Event()
-_stop_on_sigterm(stop, Progress(), 60, os.getppid())
+_stop_on_sigterm(stop, RunProgress(), 60, os.getppid())
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
     os.kill(os.getpid(), number)
     assert stop.wait(30)

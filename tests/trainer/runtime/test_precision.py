@@ -62,10 +62,10 @@ def test_a_named_precision_is_used_unchanged(chosen: str) -> None:
     assert resolve_precision(chosen, CPU) == chosen == resolve_precision(chosen, CUDA)
 
 
-CARDS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")]
+GPUS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")]
 
 
-@pytest.mark.parametrize(("capability", "expected"), CARDS)
+@pytest.mark.parametrize(("capability", "expected"), GPUS)
 def test_auto_is_the_low_precision_that_is_fast_on_a_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

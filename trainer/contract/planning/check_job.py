@@ -340,14 +340,14 @@ def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
 
 def outlook_of(job: ExtractJob, machine: Machine) -> ExtractionOutlook:
     """Return the outlook of an extraction on this machine; for "auto", on the GPUs that it would get now."""
-    cards, ranks = _best_first(machine), wanted_ranks(job)
-    return outlook_of_extraction(job, cards, ranks=ranks, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+    gpus, ranks = _best_first(machine), wanted_ranks(job)
+    return outlook_of_extraction(job, gpus, ranks=ranks, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
     """Return the outlook of the job on this machine; for "auto", on the GPUs that it would get now."""
-    cards, devices = _best_first(machine), wanted_devices(job)
-    return outlook(job, data, devices, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+    gpus, devices = _best_first(machine), wanted_devices(job)
+    return outlook(job, data, devices, gpus, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def memory_problems(look: AnyOutlook, job: AnyJob) -> list[Problem]:

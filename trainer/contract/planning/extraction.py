@@ -17,7 +17,7 @@ from trainer.contract.paths import free_disk
 from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
-from trainer.contract.planning.outlook import NOTHING_MEASURED, ChosenCards, PlannedGpu, lack_of_host
+from trainer.contract.planning.outlook import NOTHING_MEASURED, ChosenGpus, PlannedGpu, lack_of_host
 from trainer.contract.planning.stored_extraction import check_what_is_there
 from trainer.contract.settings.extract import STATE, ExtractJob, lack_of_output
 from trainer.contract.settings.language import lack_of_model, lack_of_text
@@ -65,7 +65,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
 def outlook_of_extraction(
     job: ExtractJob,
-    cards: Sequence[PlannedGpu],
+    gpus: Sequence[PlannedGpu],
     *,
     ranks: int = 1,
     speeds: MeasuredHardware = NOTHING_MEASURED,
@@ -77,10 +77,10 @@ def outlook_of_extraction(
     Each rank loads its own model, unless one model is spread over the GPUs. The hardware of a cluster's nodes is
     unknown.
     """
-    cards, host = ((), NO_ROOM) if job.cluster else (cards, host)
+    gpus, host = ((), NO_ROOM) if job.cluster else (gpus, host)
     size = model_size(job.model.path, job.model.revision)
-    on_gpus = not job.on_cpu and bool(cards or job.cluster)
-    chosen = ChosenCards(job.launch, cards, ranks)
+    on_gpus = not job.on_cpu and bool(gpus or job.cluster)
+    chosen = ChosenGpus(job.launch, gpus, ranks)
     room = chosen.room if on_gpus else host
     if size is None:
         return ExtractionOutlook(on_gpus, room=room, ranks=ranks, mode=mode_of(job))
@@ -92,7 +92,7 @@ def outlook_of_extraction(
         if on_gpus
         else lack_of_host(ranks * needs_bytes, host, ranks)
     )
-    name = slowest(card.name for card in chosen.now) if is_cuda and chosen.now else CPU
+    name = slowest(gpu.name for gpu in chosen.now) if is_cuda and chosen.now else CPU
     precision = "fp32" if name == CPU or job.model.dtype == "fp32" else "bf16"
     measured = speeds.speeds(name, precision, 1)
     return ExtractionOutlook(
@@ -160,12 +160,12 @@ def promises_of(job: ExtractJob, by: str) -> dict[str, Promise]:
     return {folder: Promise(d_in, job.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
 
-def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_cards: int = 1) -> int:
+def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_gpus: int = 1) -> int:
     """Return the largest half, quarter, ... of `extract.batch_tokens` that fits; 0 if none does."""
     size, tokens = model_size(job.model.path, job.model.revision), job.extract.batch_tokens // 2
     while size and tokens >= job.text.context:
         smaller = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=tokens))
-        if _memory(smaller, size, cuda, n_cards).total <= free_bytes:
+        if _memory(smaller, size, cuda, n_gpus).total <= free_bytes:
             return tokens
         tokens //= 2
     return 0
@@ -181,11 +181,11 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
     return [Problem("extract.n_tokens", message)]
 
 
-def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_cards: int = 1) -> Memory:
+def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) -> Memory:
     """Return the memory per device; a spread model is split between blocks, so one GPU may hold one block more."""
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
-    share = min(1.0, 1 / n_cards + 1 / size.n_layers) if is_cuda and job.model.spread and n_cards > 1 else 1.0
+    share = min(1.0, 1 / n_gpus + 1 / size.n_layers) if is_cuda and job.model.spread and n_gpus > 1 else 1.0
     # Rows that are buffered until their shard is complete.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(

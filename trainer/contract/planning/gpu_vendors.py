@@ -63,10 +63,10 @@ class Vendor(msgspec.Struct, frozen=True):
 
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
         """Return the environment that makes exactly these GPUs visible to a process, in this order."""
-        cards = list(uuids)
+        gpus = list(uuids)
         # An inherited variable would choose among these GPUs, and might leave none.
-        inner = {name: ",".join(map(str, range(len(cards)))) for name in self.inner_variables[:1]}
-        return {self.variable: ",".join(cards), **inner, **self.order}
+        inner = {name: ",".join(map(str, range(len(gpus)))) for name in self.inner_variables[:1]}
+        return {self.variable: ",".join(gpus), **inner, **self.order}
 
     def prefix_of(self, name: str) -> str:
         """Return the UUID prefix of a GPU with this name; a slice's name ends in its profile."""
@@ -87,21 +87,21 @@ class Vendor(msgspec.Struct, frozen=True):
         if outer is None or inner is None:
             return inner if outer is None else outer
         entries = outer.split(",")
-        cards = [(index, entry.strip()) for index, entry in enumerate(entries)]
-        return ",".join(entries[index] for index in self.visible_indices(inner, cards))
+        gpus = [(index, entry.strip()) for index, entry in enumerate(entries)]
+        return ",".join(entries[index] for index in self.visible_indices(inner, gpus))
 
-    def visible_indices(self, text: str | None, cards: Iterable[tuple[int, str]]) -> list[int]:
+    def visible_indices(self, text: str | None, gpus: Iterable[tuple[int, str]]) -> list[int]:
         """Return the indices of the (index, UUID) pairs that the variable's `text` makes visible, in its order.
 
         Entries are parsed as CUDA does: numbers, or UUIDs that may be shortened. The list ends before the first entry
         that matches no GPU; a list that names a GPU twice is empty. A number never refers to a slice.
         """
-        all_cards = list(cards)
+        all_gpus = list(gpus)
         if text is None:
-            return [index for index, _ in all_cards]
+            return [index for index, _ in all_gpus]
         names_uuids = text.strip().startswith(self._prefixes)
         look_up: Callable[[str, Cards], int | None] = self._by_uuid if names_uuids else _by_number
-        named = all_cards if names_uuids else [(index, uuid) for index, uuid in all_cards if not is_slice(uuid)]
+        named = all_gpus if names_uuids else [(index, uuid) for index, uuid in all_gpus if not is_slice(uuid)]
         indices: list[int] = []
         for entry in text.split(","):
             index = look_up(entry.strip(), named)
@@ -116,11 +116,11 @@ class Vendor(msgspec.Struct, frozen=True):
     def _prefixes(self) -> tuple[str, ...]:
         return (self.uuid_prefix, self.slice_prefix) if self.slice_prefix else (self.uuid_prefix,)
 
-    def _by_uuid(self, entry: str, cards: Cards) -> int | None:
+    def _by_uuid(self, entry: str, gpus: Cards) -> int | None:
         """Return the index of the GPU whose UUID begins with the entry; None if no GPU or more than one matches."""
         if not entry.startswith(self._prefixes):
             return None
-        indices = [index for index, uuid in cards if uuid.lower().startswith(entry.lower())]
+        indices = [index for index, uuid in gpus if uuid.lower().startswith(entry.lower())]
         return indices[0] if len(indices) == 1 else None
 
 
@@ -209,7 +209,7 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
     return f"{mixed} cannot share a job; name those of one vendor, as in launch.gpus = {alike}"
 
 
-def _by_number(entry: str, cards: Cards) -> int | None:
+def _by_number(entry: str, gpus: Cards) -> int | None:
     """Return the GPU whose number begins the entry, so `1st` means 1; None if it begins with no number."""
     digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
-    return next((index for index, _ in cards if digits and index == int(digits[1])), None)
+    return next((index for index, _ in gpus if digits and index == int(digits[1])), None)

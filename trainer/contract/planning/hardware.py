@@ -103,7 +103,8 @@ class Bus(msgspec.Struct, frozen=True):
 class MeasuredHardware(msgspec.Struct, frozen=True):
     """Everything measured on this machine so far: devices by name, buses by `<device name> x<ranks>`."""
 
-    cards: dict[str, DeviceSpeeds] = {}
+    # `cards` in the file, as in earlier versions.
+    devices: dict[str, DeviceSpeeds] = msgspec.field(default_factory=dict, name="cards")
     buses: dict[str, Bus] = {}
     # Whether GPU-to-GPU transfers hung or failed while transfers through the host's memory worked.
     peers_fail: bool = False
@@ -111,11 +112,11 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
         """Return the speeds of `ranks` devices of this name; unmeasured ones come from published figures."""
         assumed = assumed_speeds(device, precision)
-        card, bus = self.cards.get(device), self.buses.get(f"{device} x{ranks}")
-        measured = card is not None and precision in card.flops_per_s and (ranks == 1 or bus is not None)
+        speeds, bus = self.devices.get(device), self.buses.get(f"{device} x{ranks}")
+        measured = speeds is not None and precision in speeds.flops_per_s and (ranks == 1 or bus is not None)
         return Speeds(
-            card.flops_per_s.get(precision, assumed.flops_per_s) if card else assumed.flops_per_s,
-            card.memory_bytes_per_s if card else assumed.memory_bytes_per_s,
+            speeds.flops_per_s.get(precision, assumed.flops_per_s) if speeds else assumed.flops_per_s,
+            speeds.memory_bytes_per_s if speeds else assumed.memory_bytes_per_s,
             bus.bytes_per_s if bus else assumed.bus_bytes_per_s,
             bus.latency_s if bus else assumed.latency_s,
             measured,
@@ -123,11 +124,11 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
 
     def with_measured(self, device: str, precision: str, ranks: int, speeds: Speeds) -> MeasuredHardware:
         """Return a copy that also holds these measured speeds."""
-        card = self.cards.get(device)
-        flops = (card.flops_per_s if card else {}) | {precision: speeds.flops_per_s}
-        cards = self.cards | {device: DeviceSpeeds(flops, speeds.memory_bytes_per_s)}
+        known = self.devices.get(device)
+        flops = (known.flops_per_s if known else {}) | {precision: speeds.flops_per_s}
+        devices = self.devices | {device: DeviceSpeeds(flops, speeds.memory_bytes_per_s)}
         bus = {f"{device} x{ranks}": Bus(speeds.bus_bytes_per_s, speeds.latency_s)} if ranks > 1 else {}
-        return msgspec.structs.replace(self, cards=cards, buses=self.buses | bus)
+        return msgspec.structs.replace(self, devices=devices, buses=self.buses | bus)
 
 
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
@@ -158,9 +159,9 @@ def assumed_speeds(device: str, precision: str) -> Speeds:
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
     tflops, gigabytes, nvlink = _published(device)
-    of_card = int(match[1]) / 7 if (match := _SLICE.search(device)) else 1.0
+    of_gpu = int(match[1]) / 7 if (match := _SLICE.search(device)) else 1.0
     bus = nvlink * 1e9 or (_STAGED_BUS if "GeForce" in device else _PCIE_BUS)
-    reached = _REACHED * of_card
+    reached = _REACHED * of_gpu
     return Speeds(reached * tflops * 1e12 * _SLOWER[precision], reached * gigabytes * 1e9, bus, _LATENCY_S)
 
 

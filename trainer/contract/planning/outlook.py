@@ -146,39 +146,39 @@ def outlook(
     job: JobConfig,
     shape: DataShape,
     devices: int,
-    cards: Sequence[PlannedGpu],
+    gpus: Sequence[PlannedGpu],
     *,
     speeds: MeasuredHardware = NOTHING_MEASURED,
     cuda: bool = True,
     host: DeviceMemory = NO_ROOM,
 ) -> Outlook:
-    """Return the outlook of the job on the GPUs that its launch.gpus names, or for "auto" on the first of `cards`.
+    """Return the outlook of the job on the GPUs that its launch.gpus names, or for "auto" on the first of `gpus`.
 
     Without `cuda` the GPUs are simulated: processes of this host run instead, at a CPU's speed. `host` is the memory of
     this machine, for processes on the CPU.
     """
-    cards = () if job.cluster else cards
-    if job.on_cpu or (job.launch.gpus == "auto" and not cards and not job.cluster):
+    gpus = () if job.cluster else gpus
+    if job.on_cpu or (job.launch.gpus == "auto" and not gpus and not job.cluster):
         return _in_processes(job, shape, devices, speeds, NO_ROOM if job.cluster else host)
-    chosen = ChosenCards(job.launch, cards, devices)
-    name = CPU if not cuda else slowest(card.name for card in chosen.now) if chosen.now else ""
+    chosen = ChosenGpus(job.launch, gpus, devices)
+    name = CPU if not cuda else slowest(gpu.name for gpu in chosen.now) if chosen.now else ""
     placed = place_model(job, shape, devices, name, speeds, chosen.room, None if cuda else "")
     lack, excess = chosen.lack(placed.needs_bytes), chosen.excess(placed.needs_bytes)
     return Outlook(placed.settled, True, placed.is_measured, chosen.room, lack, excess, placed=placed)
 
 
-class ChosenCards:
-    """The GPUs that a job gets: the ones named in `launch.gpus`, or else any `ranks` of `cards`, now the first ones."""
+class ChosenGpus:
+    """The GPUs that a job gets: the ones named in `launch.gpus`, or else any `ranks` of `gpus`, now the first ones."""
 
-    def __init__(self, launch: Launch, cards: Sequence[PlannedGpu], ranks: int) -> None:
-        self._launch, self._cards, self._ranks = launch, cards, ranks
-        gpus = launch.gpus
-        self._named = isinstance(gpus, list)
-        by_size = sorted(cards, key=lambda card: -(card.memory_total_bytes or 0))
-        self.now = [card for card in cards if card.index in gpus] if isinstance(gpus, list) else list(cards[:ranks])
+    def __init__(self, launch: Launch, gpus: Sequence[PlannedGpu], ranks: int) -> None:
+        self._launch, self._gpus, self._ranks = launch, gpus, ranks
+        wanted = launch.gpus
+        self._named = isinstance(wanted, list)
+        by_size = sorted(gpus, key=lambda gpu: -(gpu.memory_total_bytes or 0))
+        self.now = [gpu for gpu in gpus if gpu.index in wanted] if isinstance(wanted, list) else list(gpus[:ranks])
         ever = self.now if self._named else by_size[:ranks]
         self.room = DeviceMemory(
-            _least(card.memory_free_bytes for card in self.now), _least(card.memory_total_bytes for card in ever)
+            _least(gpu.memory_free_bytes for gpu in self.now), _least(gpu.memory_total_bytes for gpu in ever)
         )
 
     def lack(self, needs_bytes: int) -> str:
@@ -187,14 +187,14 @@ class ChosenCards:
             return ""
         if self._named:
             return _lack(self.now, needs_bytes)
-        return _lack_of_any(self._launch, self._cards, self._ranks, needs_bytes)
+        return _lack_of_any(self._launch, self._gpus, self._ranks, needs_bytes)
 
     def excess(self, needs_bytes: int) -> str:
         """Return a message if the need exceeds even the GPUs' total memory; else ""."""
         if not _exceeds(needs_bytes, self.room.total_bytes):
             return ""
-        cards = self.now if self._named else self._cards
-        return _excess(cards, self._ranks, needs_bytes, named=self._named)
+        gpus = self.now if self._named else self._gpus
+        return _excess(gpus, self._ranks, needs_bytes, named=self._named)
 
 
 def _in_processes(
@@ -226,38 +226,36 @@ def _exceeds(needs_bytes: int, room_bytes: int | None) -> bool:
     return room_bytes is not None and needs_bytes > room_bytes
 
 
-def _lack_of_any(launch: Launch, cards: Sequence[PlannedGpu], ranks: int, needs_bytes: int) -> str:
+def _lack_of_any(launch: Launch, gpus: Sequence[PlannedGpu], ranks: int, needs_bytes: int) -> str:
     """Return `1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; "" if enough GPUs are free."""
-    free = [card for card in cards if launch.share or not card.busy]
-    enough = sum(card.memory_free_bytes is None or card.memory_free_bytes >= needs_bytes for card in free)
+    free = [gpu for gpu in gpus if launch.share or not gpu.busy]
+    enough = sum(gpu.memory_free_bytes is None or gpu.memory_free_bytes >= needs_bytes for gpu in free)
     if enough >= ranks:
         return ""
-    few = f"{enough} of {len(cards)} GPUs {'is' if enough == 1 else 'are'} free and {'has' if enough == 1 else 'have'}"
+    few = f"{enough} of {len(gpus)} GPUs {'is' if enough == 1 else 'are'} free and {'has' if enough == 1 else 'have'}"
     each = f" on {ranks}" if ranks > 1 else ""
     return f"{few if enough else 'no GPU is free and has'} the {gibibytes(needs_bytes)} that it needs{each}"
 
 
-def _lack(cards: Sequence[PlannedGpu], needs_bytes: int) -> str:
+def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     """Return `GPU 2 has 9.1 GB free of 17.9 GB needed` for the fullest GPU."""
-    fullest = min(cards, key=lambda card: _or_inf(card.memory_free_bytes))
+    fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
     # Waiting does not free memory that a driver or a desktop holds.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though nobody uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
 
-def _excess(cards: Sequence[PlannedGpu], ranks: int, needs_bytes: int, *, named: bool) -> str:
+def _excess(gpus: Sequence[PlannedGpu], ranks: int, needs_bytes: int, *, named: bool) -> str:
     """Return `needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all`, or how many unnamed GPUs suffice."""
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     if named:
-        smallest = min(cards, key=lambda card: _or_inf(card.memory_total_bytes))
+        smallest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_total_bytes))
         needs, has = distinct_sizes(needs_bytes, smallest.memory_total_bytes or 0)
         return f"needs {needs}{each}, and GPU {smallest.index} has {has} in all"
-    enough = sum(card.memory_total_bytes is None or card.memory_total_bytes >= needs_bytes for card in cards)
-    needs, has = distinct_sizes(needs_bytes, max(card.memory_total_bytes or 0 for card in cards))
-    return f"needs {needs}{each}, and " + (
-        f"only {enough} of {len(cards)} have" if enough else f"the largest has {has}"
-    )
+    enough = sum(gpu.memory_total_bytes is None or gpu.memory_total_bytes >= needs_bytes for gpu in gpus)
+    needs, has = distinct_sizes(needs_bytes, max(gpu.memory_total_bytes or 0 for gpu in gpus))
+    return f"needs {needs}{each}, and " + (f"only {enough} of {len(gpus)} have" if enough else f"the largest has {has}")
 
 
 def _or_inf(n_bytes: int | None) -> float:

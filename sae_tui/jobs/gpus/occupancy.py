@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSource
-from sae_tui.jobs.cards.availability import Holders, holders
+from sae_tui.jobs.gpus.availability import Holders, holders
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
@@ -58,10 +58,10 @@ def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> 
     name, _, named = name.partition(":")
     if name != "simulated":
         return load_source(name)
-    n_cards = count or (int(named) if named else None)
-    return load_source(name, occupied=occupancy.processes_by_uuid, **({"count": n_cards} if n_cards else {}))
+    n_gpus = count or (int(named) if named else None)
+    return load_source(name, occupied=occupancy.processes_by_uuid, **({"count": n_gpus} if n_gpus else {}))
 
 
-def name_elsewhere(name: str, n_cards: int) -> str:
+def name_elsewhere(name: str, n_gpus: int) -> str:
     """Return the name of the source in another process that has the same GPUs."""
-    return f"{name}:{n_cards}" if name == "simulated" and n_cards else name
+    return f"{name}:{n_gpus}" if name == "simulated" and n_gpus else name

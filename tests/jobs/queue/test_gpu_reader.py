@@ -15,8 +15,8 @@ import pytest
 from support.driver import environment
 
 from sae_tui.gpu import once
-from sae_tui.jobs.queue import card_reader
-from sae_tui.jobs.queue.card_reader import CardReader, name_of
+from sae_tui.jobs.queue import gpu_reader
+from sae_tui.jobs.queue.gpu_reader import GpuReader, name_of
 from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
@@ -85,9 +85,9 @@ def test_jobs_with_different_visible_gpus_share_one_reading(box, on_driver):
 def test_a_failed_reading_is_logged_with_its_reason(box, on_driver, monkeypatch):
     on_driver(INIT_ERROR=9)
     messages = []
-    monkeypatch.setattr(card_reader, "note", messages.append)
+    monkeypatch.setattr(gpu_reader, "note", messages.append)
     box.data.create()
-    assert CardReader(box.data, "nvml").samples() == ()
+    assert GpuReader(box.data, "nvml").samples() == ()
     assert messages == [
         "the GPUs could not be read: the NVIDIA driver is not loaded; load it with `sudo modprobe nvidia`, or reboot"
     ]
@@ -96,14 +96,14 @@ def test_a_failed_reading_is_logged_with_its_reason(box, on_driver, monkeypatch)
 def test_an_old_reading_is_not_fresh_while_another_process_holds_the_lock(box, on_driver):
     on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
     waiting = in_line(box)
-    assert len(CardReader(box.data, "nvml").samples()) == 1
+    assert len(GpuReader(box.data, "nvml").samples()) == 1
     (file,) = box.data.root.glob("cards-*.json")
     os.utime(file, (time.time() - 15,) * 2)
     with flock(box) as holder:
         assert tried(waiting).startswith(f"the GPUs cannot be read: process {holder.pid} has been reading them since ")
-        assert len(CardReader(box.data, "nvml").samples(12)) == 1  # a slightly older reading is enough
+        assert len(GpuReader(box.data, "nvml").samples(12)) == 1  # a slightly older reading is enough
         os.utime(file, (time.time() + 86_400,) * 2)  # the clock was set back
-        assert CardReader(box.data, "nvml").samples(12) == ()
+        assert GpuReader(box.data, "nvml").samples(12) == ()
 
 
 def test_a_stopped_reader_delays_a_job_by_at_most_the_time_limit_of_a_read(box, on_driver, monkeypatch):
@@ -112,19 +112,19 @@ def test_a_stopped_reader_delays_a_job_by_at_most_the_time_limit_of_a_read(box, 
     with flock(box) as holder:
         os.kill(holder.pid, signal.SIGSTOP)
         assert "has been reading them since" in tried(waiting)
-        monkeypatch.setattr(card_reader, "READ_TIMEOUT_S", -10 * card_reader.END_S)
-        monkeypatch.setattr(card_reader, "_answer_of", lambda reader, _: answer_of(reader, 60))
+        monkeypatch.setattr(gpu_reader, "READ_TIMEOUT_S", -10 * gpu_reader.END_S)
+        monkeypatch.setattr(gpu_reader, "_answer_of", lambda reader, _: answer_of(reader, 60))
         waiting._again_at = 0.0
         assert tried(waiting) == (0,)
 
 
-answer_of = card_reader._answer_of
+answer_of = gpu_reader._answer_of
 
 
 @contextlib.contextmanager
 def flock(box):
     """Hold the reader's lock in another process."""
-    command = ["flock", CardReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
+    command = ["flock", GpuReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         yield holder
@@ -146,10 +146,10 @@ def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_
             pass
 
     messages = []
-    monkeypatch.setattr(card_reader, "note", messages.append)
-    monkeypatch.setattr(card_reader, "END_S", 0.05)
+    monkeypatch.setattr(gpu_reader, "note", messages.append)
+    monkeypatch.setattr(gpu_reader, "END_S", 0.05)
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
-    reader = CardReader(box.data, "nvml")
+    reader = GpuReader(box.data, "nvml")
     assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
     assert reader.samples(0.0)  # slightly older, because it is not read again
     assert len(started) == 1
@@ -172,13 +172,13 @@ def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_
 
 
 def test_the_reader_has_a_longer_time_limit_than_the_driver():
-    assert card_reader.READ_TIMEOUT_S > once.OPEN_LIMIT_S + once.CARD_LIMIT_S
+    assert gpu_reader.READ_TIMEOUT_S > once.OPEN_LIMIT_S + once.GPU_LIMIT_S
 
 
 def test_the_gpu_name_of_a_job_is_known_without_the_stored_reading(box, on_driver):
     on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
     job = box.job(box.record(gpu_source="nvml", gpu_ids=(1,), gpu_uuids=(UUIDS[1],)))
-    (name,) = {sample.name for sample in CardReader(box.data, "nvml").samples()}
+    (name,) = {sample.name for sample in GpuReader(box.data, "nvml").samples()}
     next(box.data.root.glob("cards-*-nvml.json")).unlink()
     assert name_of(box.data, job) == name
     assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""
@@ -187,17 +187,17 @@ def test_the_gpu_name_of_a_job_is_known_without_the_stored_reading(box, on_drive
 def test_gpus_are_read_if_no_stored_reading_of_any_age_exists(box, on_driver):
     on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
     box.record(gpu_source="nvml")
-    reader = CardReader(box.data, "nvml")
+    reader = GpuReader(box.data, "nvml")
     assert not reader._file.exists()
     assert [sample.uuid for sample in reader.samples(math.inf)] == list(UUIDS[:2])
 
 
 def test_readings_of_another_host_that_shares_the_folder_are_ignored(box, monkeypatch):
     box.data.create()
-    for host, n_cards in (("gpu7", 2), ("gpu8", 1)):
+    for host, n_gpus in (("gpu7", 2), ("gpu8", 1)):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         reading = next(iter(box.data.root.glob("cards-*.json")), None)
         if reading:
             reading.write_text(reading.read_text().replace("GPU-", "GPU-of-gpu7-"))
-        (sample, *_) = CardReader(box.data, "simulated:2").samples()
-        assert not sample.uuid.startswith("GPU-of-gpu7"), n_cards
+        (sample, *_) = GpuReader(box.data, "simulated:2").samples()
+        assert not sample.uuid.startswith("GPU-of-gpu7"), n_gpus

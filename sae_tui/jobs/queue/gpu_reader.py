@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sae_tui.gpu import AUTO, resolve
-from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample, samples_of
-from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices, takes_one_process
-from sae_tui.jobs.cards.locks import lock_holder, open_lock
+from sae_tui.gpu.base import GPU_LIMIT_S, OPEN_LIMIT_S, GpuSample, samples_of
+from sae_tui.jobs.gpus.availability import GpuChoice, Holders, choices, takes_one_process
+from sae_tui.jobs.gpus.locks import lock_holder, open_lock
 from sae_tui.jobs.queue.order import QueueGpu
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.files import write_whole
@@ -32,7 +32,7 @@ FRESH_S = 5.0
 # The names of GPUs do not change. The limit is finite because the GPUs may not have been read at all.
 NAMED_S = 86_400.0
 # Python's own start, and the time limits for opening the driver and for reading a GPU.
-READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
+READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 # Samples may be this many seconds older than requested while another process reads the GPUs.
 LATE_S = 5.0
 # In seconds; a process that has answered ends at once.
@@ -41,7 +41,7 @@ END_S = 1.0
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
-class CardReader:
+class GpuReader:
     """Reads the GPUs of a source in a separate process; all jobs that wait for these GPUs share the readings."""
 
     def __init__(self, data: DataDir, source: str) -> None:
@@ -188,17 +188,17 @@ def vendor_of(data: DataDir, job: Job) -> str:
     if source != AUTO:
         return source if source in VENDORS else ""
     # Several vendors are possible; the job's GPUs were read when it took them, so any reading will do.
-    samples = CardReader(data, source).samples(math.inf)
+    samples = GpuReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
 
 
 def name_of(data: DataDir, job: Job) -> str:
     """Return the name of the slowest GPU of a job; "" if it cannot be read."""
-    samples = CardReader(data, resolve(job.gpu_source)).samples(NAMED_S)
+    samples = GpuReader(data, resolve(job.gpu_source)).samples(NAMED_S)
     return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
 
-def cards(
+def gpus(
     samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]
 ) -> list[QueueGpu]:
     """Return a `QueueGpu` for every sample.
@@ -208,19 +208,19 @@ def cards(
     ours = Holders(own_pids=held.own_pids, strangers=held.strangers, leases=held.leases, freed=held.freed)
     samples = list(samples)
     return [
-        _card(sample, choice, [one for one in leases if one.gpu_uuid == sample.uuid], held, jobs)
+        _gpu(sample, choice, [one for one in leases if one.gpu_uuid == sample.uuid], held, jobs)
         for sample, choice in zip(samples, choices(samples, ours), strict=True)
     ]
 
 
-def named_cards(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
+def named_gpus(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
     """Return the GPUs that a job names; only their leases are known."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
     return [QueueGpu(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
 
 
-def _card(
+def _gpu(
     sample: GpuSample, choice: GpuChoice, leases: Sequence[Lease], held: Holders, jobs: Mapping[int, Job]
 ) -> QueueGpu:
     return QueueGpu(

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from sae_tui.gpu.base import ONE_PROCESS, GpuProcess, GpuSample
-from sae_tui.jobs.cards.locks import HolderReader, lock_holders, owner
+from sae_tui.jobs.gpus.locks import HolderReader, lock_holders, owner
 from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words

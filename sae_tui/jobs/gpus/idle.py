@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from sae_tui.gpu.stored import last_busy
-from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.gpus.availability import Holders
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.wording import duration

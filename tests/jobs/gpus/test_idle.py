@@ -10,8 +10,8 @@ import time
 import pytest
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.cards.availability import choices, holders
-from sae_tui.jobs.cards.idle import with_idle
+from sae_tui.jobs.gpus.availability import choices, holders
+from sae_tui.jobs.gpus.idle import with_idle
 from trainer.contract.store.database import open_writer
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.store.states import JobState

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs.cards import locks as subject
-from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, HolderReader, lock_folder, lock_holders, lock_problem
+from sae_tui.jobs.gpus import locks as subject
+from sae_tui.jobs.gpus.locks import ENV_LOCK_DIR, GpuLocks, HolderReader, lock_folder, lock_holders, lock_problem
 from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 
@@ -148,8 +148,8 @@ def test_a_lock_file_that_is_replaced_while_it_is_opened_has_only_one_holder(tmp
 
 
 def test_a_lock_folder_that_hangs_does_not_block_a_reader_of_its_holders(tmp_path: Path, monkeypatch) -> None:
-    card, reader = GpuLocks(tmp_path, ["GPU-0"]), HolderReader(tmp_path)
-    assert card.take()
+    gpu, reader = GpuLocks(tmp_path, ["GPU-0"]), HolderReader(tmp_path)
+    assert gpu.take()
     assert reader.read(["GPU-0"]) == {"GPU-0": os.getpid()}
     answers, calls = threading.Event(), []
 
@@ -165,4 +165,4 @@ def test_a_lock_folder_that_hangs_does_not_block_a_reader_of_its_holders(tmp_pat
     answers.set()
     reader._thread.join()
     assert reader.read(["GPU-0"]) == {}
-    card.release()
+    gpu.release()
