@@ -55,7 +55,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
         return Finding("ok", "speeds", "times are by what was measured here")
     *fewer, most = assumed
     on = join_words([*map(str, fewer), _devices(most, bool(gpus))])
-    sentence = f"times on {on} are by {'published figures of such gpus' if gpus and cuda else 'what a usual core does'}"
+    sentence = f"times on {on} are by {'published figures of such GPUs' if gpus and cuda else 'what a usual core does'}"
     measure = "`sae-tui doctor --probe` measures them, and so does" if len(gpus) > 1 else "they are measured by"
     return Finding("note", "speeds", sentence, f"{measure} every job as it starts")
 

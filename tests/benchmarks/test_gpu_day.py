@@ -174,7 +174,7 @@ def gpu(uuid: str = "GPU-a", total: int | None = 80 * GIB, used: int | None = GI
 
 
 @pytest.mark.parametrize(
-    ("cards", "by_cuda", "words"),
+    ("gpus", "by_cuda", "words"),
     [
         ([gpu()], {"GPU-a": 79 * GIB}, []),
         ([gpu("GPU-b")], {"GPU-a": 79 * GIB}, ["CUDA has GPU-a", "the app has GPU-b"]),

@@ -69,7 +69,7 @@ def test_the_speeds_finding_says_whether_times_are_measured() -> None:
     speeds, _ = advice(job(), gpus(4))
     assert (speeds.level, speeds.sentence) == (
         "note",
-        "times on 1, 2 and 4 GPUs are by published figures of such cards",
+        "times on 1, 2 and 4 GPUs are by published figures of such GPUs",
     )
     assert "doctor --probe" in speeds.remedy
     speeds, _ = advice(job(), gpus(2), speeds=measured("NVIDIA H100", "bf16", 1e10, 2))

@@ -39,7 +39,7 @@ def test_ranks_use_no_more_memory_than_they_may(make_job, start_ranks, tmp_path)
     assert plan.reason == f"{plan.mode} on 2: no other mode fits into the {least} that each rank may take"
 
 
-@pytest.mark.parametrize(("cards", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])
+@pytest.mark.parametrize(("gpus", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])
 def test_ranks_on_different_gpus_agree_on_a_precision_that_is_fast_on_all(
     gpus: tuple[str, str], agreed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

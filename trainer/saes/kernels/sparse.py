@@ -252,7 +252,7 @@ def _summed(
     splits, measures, measured = not torch.are_deterministic_algorithms_enabled(), None, None
     if weights is not None and (measures := row_measures.of(weights)):
         unit_rows = None if measures.dots is None else weights.detach()
-        measured = triton.Measured(measures.squares, measures.dots, unit_rows)
+        measured = triton.SumBuffers(measures.squares, measures.dots, unit_rows)
     summed = triton.sum_by_latent(acts, dense, rows, factor, splits=splits, measured=measured)
     if measures:
         measures.note(summed.sums, summed.shared)
