@@ -5,12 +5,13 @@ Prose is what people read: docstrings, comments, messages (literals of several w
 
 import argparse
 import ast
+import functools
 import io
 import re
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,21 +102,37 @@ def files(path: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Print the rate of each path and its most common markers, and with --lines every hit."""
+    """Print the rate of each path and its most common markers; with --lines every hit, with --limit only excesses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--lines", action="store_true", help="print every hit with its line")
+    parser.add_argument(
+        "--limit", type=float, help="fail if a path has more per 10,000 words, or a file also two or more"
+    )
     args = parser.parse_args()
+    found = [file for path in args.paths for file in files(path)]
+    if args.lines:
+        for file in found:
+            sys.stdout.writelines(f"{file}:{line}: {hit}\n" for line, hit in hits_of(file))
+    if args.limit is not None:
+        sys.exit(excess([*args.paths, *(file for file in found if len(hits_of(file)) > 1)], args.limit))
     for path in args.paths:
-        found = Counter[str]()
-        for file in files(path):
-            for passage in passages(file):
-                for hit in hits(passage):
-                    found[hit] += 1
-                    if args.lines:
-                        sys.stdout.write(f"{file}:{passage.line}: {hit}\n")
-        common = ", ".join(f"{hit} {count}" for hit, count in found.most_common(8))
-        sys.stdout.write(f"{per_10_000(files(path)):6.1f} per 10,000 words  {path}  ({common})\n")
+        common = Counter(hit for file in files(path) for _, hit in hits_of(file)).most_common(8)
+        words = ", ".join(f"{hit} {count}" for hit, count in common)
+        sys.stdout.write(f"{per_10_000(files(path)):6.1f} per 10,000 words  {path}  ({words})\n")
+
+
+@functools.cache
+def hits_of(file: Path) -> list[tuple[int, str]]:
+    """Return the line and the words of each marker of a file."""
+    return [(passage.line, hit) for passage in passages(file) for hit in hits(passage)]
+
+
+def excess(paths: Iterable[Path], limit: float) -> str | None:
+    """Return a message that lists the paths above the limit; None if there are none."""
+    rates = {path: per_10_000(files(path)) for path in dict.fromkeys(paths)}
+    lines = [f"{rate:6.1f}  {path}" for path, rate in rates.items() if rate > limit]
+    return "\n".join([f"More than {limit:g} marker words per 10,000; see --lines:", *lines]) if lines else None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""The word gate of `make check`, on files that it must accept and refuse."""
+
+from pathlib import Path
+
+from support.plain_words import excess, per_10_000
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_markers_in_comments_docstrings_and_messages_count_and_code_does_not(tmp_path: Path) -> None:
+    prose = written(tmp_path, "prose.py", '"""Tell nobody about it."""\n# Whoever asks.\nraise_error("it is told anew")\n')
+    assert per_10_000([prose]) == 1e4 * 5 / 10
+    code = written(tmp_path, "code.py", '"""Return the value."""\nnobody = told = whoever = 1\n')
+    assert per_10_000([code]) == 0.0
+
+
+def test_report_cards_and_quoted_code_are_allowed_in_documents(tmp_path: Path) -> None:
+    assert per_10_000([written(tmp_path, "page.md", "The report card shows `cards`.\n```\ncards\n```\n")]) == 0.0
+
+
+def test_a_path_above_the_limit_is_named(tmp_path: Path) -> None:
+    bad, good = written(tmp_path, "bad.md", "Nobody is told."), written(tmp_path, "good.md", "No process reads it.")
+    assert str(bad) in (excess([bad, good], limit=6) or "")
+    assert str(good) not in (excess([bad, good], limit=6) or "")
+    assert excess([good], limit=6) is None
