@@ -92,7 +92,7 @@ def _quantities(sample: GpuSample) -> list[_Quantity]:
 class GpuDetailsView(LineView):
     """The details of a GPU in groups; values that the GPU does not report are left out."""
 
-    DEFAULT_CSS = "GpuFacts { height: 1fr; }"
+    DEFAULT_CSS = "GpuDetailsView { height: 1fr; }"
 
     def on_mount(self) -> None:
         self._shown: tuple[GpuSample, GpuDetails | None, str, str] | None = None

@@ -45,10 +45,10 @@ class GpuScreen(FramedScreen):
     HELP = "One GPU: what it does and did, its clocks, links and faults, and who computes on it."
     DEFAULT_CSS = """
     GpuScreen #gpu-top { height: 1fr; }
-    GpuScreen GpuFacts { width: 46; height: 1fr; }
+    GpuScreen GpuDetailsView { width: 46; height: 1fr; }
     GpuScreen ProcessList { height: 30%; min-height: 4; max-height: 14; }
     GpuScreen.-narrow #gpu-top { layout: vertical; }
-    GpuScreen.-narrow GpuFacts { width: 1fr; }
+    GpuScreen.-narrow GpuDetailsView { width: 1fr; }
     """
 
     def __init__(self, session: Session, index: int) -> None:
