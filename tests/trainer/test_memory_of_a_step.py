@@ -45,7 +45,7 @@ SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768,
 class Kernels:
     """A stand-in for Triton's kernels that only allocates their results."""
 
-    Measured = triton_sparse.SumBuffers
+    SumBuffers = triton_sparse.SumBuffers
 
     @staticmethod
     def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any = None) -> Tensor:
