@@ -12,7 +12,8 @@ def written(folder: Path, name: str, text: str) -> Path:
 
 
 def test_markers_in_comments_docstrings_and_messages_count_and_code_does_not(tmp_path: Path) -> None:
-    prose = written(tmp_path, "prose.py", '"""Tell nobody about it."""\n# Whoever asks.\nraise_error("it is told anew")\n')
+    lines = ('"""Tell nobody about it."""', "# Whoever asks.", 'raise_error("it is told anew")', "")
+    prose = written(tmp_path, "prose.py", "\n".join(lines))
     assert per_10_000([prose]) == 1e4 * 5 / 10
     code = written(tmp_path, "code.py", '"""Return the value."""\nnobody = told = whoever = 1\n')
     assert per_10_000([code]) == 0.0
