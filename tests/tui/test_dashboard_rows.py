@@ -10,7 +10,7 @@ from sae_tui.screens.dashboard_rows import arrange
 windows = st.tuples(st.integers(1, 300), st.integers(4, 120))
 
 
-@given(windows, st.integers(0, 64), st.integers(0, 500), st.sampled_from(["", "cards", "tiles"]), st.booleans())
+@given(windows, st.integers(0, 64), st.integers(0, 500), st.sampled_from(["", "is_card_view", "tiles"]), st.booleans())
 def test_the_panels_exactly_fill_any_window(window, n_gpus, n_jobs, shape, previews) -> None:
     width, height = window
     shapes = {shape: True} if shape else {}

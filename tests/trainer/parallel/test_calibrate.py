@@ -51,7 +51,7 @@ def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_al
 ) -> None:
     box, plan = run(world_size, mib)
     # Speeds that are measured with less data, or assumed, are not stored for this machine.
-    assert (CPU in box.gpus) == is_kept
+    assert (CPU in box.devices) == is_kept
     assert plan.ranks == world_size
     if not is_kept:
         # An assumed speed is no reason to give one rank a larger share than another.
