@@ -83,7 +83,7 @@ sae-tui job 2 --wait --json
 ## 5. Judge, compare, export
 
 `heldout_fvu` (lower is better) and `heldout_l0` in the answer of `job` are of rows that no step has seen; `fvu` is of
-the last batches, and flatters. `gpu` has `figures` with errors: `fvu`, `l0`, `dead`. An export is a folder that
+the last batches, and flatters. `card` has `figures` with errors: `fvu`, `l0`, `dead`. An export is a folder that
 SAELens loads; `--format` names others. `output_path` of a job is such a folder already.
 
 ```sh

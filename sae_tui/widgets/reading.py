@@ -41,9 +41,9 @@ class TextScreen(Dialog[None]):
         Binding("escape,enter,q", "dismiss", "Close", id="reading.close", tooltip="Back to where you were"),
     ]
     DEFAULT_CSS = """
-    Reading { align: center middle; }
-    Reading > Vertical { width: 96%; max-width: 160; height: auto; max-height: 96%; padding: 0 1; }
-    Reading > Vertical { border: round $primary; background: $surface; }
+    TextScreen { align: center middle; }
+    TextScreen > Vertical { width: 96%; max-width: 160; height: auto; max-height: 96%; padding: 0 1; }
+    TextScreen > Vertical { border: round $primary; background: $surface; }
     """
 
     def __init__(self, title: str, lines: Lines) -> None:
