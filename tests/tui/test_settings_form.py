@@ -51,9 +51,8 @@ async def test_every_setting_can_be_changed_and_takes_effect_at_once(make_app, f
     there = far_side(tmp_path / "far", "say(HELLO); say({'type': 'gpus', 'cards': [CARD]}); stay()")
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        assert [row.field.path for row in app.screen.query(SettingRow)].sort() == [
-            k.name for k in settings_of(Settings)
-        ].sort()
+        shown = [row.field.path for row in app.screen.query(SettingRow)]
+        assert sorted(shown) == sorted(setting.name for setting in settings_of(Settings))
         typed = {"theme": "light", "sampling_interval_s": "30", "history_hours": "2", "alert_disk_gib": "0"}
         words = str(there).replace("'", '"')
         await put(pilot, **typed, hosts="far, far2", ssh_command=words, multi_gpu_enabled="false")
