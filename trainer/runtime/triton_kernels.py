@@ -119,12 +119,12 @@ def report_compiling(begin: Callable[[int], object]) -> None:
 def _hook_of_triton() -> tuple[Any, str]:
     """Return the object and attribute name of the hook that Triton calls before it compiles a kernel."""
     try:
-        from triton import settings
+        from triton import knobs
     except ImportError:  # before Triton 3.4, which PyTorch 2.8 brings
         from triton.runtime.jit import JITFunction
 
         return JITFunction, "cache_hook"
-    return settings.runtime, "jit_cache_hook"
+    return knobs.runtime, "jit_cache_hook"
 
 
 def withhold(names: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
-    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    monkeypatch.setattr(process_group, "DistributedGroup", lambda *_: Group())
     process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous", on_one_host=on_one_host)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 
@@ -43,7 +43,7 @@ def test_ranks_on_gpus_connect_through_their_own_gpu(
     by: list[tuple[str, torch.device | None]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **_: by.append((backend, device_id)))
     monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
-    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    monkeypatch.setattr(process_group, "DistributedGroup", lambda *_: Group())
     opened: list[torch.device] = []
     monkeypatch.setattr(
         process_group, "open_connections", lambda _group, _store, device, *_, **__: opened.append(device)
@@ -58,7 +58,7 @@ def test_every_group_of_ranks_waits_as_long_as_a_save_may_take(tmp_path: Path, m
     for name in ("init_process_group", "new_group"):
         monkeypatch.setattr(dist, name, lambda *_, timeout, **__: waits.append(timeout))
     monkeypatch.setattr(process_group, "among_neighbours", lambda *arguments: waits.append(arguments[-1]))
-    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    monkeypatch.setattr(process_group, "DistributedGroup", lambda *_: Group())
     patience = timedelta(hours=2)
     process_group.join(CPU, 0, 2, tmp_path / "rendezvous", patience=patience).part([[0, 1]])
     assert waits == [7200.0, patience, patience, 7200.0]
@@ -75,7 +75,7 @@ def test_a_rank_ends_even_if_its_peers_do_not_disconnect(
 
     monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
     monkeypatch.setattr(process_group, "CLOSES_WITHIN_S", 0.1)
-    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    monkeypatch.setattr(process_group, "DistributedGroup", lambda *_: Group())
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", destroy)
     closing = threading.Thread(target=process_group.join(CPU, 0, 2, tmp_path / "rendezvous").close)
