@@ -82,10 +82,10 @@ class GpuSide:
         samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]
         held = with_strangers(self._occupancy.holders(), lock_folder(self._data, self._name), samples)
         uses = map(describe_use, choices(samples, held))
-        read = tuple(remote_gpu(sample, *use) for sample, use in zip(samples, uses, strict=True))
+        sampled = tuple(remote_gpu(sample, *use) for sample, use in zip(samples, uses, strict=True))
         opening = self._sampler.status is SamplerStatus.OPENING
         problem = "asking the driver…" if opening else str(self._sampler.problem or "")
-        return RemoteGpus(read, "" if read else problem)
+        return RemoteGpus(sampled, "" if sampled else problem)
 
     def _wait_for_all(self) -> None:
         self._has_waited, deadline = True, time.monotonic() + EVERY_S

@@ -92,7 +92,7 @@ def test_a_waiting_supervisor_uses_little_memory(box):
     supervisor = box.job(second).supervisor
     assert supervisor is not None
     assert box.job(second).state == JobState.QUEUED
-    assert own_mib(supervisor.pid) < 15
+    assert own_mib(supervisor.pid) < 14
 
 
 def test_many_jobs_for_one_gpu_run_one_at_a_time_and_all_finish(box):
