@@ -19,81 +19,81 @@ from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
 
 _ID = (int, "Id of the job.")
-_STATE = (word(*JobState), "State of the job; finished, stopped, failed, lost and imported are ends.")
+_STATE = (word(*JobState), "State of the job; finished, stopped, failed, lost and imported are final.")
 _MESSAGE = (str, "What was done, in a sentence.")
 ENERGY = {
     "energy_wh": "Energy of its GPUs, in Wh; null: not measured.",
-    "energy_share": "Share of its time that was measured (0 to 1); null: none.",
-    "energy_from": "What it was measured by; null: not measured.",
-    "cost": "Price of the energy; null: no price is set.",
+    "energy_share": "Share of the run time whose energy was measured (0 to 1); null: none.",
+    "energy_from": "Source of the measurement; null: not measured.",
+    "cost": "Cost of the energy; null: no price is set.",
     "currency": "Currency of the price; null: no price is set.",
     "co2_g": "CO₂ of the energy, in g; null: not known.",
 }
 _ENERGY = typed("Energy", Energy, ENERGY)["properties"]
 _JOB: dict[str, tuple[object, str]] = {
     "id": _ID,
-    "name": (str, "Its name."),
+    "name": (str, "Name of the job."),
     "state": _STATE,
-    "phase": (str, 'What its ranks are doing; "": nothing, or not known.'),
-    "step": (int, "Steps made."),
-    "total_steps": (int | None, "Steps that it is to make; null: not known yet."),
-    "progress": (float, "Share of its steps that are made (0 to 1)."),
-    "eta_s": (float | None, "Time left, in s; null: it makes no steps, or it is not known yet."),
-    "tokens": (int, "Tokens trained on; of an extraction rows stored."),
-    "loss": (float | None, "Newest loss; null: none yet."),
+    "phase": (str, 'Current activity of the ranks; "": none, or not known.'),
+    "step": (int, "Steps done."),
+    "total_steps": (int | None, "Planned steps; null: not known yet."),
+    "progress": (float, "Share of the planned steps that are done (0 to 1)."),
+    "eta_s": (float | None, "Time left, in s; null: the job makes no steps, or the time is not known yet."),
+    "tokens": (int, "Tokens trained on; for an extraction, rows stored."),
+    "loss": (float | None, "Latest loss; null: none yet."),
     **metrics(),
     "overfitting": (
         str | None,
-        "How much better it fits its training rows than others, and when it was best; null: it does not overfit, or"
-        " an older version trained it: then only `job` knows.",
+        "How much better it fits training rows than held-out rows, and when it was best; null: it does not overfit, or"
+        " an older version trained it, and only `job` reports it.",
     ),
     "tokens_per_s": (float | None, "Tokens per second; null: not known yet."),
-    "device": (word("cuda", "cpu"), "What it runs on."),
-    "gpu_ids": (list_of(int), "Indices of its GPUs; none on the CPU, or before it has them."),
-    "gpu_uuids": (list_of(str), "UUIDs of these."),
-    "distributed": (bool, "Whether it has several processes."),
-    "world_size": (int, "Its GPUs or CPU processes."),
-    "mode": (str | None, "Parallel mode; null: not settled."),
-    "host": (str, "Machine it was launched on."),
-    "user": (str | None, "Who launched it; null: not known."),
-    "attempt": (int, "Starts of its ranks; 0: none yet."),
-    "waits_for": (str | None, "What keeps it in line, in words; null: nothing."),
-    "priority": (int, "-100 to 100; higher goes first."),
-    "held": (bool, "Whether it is kept from starting, or is paused."),
-    "after": (list_of(int), "Ids of the jobs that have to finish before it starts."),
+    "device": (word("cuda", "cpu"), "Devices that it runs on."),
+    "gpu_ids": (list_of(int), "Indices of its GPUs; empty on the CPU, or before GPUs are assigned."),
+    "gpu_uuids": (list_of(str), "UUIDs of its GPUs."),
+    "distributed": (bool, "Whether it runs as several processes."),
+    "world_size": (int, "Number of GPUs or CPU processes."),
+    "mode": (str | None, "Parallel mode; null: not chosen yet."),
+    "host": (str, "Machine that it was launched on."),
+    "user": (str | None, "User who launched it; null: not known."),
+    "attempt": (int, "How often its ranks were started; 0: not yet."),
+    "waits_for": (str | None, "Why it is still queued, as a phrase; null: nothing holds it back."),
+    "priority": (int, "Priority from -100 to 100; jobs with a higher one start first."),
+    "held": (bool, "Whether it is held or paused."),
+    "after": (list_of(int), "Ids of the jobs that must finish before it starts."),
     "tags": (list_of(str), "Its tags."),
     "note": (str, 'Its note; "": none.'),
-    "created": (float, "When it was launched, in s since the epoch."),
-    "started": (float | None, "When its ranks were started first, in s since the epoch; null: not yet."),
-    "ended": (float | None, "When it ended, in s since the epoch; null: not yet."),
-    "error": (str | None, "Why it failed, in a sentence; null: it did not."),
-    "output_path": (str | None, "Where its SAE or activations are; null: nowhere yet."),
-    "estimated_memory_bytes": (int | None, "What a rank was to need, in bytes; null: not known."),
-    "peak_memory_bytes": (int | None, "What the fullest rank took, in bytes; null: not measured."),
-    "dropped": (int | None, "Rows of metrics that could not be stored; null: not known."),
+    "created": (float, "Launch time, in s since the epoch."),
+    "started": (float | None, "First start of its ranks, in s since the epoch; null: not yet."),
+    "ended": (float | None, "End time, in s since the epoch; null: it has not ended."),
+    "error": (str | None, "Why it failed, in a sentence; null: it did not fail."),
+    "output_path": (str | None, "Folder of its SAE or activations; null: not written yet."),
+    "estimated_memory_bytes": (int | None, "Estimated memory per rank, in bytes; null: not known."),
+    "peak_memory_bytes": (int | None, "Peak memory of the fullest rank, in bytes; null: not measured."),
+    "dropped": (int | None, "Number of metric rows that could not be stored; null: not known."),
     "silent": (
         str | None,
-        "For how long its host has given no sign of life, in words; its state is then not known; null: it has.",
+        "How long its host has sent no heartbeat, as a phrase; its state is then not known; null: heartbeats arrive.",
     ),
     "evaluation": (
         or_null(
             fields(
                 "Evaluation",
                 {
-                    "parts": (list_of(str), "What it measures: rows, model, probes."),
-                    "stage": (str, 'What it does now, in words; "": it starts.'),
-                    "progress": (float | None, "Share that is done (0 to 1); null: not known yet."),
+                    "parts": (list_of(str), "What the evaluation measures: rows, model, probes."),
+                    "stage": (str, 'Current activity, as a phrase; "": it is starting.'),
+                    "progress": (float | None, "Progress (0 to 1); null: not known yet."),
                     "eta_s": (float | None, "Time left, in s; null: not known yet."),
-                    "device": (word("cuda", "cpu"), "What it runs on."),
-                    "gpu_ids": (list_of(int), "Index of its GPU; none on the CPU, or before it has one."),
-                    "waits_for": (str | None, "What it waits for, in words; null: nothing."),
-                    "started": (float, "When it was asked for, in s since the epoch."),
+                    "device": (word("cuda", "cpu"), "Devices that it runs on."),
+                    "gpu_ids": (list_of(int), "Index of its GPU; empty on the CPU, or before a GPU is assigned."),
+                    "waits_for": (str | None, "Why it is waiting, as a phrase; null: it is not waiting."),
+                    "started": (float, "Time of the request, in s since the epoch."),
                 },
             )
         ),
         "The running evaluation of its SAEs; null: none.",
     ),
-    "best_sae": (str | None, "Of a sweep: which SAE loss and metrics are of; null: no sweep."),
+    "best_sae": (str | None, "In a sweep, the SAE whose loss and metrics are given; null: no sweep."),
     **{name: (one, one["description"]) for name, one in _ENERGY.items()},
 }
 JOB = fields("Job", _JOB)
@@ -101,9 +101,9 @@ _EVENT = typed(
     "Event",
     Event,
     {
-        "timestamp": "When, in s since the epoch.",
-        "level": "info, warning or error.",
-        "kind": "Kind, in a word.",
+        "timestamp": "Time of the event, in s since the epoch.",
+        "level": "Level: info, warning or error.",
+        "kind": "Kind of event, in one word.",
         "message": "What happened.",
     },
 )
@@ -112,15 +112,15 @@ _RANK = typed(
     Rank,
     {
         "job_id": "Id of the job.",
-        "attempt": "Which start of its ranks.",
+        "attempt": "Number of the attempt, that is, of the start of its ranks.",
         "rank": "Number of the rank.",
         "pid": "Process id.",
-        "start_ticks": "When the process was started, as the kernel counts it.",
-        "boot_id": "Of which boot of the machine.",
-        "exit_code": "Exit code; null: it runs, or a signal ended it.",
+        "start_ticks": "Start time of the process, in the kernel's clock ticks.",
+        "boot_id": "Boot id of the machine.",
+        "exit_code": "Exit code; null: the process is running, or a signal ended it.",
         "exit_signal": "Signal that ended it; null: none.",
-        "ended": "When it ended, in s since the epoch; null: it runs.",
-        "error": "Why it failed; null: it did not.",
+        "ended": "End time, in s since the epoch; null: the process is running.",
+        "error": "Why it failed; null: it did not fail.",
     },
 )
 _CAUSE = typed(
@@ -128,13 +128,13 @@ _CAUSE = typed(
     Postmortem,
     {
         "error": "What went wrong.",
-        "remedy": 'What is known to help; "": nothing.',
-        "rank": "Which rank failed first; null: not known.",
-        "traceback": "Lines of its exception.",
-        "log": "Last lines of its log.",
-        "others": "How the others ended.",
-        "stacks": 'Where all were when a rank hung; "": none did.',
-        "resumes": 'What a resume does; "": it does not help.',
+        "remedy": 'Known remedy; "": none.',
+        "rank": "Rank that failed first; null: not known.",
+        "traceback": "Lines of the exception.",
+        "log": "Last lines of the rank's log.",
+        "others": "How the other ranks ended.",
+        "stacks": 'Where each rank was when one hung; "": no rank hung.',
+        "resumes": 'What a resume would do; "": a resume does not help.',
     },
     {name: list_of(str) for name in ("traceback", "log", "others")},
 )
@@ -143,62 +143,70 @@ _OF_CARD = (
     "parts",
 )  # fmt: skip
 _WHOLE_JOB = fields(
-    "Job with all that happened to it",
+    "Job with its events",
     _JOB
     | {
         **HOW_FAR,
-        "events": (list_of(_EVENT), "What happened, oldest first."),
+        "events": (list_of(_EVENT), "Events, oldest first."),
         "ranks": (list_of(_RANK), "Its processes."),
-        "cause": (or_null(_CAUSE), "Why it failed; null: it did not."),
+        "cause": (or_null(_CAUSE), "Why it failed; null: it did not fail."),
         "card": (
-            list_of(card("Report card", *_OF_CARD, sae=(str, 'Which SAE of a sweep; "" for a run of one.'))),
-            "The report card of each SAE; none before it is evaluated.",
+            list_of(
+                card("Report card", *_OF_CARD, sae=(str, 'Label of the SAE in a sweep; "" for a run with one SAE.'))
+            ),
+            "Report card of each SAE; empty before the first evaluation.",
         ),
     },
 )
 _VERSION: dict[str, tuple[object, str]] = {
-    "number": (int, "Counts from 1."),
-    "sae": (str, 'Which SAE of a sweep; "" for a run of one.'),
-    "is_current": (bool, "Whether it is the card of now."),
-    "measured": (float | None, "When its newest part was measured, in s since the epoch; null: not known."),
+    "number": (int, "Number of the version, from 1."),
+    "sae": (str, 'Label of the SAE in a sweep; "" for a run with one SAE.'),
+    "is_current": (bool, "Whether this is the current report card."),
+    "measured": (float | None, "Time of its latest measurement, in s since the epoch; null: not known."),
     "step": (int, "Step of the SAE; 0: not known."),
-    "tokens": (int, "Tokens it was trained on."),
-    "weights": (str, 'Identity of the weights; "": not known.'),
+    "tokens": (int, "Tokens that the SAE was trained on."),
+    "weights": (str, 'Fingerprint of the weights; "": not known.'),
     "fvu": (float, "Fraction of variance unexplained."),
-    "ce_score": (float | None, "Share of what zeros lose that reconstructions keep; null: not measured."),
-    "parts": (by_name(float), "When each part was measured, in s since the epoch."),
-    "has_features": (bool, "Whether it is stored what its latents fired on."),
+    "ce_score": (
+        float | None,
+        "Share of the loss from zero ablation that reconstructions recover; null: not measured.",
+    ),
+    "parts": (by_name(float), "Time of each measurement, in s since the epoch."),
+    "has_features": (bool, "Whether the max-activating examples of its latents are stored."),
 }
 _CARDS = list_of(fields("Version of a report card", _VERSION))
-_ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Report card"), "The card.")}))
+_ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Report card"), "The report card.")}))
 _TOLD = fields("What was done", {"id": _ID, "message": _MESSAGE})
 _RESUMED = fields(
     "Resumed",
-    {"id": _ID, "step": (int, "From which step."), "notes": (list_of(str), "What is other than it was.")},
+    {"id": _ID, "step": (int, "Step that it continues from."), "notes": (list_of(str), "Changed settings.")},
 )
 _LAUNCHED = fields(
     "Launched job",
     {
         "id": _ID,
-        "gpus": (list_of(int), "Indices of its GPUs; none where it takes any, or the CPU."),
-        "device": (word("cuda", "cpu"), "What it runs on."),
-        "logout": (str, "Whether it survives your logout, in a sentence."),
+        "gpus": (list_of(int), "Indices of its GPUs; empty if it takes any GPUs, or the CPU."),
+        "device": (word("cuda", "cpu"), "Devices that it runs on."),
+        "logout": (str, "Whether the job survives your logout, in a sentence."),
     },
 )
-_ENDED = {"title": "With --wait: the job once it has ended"} | {k: v for k, v in JOB.items() if k != "title"}
+_ENDED = {"title": "With --wait: the job after its end"} | {k: v for k, v in JOB.items() if k != "title"}
 _LAUNCH = (_LAUNCHED, list_of(_LAUNCHED), _ENDED, list_of(_ENDED))
 _VALIDATED = fields(
     "Whether a job can run",
     {
-        "valid": (bool, "Whether it can run here; if not, the exit code is 1."),
-        "errors": (list_of(str), "What keeps it from running, each `setting: sentence`."),
-        "warnings": (list_of(str), "What to be warned of, likewise."),
-        "mode": (str | None, "Parallel mode; null: it cannot run."),
-        "memory_required": (int | None, "What it needs on each GPU, in bytes; null: not known."),
-        "memory_measured": (int | None, "Peak of a job of this shape, in bytes; null: there was none."),
-        "disk_bytes": (int, "Of an extraction: bytes that it will write."),
-        "disk_free_bytes": (int | None, "Of an extraction: bytes that are free there; null: not known."),
-        "seconds": (float | None, "Of an extraction: how long it will take, in s; null: not known."),
+        "valid": (bool, "Whether the job can run here; if not, the exit code is 1."),
+        "errors": (list_of(str), "Errors that keep the job from running, each as `setting: sentence`."),
+        "warnings": (list_of(str), "Warnings, each as `setting: sentence`."),
+        "mode": (str | None, "Parallel mode; null: the job cannot run."),
+        "memory_required": (int | None, "Memory that it needs on each GPU, in bytes; null: not known."),
+        "memory_measured": (
+            int | None,
+            "Measured peak memory of an earlier job of this shape, in bytes; null: none was measured.",
+        ),
+        "disk_bytes": (int, "For an extraction: bytes that it will write."),
+        "disk_free_bytes": (int | None, "For an extraction: free bytes on that disk; null: not known."),
+        "seconds": (float | None, "For an extraction: estimated time, in s; null: not known."),
     },
     may_lack=["disk_bytes", "disk_free_bytes", "seconds"],
 )
@@ -206,10 +214,10 @@ _FINDING = typed(
     "Finding",
     Finding,
     {
-        "level": "How bad it is.",
-        "subject": "What was looked at.",
-        "sentence": "What was found.",
-        "remedy": 'What to do; "": nothing.',
+        "level": "Severity.",
+        "subject": "Subject of the check.",
+        "sentence": "Result of the check, in a sentence.",
+        "remedy": 'What to do about it; "": nothing.',
     },
 )
 _WAY = typed(
@@ -219,20 +227,20 @@ _WAY = typed(
         "n_gpus": "GPUs; 0: CPU processes.",
         "ranks": "Processes.",
         "mode": "Parallel mode.",
-        "latent_ranks": "Ranks that share the latents.",
-        "chosen": "Whether the job's settings come to this mode.",
-        "memory_bytes": "What each needs, in bytes.",
-        "seconds": "How long it takes, in s.",
+        "latent_ranks": "Number of ranks that the latents are split over.",
+        "chosen": "Whether the job's settings select this mode.",
+        "memory_bytes": "Memory that each device needs, in bytes.",
+        "seconds": "Estimated time, in s.",
         "tokens_per_s": "Tokens per second.",
-        "speed_up": "Against one device.",
+        "speed_up": "Speed-up over one device.",
         "efficiency": "Speed-up per device (0 to 1).",
-        "is_measured": "Whether by speeds that were measured here.",
-        "cost": "By the price that was given; null: none was.",
-        "reason": "Why this mode.",
-        "gpus": "Indices of the GPUs with most room; none: there are too few.",
-        "room_bytes": "Memory of the smallest of them, in bytes; null: not known.",
-        "fits": "Whether it fits; null: there are too few.",
-        "fits_now": "Whether it fits and nobody uses them; null: there are too few.",
+        "is_measured": "Whether the time is based on speeds measured on this machine.",
+        "cost": "Cost at the given price; null: no price was given.",
+        "reason": "Reason for this mode.",
+        "gpus": "Indices of the GPUs with the most memory; empty: there are too few.",
+        "room_bytes": "Memory of the smallest of these GPUs, in bytes; null: not known.",
+        "fits": "Whether the job fits; null: there are too few GPUs.",
+        "fits_now": "Whether the job fits and these GPUs are free; null: there are too few GPUs.",
     },
     {"gpus": list_of(int)},
 )
@@ -241,9 +249,9 @@ _REPORT = typed(
     JobReport,
     {
         "name": "Name of the job.",
-        "rows": "All ways to run it.",
-        "findings": "What follows from them.",
-        "price_per_gpu_hour": "Price that was given; null: none was.",
+        "rows": "All ways to run the job.",
+        "findings": "Advice based on these rows.",
+        "price_per_gpu_hour": "Price that was given; null: no price was given.",
     },
     {"rows": list_of(_WAY), "findings": list_of(_FINDING)},
 )
@@ -251,42 +259,42 @@ _APP = fields(
     "Environment of the app",
     {
         "python": (str, "Path of its Python."),
-        "version": (str, "Version of that."),
+        "version": (str, "Version of this Python."),
         "sae_tui": (str, "Version of sae-tui in it."),
     },
 )
 _TRAINER = fields(
-    "Environment of the trainer, where it is another one",
+    "Environment of the trainer, if it is a separate one",
     {
         "python": (str, "Path of its Python."),
-        "version": (str | None, "Version of that; null: it has not answered."),
-        "sae_tui": (str | None, "Version of sae-tui in it; null: there is none."),
-        "torch": (str | None, "Version of PyTorch in it; null: there is none."),
-        "gpus": (int | None, "GPUs that this PyTorch sees; null: there is none."),
-        "problem": (str | None, "What keeps it from training, and what to do; null: nothing does."),
+        "version": (str | None, "Version of this Python; null: it did not answer."),
+        "sae_tui": (str | None, "Version of sae-tui in it; null: not installed."),
+        "torch": (str | None, "Version of PyTorch in it; null: not installed."),
+        "gpus": (int | None, "Number of GPUs that this PyTorch sees; null: PyTorch is not installed."),
+        "problem": (str | None, "Why it cannot train, and the fix; null: it can."),
     },
 )
 _ENVIRONMENTS = fields(
     "Environments",
     {
-        "app": (_APP, "That of the app."),
-        "trainer": (or_null(_TRAINER), "That of the trainer; null: it is that of the app."),
+        "app": (_APP, "Environment of the app."),
+        "trainer": (or_null(_TRAINER), "Environment of the trainer; null: the same as the app's."),
     },
 )
 _DOCTOR = fields(
-    "What would be in the way of a training",
+    "Problems that would keep a training from running",
     {
-        "ok": (bool, "Whether there is no error; if there is, the exit code is 1."),
-        "findings": (list_of(_FINDING), "What was found."),
-        "job": (or_null(_REPORT), "With JOB.toml: its ways to run; null: none was given."),
-        "environments": (_ENVIRONMENTS, "Where the app runs and where trainings do."),
+        "ok": (bool, "Whether no finding is an error; otherwise the exit code is 1."),
+        "findings": (list_of(_FINDING), "Findings of all checks."),
+        "job": (or_null(_REPORT), "With JOB.toml: the ways to run it; null: no job file was given."),
+        "environments": (_ENVIRONMENTS, "Python environments of the app and of the trainer."),
     },
 )
 _MORE_OF_RUNS = {
-    "card_rows": (int | None, "Rows that the report card is of; null: not evaluated."),
+    "card_rows": (int | None, "Number of rows that the report card covers; null: not evaluated."),
     "tokens": (int | None, "Tokens trained on; null: not known."),
-    "duration_s": (float | None, "Time that it ran, in s; null: it has not started."),
-    "peak_memory_bytes": (int | None, "What the fullest rank took, in bytes; null: not measured."),
+    "duration_s": (float | None, "Run time, in s; null: it has not started."),
+    "peak_memory_bytes": (int | None, "Peak memory of the fullest rank, in bytes; null: not measured."),
     "energy_wh": (float | None, ENERGY["energy_wh"]),
 }
 
@@ -299,43 +307,51 @@ def _result(name: str, title: str) -> tuple[object, str]:
 _RUN = fields(
     "SAE of a run",
     {"id": _ID, "name": (str, "Name of the job."), "state": _STATE}
-    | {"sae": (str, 'Which SAE of a sweep; "" for a run of one.')}
+    | {"sae": (str, 'Label of the SAE in a sweep; "" for a run with one SAE.')}
     | {one.name: _result(one.name, one.title) for one in all_results()}
     | {name: (_ENERGY[name], ENERGY[name]) for name in ("energy_share", "cost", "currency", "co2_g")},
 )
 _COMPARED = fields(
-    "Runs beside each other",
+    "Comparison of runs",
     {
-        "runs": (list_of(_RUN), "One of each SAE."),
+        "runs": (list_of(_RUN), "One entry for each SAE."),
         "differences": (by_name({"type": "array"}), "Settings that differ, by name, with a value for each of `runs`."),
-        "same": (by_name(list_of(str)), "By result: the SAEs that are not told apart from the best."),
-        "same_because": (by_name(str), "By result: why they are not, and what lead would count."),
+        "same": (by_name(list_of(str)), "By result: the SAEs whose difference from the best is within the error."),
+        "same_because": (by_name(str), "By result: why the difference does not count, and which lead would."),
     },
 )
 _WRITTEN = fields(
     "With --svg or --csv: the files",
-    {"svg": (str, "Picture, an absolute path."), "csv": (str, "Table, an absolute path.")},
+    {"svg": (str, "Absolute path of the picture."), "csv": (str, "Absolute path of the table.")},
     may_lack=["svg", "csv"],
 )
-_MOVED = typed("Token", LogitChange, {"text": "The token.", "logit": "How far its logit is moved."})
+_MOVED = typed("Token", LogitChange, {"text": "The token.", "logit": "Change of its logit."})
 _CONTEXT = typed(
     "ActivatingExample",
     ActivatingExample,
-    {"tokens": "Tokens.", "at": "Place of the one on which it fires most."},
-    {"tokens": list_of(typed("Token", Token, {"text": "The token.", "act": "How strongly it fires; 0: not."}))},
+    {"tokens": "Tokens.", "at": "Index of the token on which the latent fires most."},
+    {
+        "tokens": list_of(
+            typed(
+                "Token",
+                Token,
+                {"text": "The token.", "act": "Activation of the latent on this token; 0: it does not fire."},
+            )
+        )
+    },
 )
 _FEATURE = typed(
     "Latent",
     Feature,
     {
-        "latent": "Its number.",
-        "density": "Share of rows on which it fires (0 to 1).",
+        "latent": "Number of the latent.",
+        "density": "Share of rows on which the latent fires (0 to 1).",
         "largest": "Largest activation.",
-        "mean": "Mean activation where it fires.",
-        "histogram": "Activations in bins of equal width up to the largest.",
-        "nearest": "Latents with the cosines of their decoder directions, the nearest first.",
-        "contexts": "Where it fires most.",
-        "promoted": "Tokens that it promotes most; none: the language model was not at hand.",
+        "mean": "Mean activation over the rows on which it fires.",
+        "histogram": "Histogram of the activations, in bins of equal width up to the largest.",
+        "nearest": "Latents with similar decoder directions and their cosines, nearest first.",
+        "contexts": "Max-activating examples.",
+        "promoted": "Tokens that it promotes most; empty: the language model was not available.",
         "suppressed": "Tokens that it suppresses most.",
     },
     {
@@ -348,7 +364,7 @@ _FEATURE = typed(
 )
 _LOGS = fields(
     "Log",
-    {"id": _ID, "rank": (int, "Whose log."), "lines": (list_of(str), "Its last lines.")},
+    {"id": _ID, "rank": (int, "Process that wrote the log."), "lines": (list_of(str), "Last lines of the log.")},
 )
 _STOPPED = fields("Stopped", {"id": _ID, "state": (or_null(_STATE[0]), "State; null: not known."), "message": _MESSAGE})
 _EDITS = ("pause", "hold", "release", "priority", "after", "rename", "tag", "note", "eval")
@@ -356,42 +372,44 @@ _IMPORTED = fields(
     "Job of an imported SAE",
     {
         "id": _ID,
-        "format": (str, "Format that it was read as."),
+        "format": (str, "Format that the SAE was read as."),
         "architecture": (str, "Architecture of the SAE."),
-        "notes": (list_of(str), "What to know about it."),
+        "notes": (list_of(str), "Notes on the import."),
         **IMPORT_CHECK,
     },
 )
 _EXPORTED = fields(
     "Exported SAE",
     {
-        "checkpoint": (str, "Which checkpoint, an absolute path."),
-        "step": (int, "Its step."),
-        "output_path": (str, "Folder that was written, an absolute path."),
-        "saes": (by_name(str), "Of a sweep: the folder of each SAE by its label."),
-        "left_out": (by_name(str), "Of a sweep: why the format cannot hold an SAE, by its label."),
-        "notes": (list_of(str), "What the format does not hold; left out where that is nothing."),
+        "checkpoint": (str, "Absolute path of the checkpoint."),
+        "step": (int, "Step of the checkpoint."),
+        "output_path": (str, "Absolute path of the folder that was written."),
+        "saes": (by_name(str), "For a sweep: the folder of each SAE, by label."),
+        "left_out": (by_name(str), "For a sweep: why the format cannot hold an SAE, by label."),
+        "notes": (list_of(str), "What the format cannot hold; left out if it holds everything."),
     },
     may_lack=["saes", "left_out", "notes"],
 )
-_REMOVED = fields("Deleted jobs", {"ids": (list_of(int), "Their ids."), "bytes": (int, "What was freed, in bytes.")})
-_REPAIRED = fields("Repaired", {"done": (list_of(str), "What was done, in sentences; none: nothing was amiss.")})
+_REMOVED = fields(
+    "Deleted jobs", {"ids": (list_of(int), "Ids of the deleted jobs."), "bytes": (int, "Freed disk space, in bytes.")}
+)
+_REPAIRED = fields("Repaired", {"done": (list_of(str), "Repairs, in sentences; empty: nothing was wrong.")})
 ANSWERS: dict[str, Schema] = {
-    "jobs": answer("sae-tui jobs --json; with --watch a line at every change", list_of(JOB)),
+    "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
     "job": answer("sae-tui job --json; with --cards all versions of its report card", _WHOLE_JOB, _CARDS, _ONE_CARD),
     "logs": answer("sae-tui logs --json", _LOGS),
     "stop": answer("sae-tui stop --json", _STOPPED),
     "validate": answer("sae-tui validate --json", _VALIDATED),
-    "launch": answer("sae-tui launch --json: a job, or a list of several", *_LAUNCH),
+    "launch": answer("sae-tui launch --json: one job, or a list of jobs", *_LAUNCH),
     "clone": answer("sae-tui clone --json", *_LAUNCH),
     "resume": answer("sae-tui resume --json", _RESUMED, _TOLD, _ENDED),
     "import": answer("sae-tui import --json", _IMPORTED),
     "export": answer("sae-tui export --json", _EXPORTED),
     "doctor": answer("sae-tui doctor --json", _DOCTOR),
     "compare": answer("sae-tui compare --json", _COMPARED, _WRITTEN),
-    "features": answer("sae-tui features --json: latents, or the one that is named", list_of(_FEATURE), _FEATURE),
+    "features": answer("sae-tui features --json: all latents, or the one that you name", list_of(_FEATURE), _FEATURE),
     "rm": answer("sae-tui rm --json", _REMOVED),
     "repair": answer("sae-tui repair --json", _REPAIRED),
-    "stream": {"$schema": DRAFT, "title": "sae-tui stream, in each line"} | msgspec.json.schema(Message),
+    "stream": {"$schema": DRAFT, "title": "sae-tui stream, one value per line"} | msgspec.json.schema(Message),
     **{name: answer(f"sae-tui {name} --json", _TOLD) for name in _EDITS},
 }

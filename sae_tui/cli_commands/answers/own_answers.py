@@ -6,28 +6,28 @@ from sae_tui.cli_commands.answers import gpu_answers, job_answers
 from trainer.contract.answers.schema import Schema, fields, list_of, word
 from trainer.contract.answers.shared import answer
 
-_SHELL = (word("bash", "zsh", "fish"), "Which shell.")
-_SCRIPT = fields("Script for a shell", {"shell": _SHELL, "script": (str, "What belongs into its start-up file.")})
+_SHELL = (word("bash", "zsh", "fish"), "Name of the shell.")
+_SCRIPT = fields("Script for a shell", {"shell": _SHELL, "script": (str, "Text for the shell's start-up file.")})
 _INSTALLED = fields(
     "With --install",
     {
         "shell": _SHELL,
-        "file": (str, "File that was written, an absolute path."),
-        "changed": (bool, "Whether it was not there like that already."),
-        "next": (str, 'What is left to do for it, in a sentence; "": nothing.'),
-        "undo": (str, "Command that takes it back."),
+        "file": (str, "Absolute path of the file that was written."),
+        "changed": (bool, "Whether the file was new or different before."),
+        "next": (str, 'What you still have to do, in a sentence; "": nothing.'),
+        "undo": (str, "Command that undoes the installation."),
     },
 )
-_LIST = fields("Without COMMAND", {"commands": (list_of(str), "What `sae-tui schema` takes.")})
+_LIST = fields("Without COMMAND", {"commands": (list_of(str), "Names that `sae-tui schema` takes.")})
 _ONE = {"title": "With COMMAND: a JSON Schema", "type": "object", "required": ["$schema"]}
 _GUIDE = fields("Guide for an agent", {"guide": (str, "The guide, in Markdown.")})
 _SERVED = fields(
-    "Once it can be reached",
+    "When the server is ready",
     {
-        "url": (str, "Address of the app; whoever has it sees what you see."),
-        "pid": (int, "Process that serves it; SIGINT or SIGTERM ends it."),
-        "port": (int, "Port of 127.0.0.1."),
-        "read_only": (bool, "Whether nothing can be changed there."),
+        "url": (str, "Address of the app; anyone who has it sees what you see."),
+        "pid": (int, "Id of the server process; SIGINT or SIGTERM ends it."),
+        "port": (int, "Port on 127.0.0.1."),
+        "read_only": (bool, "Whether the browser only shows jobs and cannot change them."),
     },
 )
 ANSWERS: dict[str, Schema] = {
