@@ -29,33 +29,33 @@ _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 EXAMPLES = f"""\
 examples:
   sae-tui                                       open the app
-  sae-tui --demo                                open it on simulated GPUs; the trainings are real
-  sae-tui --host gpu1 --host me@gpu2            also the GPUs and jobs of these, over ssh
-  sae-tui gpus                                  what every GPU is doing, and who has it
+  sae-tui --demo                                open it with simulated GPUs; training is real
+  sae-tui --host gpu1 --host me@gpu2            also show GPUs and jobs of these hosts, over ssh
+  sae-tui gpus                                  what each GPU is doing, and who uses it
   CUDA_VISIBLE_DEVICES=$(sae-tui select -n 2) python train.py         two free GPUs for any program
-  sae-tui doctor                                what of this machine would be in the way of a training
+  sae-tui doctor                                check this machine for problems
   sae-tui doctor job.toml --gpus 0,1            also memory, time and cost of the job on 1 to 8 GPUs
-  sae-tui validate job.toml --gpus 0,1          all that would keep the job from running
-  sae-tui launch job.toml --gpus auto:2         train on the two GPUs that suit it best
+  sae-tui validate job.toml --gpus 0,1          list everything that would keep the job from running
+  sae-tui launch job.toml --gpus auto:2         train on the two best GPUs for it
   sae-tui launch job.toml --set train.lr=3e-4 --wait
   sae-tui jobs --json | jq '.[0].heldout_fvu'   the newest job's result
   sae-tui jobs '#base' state:finished --sort fvu
   sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
-  sae-tui import their-sae --data activations   a job of another tool's SAE, to evaluate, compare and train on
-  sae-tui eval 7 --wait                         its report card, and what its latents fire on
-  sae-tui features 7 --search king              latents of job 7 that fire on kings, once it is evaluated
+  sae-tui import their-sae --data activations   make a job from another tool's SAE: evaluate, compare, train it
+  sae-tui eval 7 --wait                         report card and max-activating examples
+  sae-tui features 7 --search king              latents of job 7 that fire on kings (evaluate first)
   sae-tui logs 7 -f                             follow the log of job 7
-  sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
-  sae-tui stop 7 --finish                       let it cool down, and end as a finished run, only shorter
-  sae-tui resume 7 --gpus 2,3                   resume it from its last good checkpoint, here on other GPUs
-  sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      six jobs, in line for their GPUs
-  sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another rate, once job 7 has finished
-  eval "$(sae-tui completion bash)"             complete commands and job ids; also for zsh, and fish by | source
+  sae-tui stop 7                                save a checkpoint and stop; --kill ends it within 5 s
+  sae-tui stop 7 --finish                       cool down first, and end as a shorter, finished run
+  sae-tui resume 7 --gpus 2,3                   resume from its last good checkpoint, on other GPUs
+  sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      queue six jobs
+  sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another learning rate, after job 7
+  eval "$(sae-tui completion bash)"             complete commands and job ids; also zsh, and fish with | source
 
 A job keeps running when the app, this command or the terminal is closed.
-{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.UNTOLD)} Of a job that was waited for (--wait):
+{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.UNTOLD)} Of --wait:
 0 finished, {Exit.STOPPED:d} stopped, {Exit.JOB_FAILED:d} failed, {Exit.JOB_LOST:d} lost, of several the highest.
-With --json, what went wrong is JSON as well: {{"error": {{"field", "message", "fix"}}}}.
+With --json, errors are JSON too: {{"error": {{"field", "message", "fix"}}}}.
 """
 
 
@@ -63,11 +63,11 @@ COMMAND_EXAMPLES = {
     "gpus": ["gpus", "gpus 0 --json", "gpus --watch --json | jq .[0].power_draw"],
     "select": [
         "select -n 2 --free-memory 20GiB",
-        "select --json                  with their names, and why not the others",
+        "select --json                  with names, and why the others are not free",
     ],
-    "stream": ["stream      as `sae-tui --host` runs it over ssh; it ends with its standard input"],
+    "stream": ["stream      `sae-tui --host` runs this over ssh; it ends when its standard input closes"],
     "serve": [
-        "serve      and where the browser is, as it says itself: ssh -L PORT:127.0.0.1:PORT HOST",
+        "serve      on the computer with the browser, run the command that it prints: ssh -L PORT:127.0.0.1:PORT HOST",
         "serve --port 8500 --write",
     ],
     "metrics": [
@@ -76,7 +76,7 @@ COMMAND_EXAMPLES = {
         "metrics --view per_gpu --since 2d --csv > gpus.csv",
     ],
     "export-metrics": [
-        "export-metrics      and in prometheus.yml: targets: ['127.0.0.1:9405']",
+        "export-metrics      in prometheus.yml: targets: ['127.0.0.1:9405']",
         "export-metrics --once",
     ],
     "recommend": ["recommend job.toml --count 2"],
@@ -84,11 +84,11 @@ COMMAND_EXAMPLES = {
     "launch": [
         "launch job.toml --gpus auto:2",
         "launch job.toml --gpus 0 --after 7 --tag baseline",
-        "launch job.toml --grid sae.k=16,32,64 --gpus auto      three jobs, in line for their GPUs",
+        "launch job.toml --grid sae.k=16,32,64 --gpus auto      queue three jobs",
     ],
     "import": [
         "import their-sae --data activations/resid_post.12",
-        "eval 8 --wait && sae-tui compare 7 8      beside job 7, by their report cards",
+        "eval 8 --wait && sae-tui compare 7 8      compare it with job 7 by their report cards",
         "resume 8 --gpus auto                      train it further",
     ],
     "export": [
@@ -99,13 +99,13 @@ COMMAND_EXAMPLES = {
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
     "job": [
         "job 7",
-        "job 7 --wait     once it has ended",
+        "job 7 --wait     when it has ended",
         "job 7 --json | jq .heldout_fvu",
-        "job 7 --cards    its current and earlier report cards; job 7 --card 2 shows one",
+        "job 7 --cards    list its current and earlier report cards; job 7 --card 2 shows one",
     ],
     "stop": [
         "stop 7",
-        "stop 7 --finish    cool down first: most of the quality comes from that",
+        "stop 7 --finish    cool down first, which improves the quality most",
         "stop 7 --kill",
         "stop 7 --evaluation",
     ],
@@ -120,12 +120,12 @@ COMMAND_EXAMPLES = {
     "resume": [
         "resume 7",
         "resume 7 --gpus 2,3",
-        "resume 7 --set train.n_steps=20000      longer than it was to be",
-        "resume 7 --finish                       cool down from where it was stopped, and end as finished",
+        "resume 7 --set train.n_steps=20000      train for longer than planned",
+        "resume 7 --finish                       cool down from the checkpoint, and end as finished",
     ],
     "clone": ["clone 7 --set train.lr=1e-4", "clone 7 --print > job.toml"],
-    "pause": ["pause 7      and later: sae-tui resume 7"],
-    "hold": ["hold 7      and later: sae-tui release 7"],
+    "pause": ["pause 7      later: sae-tui resume 7"],
+    "hold": ["hold 7      later: sae-tui release 7"],
     "release": ["release 7"],
     "priority": ["priority 7 5"],
     "after": [
@@ -136,25 +136,25 @@ COMMAND_EXAMPLES = {
     "tag": ["tag 7 baseline paper", "tag 7 --remove paper"],
     "note": ["note 7 'loss spike at step 4000'"],
     "rm": ["rm 7 9", "rm 7 --yes"],
-    "repair": ["repair", "repair --host gpu7    end the jobs of a host that is gone"],
+    "repair": ["repair", "repair --host gpu7    mark the jobs of a host that is gone as lost"],
     "eval": [
         "eval 7 --wait",
-        "eval 7 --model auto      also in the language model that its data is from",
-        "eval 7 --model auto --probe --keep-rows     adds both to a card that has rows already",
+        "eval 7 --model auto      also evaluate it in the language model of its data",
+        "eval 7 --model auto --probe --keep-rows     add both to a report card that has rows already",
     ],
     "features": [
         "features 7                     the latents of job 7, sparse ones first",
-        "features 7 --search king       those that fire on kings",
-        "features 7 1234                the texts in which latent 1234 fires most",
+        "features 7 --search king       latents that fire on kings",
+        "features 7 1234                max-activating examples of latent 1234",
     ],
     "completion": [
-        "completion --install      for your shell; says how to undo it",
+        "completion --install      for your shell; it prints how to undo it",
         'completion bash           in ~/.bashrc: eval "$(sae-tui completion bash)"',
     ],
     "schema": ["schema", "schema gpus", "schema trainer run", "schema error"],
     "skill": ["skill > SKILL.md"],
 }
-ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
+ALSO = "Flags of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
 
 
 class CommandParser(output.SafeParser):
@@ -185,10 +185,12 @@ def make_parser(open_app: Command) -> CommandParser:
         parents=[shared],
     )
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and exit")
-    only = "in the app, show jobs and processes and change none"
+    only = "in the app, show jobs and processes without changing them"
     parser.add_argument("--readonly", action="store_true", help=only)
-    parser.add_argument("--plain", action="store_true", help="draw the app in ASCII, without blocks and braille")
-    other = "in the app, show the GPUs and jobs of this host as well, over ssh; may be repeated"
+    parser.add_argument(
+        "--plain", action="store_true", help="draw the app in ASCII, without block and braille characters"
+    )
+    other = "in the app, also show the GPUs and jobs of this host, over ssh; may be repeated"
     parser.add_argument("--host", type=host, action="append", default=[], metavar="HOST", help=other)
     parser.set_defaults(command=open_app)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -227,62 +229,72 @@ def _load_when_run(function: str) -> Command:
 
 
 def _add_gpu_commands(add: Add) -> None:
-    show = add("gpus", "gpus.show_gpus", "List the GPUs and who has them")
-    show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="only this GPU, as one object")
-    show.add_argument("--watch", action="store_true", help="again every second, one line of JSON each with --json")
-    selects = "Print free GPUs for any program, as CUDA_VISIBLE_DEVICES takes them, ROCR_VISIBLE_DEVICES AMD's"
+    show = add("gpus", "gpus.show_gpus", "List the GPUs and who uses them")
+    show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="show only this GPU, as one object")
+    show.add_argument("--watch", action="store_true", help="repeat every second; with --json, one line of JSON each")
+    selects = "Print free GPUs for any program, as CUDA_VISIBLE_DEVICES (AMD: ROCR_VISIBLE_DEVICES) takes them"
     choose = add("select", "select.select", selects)
-    choose.add_argument("-n", "--count", type=positive, default=1, metavar="N", help="how many; default: %(default)s")
-    free = "only GPUs with so much free memory"
+    choose.add_argument(
+        "-n", "--count", type=positive, default=1, metavar="N", help="number of GPUs; default: %(default)s"
+    )
+    free = "only GPUs with at least this much free memory"
     choose.add_argument("--free-memory", type=size, default=0, metavar="20GiB", help=free)
-    choose.add_argument("--index", action="store_true", help="print indices, which mean other GPUs to some programs")
-    told = add("stream", "stream.stream", "Write GPUs and jobs as JSON lines, for the app on another machine")
-    told.add_argument("--log", type=positive, metavar="ID", help="the log of this job instead")
-    told.add_argument("--rank", type=rank, default=0, metavar="N", help="whose log; default: %(default)s")
+    choose.add_argument(
+        "--index",
+        action="store_true",
+        help="print indices instead of UUIDs; some programs number GPUs in another order",
+    )
+    told = add("stream", "stream.stream", "Write GPUs and jobs as JSON lines, for the app on another host")
+    told.add_argument("--log", type=positive, metavar="ID", help="write the log of this job instead")
+    told.add_argument(
+        "--rank", type=rank, default=0, metavar="N", help="rank whose log is written; default: %(default)s"
+    )
     _add_serve(add)
-    metrics = add("metrics", "gpus.show_metrics", "Show what the GPUs do now and did before")
+    metrics = add("metrics", "gpus.show_metrics", "Show the load of the GPUs, now and in the past")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
-    metrics.add_argument("--since", type=seconds, metavar="10m", help="also what was stored since then")
+    metrics.add_argument(
+        "--since", type=seconds, metavar="10m", help="also show the history since then, such as 10m ago or 24h ago"
+    )
     every = (
-        "means per step of 1 s or longer, as in `metrics --view per_gpu --since 24h --every 5m --json`; default: every"
-        " sample in JSON per GPU, else about 60 steps; of times whose samples are gone one-minute means are left"
+        "average over steps of this length, 1 s or more, as in `metrics --view per_gpu --since 24h --every 5m --json`;"
+        " default: every sample in JSON per GPU, otherwise about 60 steps; older samples are kept as one-minute means only"
     )
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
-    metrics.add_argument("--csv", action="store_true", help="print what was stored since then as CSV")
-    export = add("export-metrics", "exporting.export_metrics", "Serve figures of GPUs and jobs to Prometheus")
-    free = "of 127.0.0.1; 0 for any that is free; default: %(default)s"
+    metrics.add_argument("--csv", action="store_true", help="print the history since --since as CSV")
+    export = add("export-metrics", "exporting.export_metrics", "Serve metrics of GPUs and jobs to Prometheus")
+    free = "port on 127.0.0.1; 0: any free port; default: %(default)s"
     export.add_argument("--port", type=port, default=9405, metavar="N", help=free)
-    export.add_argument("--once", action="store_true", help="print them and exit, as for a textfile collector")
+    export.add_argument("--once", action="store_true", help="print the metrics once and exit, for a textfile collector")
 
 
 def _add_serve(add: Add) -> None:
-    show = add(
-        "serve", "serve.serve", "Show the app in a browser, on this machine alone and for whoever has its address"
-    )
-    free = "of 127.0.0.1; default: any that is free"
+    show = add("serve", "serve.serve", "Show the app in a browser on this machine, for anyone who has its address")
+    free = "port on 127.0.0.1; default: any free port"
     show.add_argument("--port", type=port, default=0, metavar="N", help=free)
-    write = "also launch, stop and change things there; without it nothing can be changed"
+    write = "allow launching, stopping and changing jobs there; otherwise the app is read-only"
     show.add_argument("--write", action="store_true", help=write)
 
 
 def _add_job_file_commands(add: Add) -> None:
     recommend = add("recommend", "gpus.recommend", "Name the GPUs that suit a job best")
-    recommend.add_argument("--count", type=positive, metavar="N", help="how many GPUs; default: as the job file says")
-    validate = add("validate", "launching.validate", "Say everything that would keep a job from running")
-    launch = add(
-        "launch", "launching.launch", "Start jobs, which run on by themselves, or put them in line for their GPUs"
-    )
+    recommend.add_argument("--count", type=positive, metavar="N", help="number of GPUs; default: as in the job file")
+    validate = add("validate", "launching.validate", "List everything that would keep a job from running")
+    launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
     _add_launch_flags(launch)
-    launch.add_argument("--share", action="store_true", help="also take GPUs that others use, where memory is enough")
-    launch.add_argument("--priority", type=int, metavar="N", help="before jobs with a lower one; default: 0")
-    grid = "a job for every value, of several grids for every combination; may be repeated"
+    launch.add_argument(
+        "--share", action="store_true", help="also take GPUs that others use, if they have enough free memory"
+    )
+    launch.add_argument(
+        "--priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first; default: 0"
+    )
+    grid = "launch a job for each value; with several grids, for each combination; may be repeated"
     launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
-    look = add("doctor", "doctor.doctor", "Look for what would be in the way of a training on this machine")
-    cost = "what an hour of a GPU costs, in any currency"
+    look = add("doctor", "doctor.doctor", "Check this machine for problems that would keep a training from running")
+    cost = "price of a GPU per hour, in any currency"
     look.add_argument("--price-per-gpu-hour", type=price, metavar="P", help=cost)
-    probe = "also measure the bus between idle GPUs, which takes some seconds of all of them"
+    probe = "also measure the bus between idle GPUs; this uses all of them for some seconds"
     look.add_argument("--probe", action="store_true", help=probe)
-    trained = "also train in small, on an idle GPU for some minutes, or on the CPU where there is no GPU"
+    trained = "also run small trainings for some minutes, on an idle GPU, or on the CPU if there is no GPU"
     look.add_argument("--self-test", action="store_true", help=trained)
     service = "only install a user service that restarts the queue after a restart of this machine"
     look.add_argument("--install-service", action="store_true", help=service)
@@ -302,26 +314,28 @@ def _add_job_file_commands(add: Add) -> None:
 
 
 def _add_importing(add: Add) -> None:
-    take = add("import", "importing.take_in", "Make a job of an SAE that another tool has trained")
+    take = add("import", "importing.take_in", "Make a job from an SAE that another tool trained")
     take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
     data = "stored activations to evaluate it on and train it further"
     take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
-    take.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
+    take.add_argument("--format", choices=READ_FORMATS, help="default: detected from the files")
     take.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     take.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
-    take.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
+    take.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
     _add_overrides(take)
 
 
 def _add_export(add: Add) -> None:
     share = add("export", "sharing.export", "Write the SAE of a job for other tools")
     _job_id(share)
-    share.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
+    share.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write to")
     share.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default: %(default)s")
-    share.add_argument("--best", action="store_true", help="of the checkpoint with the lowest held-out FVU")
+    share.add_argument(
+        "--best", action="store_true", help="export the checkpoint with the lowest held-out FVU, not the last one"
+    )
     share.add_argument("--force", action="store_true", help="replace an SAE that is there already")
     share.add_argument(
-        "--only", action="append", default=[], metavar="LABEL", help="of a sweep only this SAE; may be repeated"
+        "--only", action="append", default=[], metavar="LABEL", help="export only this SAE of a sweep; may be repeated"
     )
 
 
@@ -350,96 +364,114 @@ def _add_launch_flags(command: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="ID",
-            help="start only once that job has finished",
+            help="start only after this job has finished; may be repeated",
         )
     )
-    command.add_argument("--hold", action="store_true", help="keep it from starting until `sae-tui release ID`")
-    command.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
+    command.add_argument("--hold", action="store_true", help="hold the job in the queue until `sae-tui release ID`")
+    command.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
 
 
 def _add_wait(command: argparse.ArgumentParser) -> None:
-    codes = "return when it has ended: 0 finished, 3 stopped, 4 failed, 5 lost"
+    codes = "wait until the job has ended; exit codes: 0 finished, 3 stopped, 4 failed, 5 lost"
     command.add_argument("--wait", action="store_true", help=codes)
 
 
 def _add_job_commands(add: Add) -> None:
     _add_finding(add)
-    show = add("job", "jobs.show_job", "Show one job and what happened to it")
+    show = add("job", "jobs.show_job", "Show one job with its events")
     stop = add("stop", "jobs.stop", "Ask a job to save a checkpoint and stop")
-    logs = add("logs", "jobs.show_logs", "Show what a job has written")
+    logs = add("logs", "jobs.show_logs", "Show the log of a job")
     for command in (show, stop, logs):
         _job_id(command)
     _add_wait(show)
-    stop.add_argument("--evaluation", action="store_true", help="the evaluation of its SAEs, not the job")
-    logs.add_argument("--evaluation", action="store_true", help="of the evaluation of its SAEs")
+    stop.add_argument("--evaluation", action="store_true", help="stop the evaluation of its SAEs, not the job")
+    logs.add_argument("--evaluation", action="store_true", help="show the log of the evaluation of its SAEs")
     show.add_argument("--cards", action="store_true", help="list its current and earlier report cards")
-    which = "the report card of this number, as --cards lists them"
+    which = "show the report card with this number in the list of --cards"
     show.add_argument("--card", type=positive, metavar="N", help=which)
-    stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
+    stop.add_argument("--kill", action="store_true", help="end it within 5 s, even without a checkpoint")
     early = f"cool down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and end as finished".replace("%", "%%")
     stop.add_argument("--finish", action="store_true", help=early)
-    logs.add_argument("-f", "--follow", action="store_true", help="follow it until the job ends")
-    logs.add_argument("--rank", type=rank, default=0, metavar="N", help="of this rank; default: 0")
-    logs.add_argument("-n", "--lines", type=positive, default=100, metavar="N", help="at most so many; default: 100")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow the log until the job ends")
+    logs.add_argument("--rank", type=rank, default=0, metavar="N", help="show the log of this rank; default: 0")
+    logs.add_argument(
+        "-n", "--lines", type=positive, default=100, metavar="N", help="show at most the last N lines; default: 100"
+    )
 
 
 def _add_finding(add: Add) -> None:
     find = add("jobs", "jobs.show_jobs", "List the jobs, newest first")
-    words = "only those that all these match: words, #tag, state:failed, arch:topk, user:ann, id:7"
+    words = "list only jobs that match all of these: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
     find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
-    find.add_argument("--watch", action="store_true", help="again at every change, one line of JSON each with --json")
-    find.add_argument("--limit", type=positive, metavar="N", help="only the first so many")
+    find.add_argument("--watch", action="store_true", help="repeat at every change; with --json, one line of JSON each")
+    find.add_argument("--limit", type=positive, metavar="N", help="list only the first N")
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
-    ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="the jobs' ids")
+    ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of the jobs")
     ids.completer = completion.job_ids  # type: ignore[attr-defined]
     look.add_argument(
-        "--metric", metavar="NAME", help="of the curves, such as loss; default: heldout_fvu, in the CSV all"
+        "--metric",
+        metavar="NAME",
+        help="metric of the curves, such as loss; default: heldout_fvu, in the CSV all metrics",
     )
-    look.add_argument("--x", choices=tuple(AXES), default="step", help="what the curves are over; default: %(default)s")
-    look.add_argument("--smooth", type=share, default=0.0, metavar="0.9", help="share of the past in a moving average")
-    look.add_argument("--log", action="store_true", help="a logarithmic scale")
+    look.add_argument("--x", choices=tuple(AXES), default="step", help="x axis of the curves; default: %(default)s")
+    look.add_argument("--smooth", type=share, default=0.0, metavar="0.9", help="smoothing factor of a moving average")
+    look.add_argument("--log", action="store_true", help="use a logarithmic scale")
     look.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the curves")
-    look.add_argument("--csv", type=Path, metavar="FILE", help="write their values")
-    look.add_argument("--force", action="store_true", help="write over files that are there")
-    judge = add("eval", "evaluation.evaluate", "Evaluate the SAE of a job that has ended, which goes on by itself")
+    look.add_argument("--csv", type=Path, metavar="FILE", help="write the values of the curves")
+    look.add_argument("--force", action="store_true", help="overwrite existing files")
+    judge = add("eval", "evaluation.evaluate", "Evaluate the SAE of a job that has ended, in the background")
     _job_id(judge)
-    spliced = "also what its language model loses with the SAE in it: auto, or an extraction's job file"
+    spliced = "also measure the loss of the language model patched with the SAE: auto, or an extraction's job file"
     judge.add_argument("--model", metavar="auto", help=spliced)
-    judge.add_argument("--probe", action="store_true", help="of --model: what 1 and 16 latents tell of labelled texts")
-    keep = "do not measure rows again where the card has them of these weights"
+    judge.add_argument(
+        "--probe", action="store_true", help="with --model: k-sparse probing with 1 and 16 latents on labelled texts"
+    )
+    keep = "do not measure rows again if the report card has them for these weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
-    judge.add_argument("--no-splice", action="store_true", help="of --model: only for --probe and promoted tokens")
-    judge.add_argument(FLAG, action="store_true", help=f"of --model: {FLAG_HELP}")
-    judge.add_argument("--cpu", action="store_true", help="take no GPU; default: a free one, for a job that had one")
-    judge.add_argument("--wait", action="store_true", help="return when it is over: 0 where it went well, else 1")
-    latents = add("features", "features.features", "Show what the latents of an SAE fire on")
-    run = latents.add_argument("run", metavar="RUN", help="a job's id, or the folder of an SAE or run")
+    judge.add_argument(
+        "--no-splice",
+        action="store_true",
+        help="with --model: skip the loss of the patched model, for --probe and promoted tokens only",
+    )
+    judge.add_argument(FLAG, action="store_true", help=f"with --model: {FLAG_HELP}")
+    judge.add_argument("--cpu", action="store_true", help="use no GPU; default: a free GPU if the job ran on one")
+    judge.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait until the evaluation has ended; exit codes: 0 if it succeeded, otherwise 1",
+    )
+    latents = add("features", "features.features", "Show the latents of an SAE with max-activating examples")
+    run = latents.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run")
     run.completer = completion.job_ids  # type: ignore[attr-defined]
-    latents.add_argument("latent", type=rank, nargs="?", metavar="LATENT", help="only this one, with its contexts")
-    latents.add_argument("--sae", metavar="LABEL", help="which SAE of a sweep, such as k=16")
-    order = "sparse: those on 0.01 to 1 %% of the rows first, by largest activation, dense ones last; default: sparse"
+    latents.add_argument(
+        "latent", type=rank, nargs="?", metavar="LATENT", help="show only this latent, with its max-activating examples"
+    )
+    latents.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
+    order = "sparse: latents on 0.01 to 1 %% of the rows first, by largest activation, dense ones last; default: sparse"
     latents.add_argument("--sort", choices=get_args(Order), default="sparse", help=order)
     latents.add_argument(
-        "--search", metavar="WORDS", help="those with these words in their contexts; first those that fire most on them"
+        "--search",
+        metavar="WORDS",
+        help="only latents with these words in their max-activating examples, strongest activation on them first",
     )
-    which = "of the report card of this number, as `sae-tui job ID --cards` lists them"
+    which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
-    latents.add_argument("--limit", type=positive, default=20, metavar="N", help="only so many; default: %(default)s")
+    latents.add_argument("--limit", type=positive, default=20, metavar="N", help="list at most N; default: %(default)s")
 
 
 def _add_edit_commands(add: Add) -> None:
     resume = add("resume", "edits.resume", "Resume a job that has ended or is paused, from its last good checkpoint")
-    clone = add("clone", "edits.clone", "Launch a new job with the settings of another")
-    pause = add("pause", "edits.pause", "Have a job save and free its GPUs until it is resumed")
-    hold = add("hold", "edits.hold", "Keep a job in line from starting")
-    release = add("release", "edits.release", "Take the hold off a job, so that it starts once nothing else keeps it")
-    priority = add("priority", "edits.prioritise", "Say which of the jobs in line go first")
-    after = add("after", "edits.come_after", "Have a job in line wait until others have finished")
-    rename = add("rename", "edits.rename", "Give a job another name")
-    tag = add("tag", "edits.tag", "Give a job tags to find it by")
-    note = add("note", "edits.write_note", "Write a note to a job")
-    early = "cool down from there and end as finished, instead of all the steps that are left"
+    clone = add("clone", "edits.clone", "Launch a new job with the settings of another job")
+    pause = add("pause", "edits.pause", "Save a job and free its GPUs until it is resumed")
+    hold = add("hold", "edits.hold", "Hold a queued job, so that it does not start")
+    release = add("release", "edits.release", "Release a held job, so that it can start")
+    priority = add("priority", "edits.prioritise", "Set the priority of a queued job")
+    after = add("after", "edits.come_after", "Let a queued job wait until other jobs have finished")
+    rename = add("rename", "edits.rename", "Rename a job")
+    tag = add("tag", "edits.tag", "Add tags to a job")
+    note = add("note", "edits.write_note", "Set the note of a job")
+    early = "cool down from the checkpoint and end as finished, instead of training all remaining steps"
     resume.add_argument("--finish", action="store_true", help=early)
     for command in (resume, clone, pause, hold, release, priority, after, rename, tag, note):
         _job_id(command)
@@ -448,8 +480,10 @@ def _add_edit_commands(add: Add) -> None:
         _add_gpus(command)
     _add_wait(resume)
     _add_launch_flags(clone)
-    clone.add_argument("--print", action="store_true", help="print its job file and launch nothing")
-    priority.add_argument("priority", type=int, metavar="N", help="-100 to 100; higher goes first")
+    clone.add_argument("--print", action="store_true", help="print the job file and launch nothing")
+    priority.add_argument(
+        "priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first"
+    )
     others = after.add_argument(
         "others",
         type=positive,
@@ -460,33 +494,37 @@ def _add_edit_commands(add: Add) -> None:
     _complete_ids(others)
     rename.add_argument("name", metavar="NAME")
     tag.add_argument("words", nargs="*", metavar="WORD")
-    tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="take a tag away")
-    note.add_argument("text", metavar="TEXT", help='"" for none')
+    tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="remove this tag; may be repeated")
+    note.add_argument("text", metavar="TEXT", help='text of the note; "" removes it')
     delete = add("rm", "edits.remove", "Delete jobs with checkpoints, logs and SAEs")
     _complete_ids(
         delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
     )
-    delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    delete.add_argument("-y", "--yes", action="store_true", help="delete without asking")
     mend = add(
-        "repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left"
+        "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair what a crash left behind"
     )
-    gone = "also end jobs of this other host, which is gone for good; none that was active in the last 3 minutes"
+    gone = "also mark the jobs of this host, which is gone for good, as lost; not those active in the last 3 minutes"
     mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 
 def _add_own_commands(add: Add) -> None:
-    script = add("completion", "completion.complete_in_shell", "Make a shell complete commands and job ids")
+    script = add("completion", "completion.complete_in_shell", "Set up shell completion of commands and job ids")
     script.add_argument(
-        "shell", choices=completion.SHELLS, nargs="?", help="default: that of $SHELL, else the one you log in with"
+        "shell", choices=completion.SHELLS, nargs="?", help="default: the shell in $SHELL, otherwise your login shell"
     )
-    script.add_argument("--install", action="store_true", help="write it where the shell looks; default: print it")
-    schema = add("schema", "schema.show_schema", "Print the JSON Schema of a command's answer, or list those there are")
+    script.add_argument(
+        "--install",
+        action="store_true",
+        help="write the script to the place where the shell finds it; default: print it",
+    )
+    schema = add("schema", "schema.show_schema", "Print the JSON Schema of a command's answer, or list all schemas")
     schema.add_argument("words", nargs="*", metavar="COMMAND", help="such as `gpus`, `trainer run`, or `error`")
-    add("skill", "skill.show_skill", "Print a guide by which an agent does all by JSON")
+    add("skill", "skill.show_skill", "Print a guide for agents that work with JSON")
 
 
 def _job_id(command: argparse.ArgumentParser) -> None:
-    _complete_ids(command.add_argument("id", type=positive, metavar="ID", help="the job's id"))
+    _complete_ids(command.add_argument("id", type=positive, metavar="ID", help="id of the job"))
 
 
 def _complete_ids(job_id: argparse.Action) -> None:
@@ -504,10 +542,10 @@ def _shared_flags(*, in_help: bool = True) -> CommandParser:
     If `in_help` is false, `--help` omits them, and the help of a command names them in one line instead.
     """
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
-    shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
-    shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
-    shared.add_argument("--demo-gpus", type=positive, metavar="N", help="how many GPUs to simulate")
-    shared.add_argument("--gpu-source", choices=source_names(), help="how GPUs are read; default: auto")
+    shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")
+    shared.add_argument("--demo", action="store_true", help="use simulated GPUs, and keep the jobs in DIR/demo")
+    shared.add_argument("--demo-gpus", type=positive, metavar="N", help="number of simulated GPUs")
+    shared.add_argument("--gpu-source", choices=source_names(), help="source of GPU data; default: auto")
     for action in shared._actions if not in_help else ():
         action.help = argparse.SUPPRESS
     return shared
