@@ -19,11 +19,11 @@ def show_cards(context: CommandContext, job_id: int) -> None:
     if context.as_json:
         show_json([_row(label, one) for label, versions in cards.items() for one in versions])
     elif not cards:
-        say(f"job {job_id} has no report card; `sae-tui eval {job_id}` makes one")
+        say(f"job {job_id} has no report card; run `sae-tui eval {job_id}`")
     else:
         titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*cards] != [""] else []))
         show_table(titles, [_cells(label, one, titles) for label, versions in cards.items() for one in versions])
-        say(f"`sae-tui job {job_id} --card N` shows one")
+        say(f"`sae-tui job {job_id} --card N` shows one in full")
 
 
 def show_card(context: CommandContext, job_id: int, number: int) -> None:

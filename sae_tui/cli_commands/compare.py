@@ -29,7 +29,7 @@ def compare(context: CommandContext, flags: argparse.Namespace) -> int:
         comparison = runs.read(flags.metric or held_out(CRITERION))
         if flags.metric and comparison.metric != flags.metric:
             names = ", ".join(comparison.metrics) or "none yet"
-            raise UserError(f'these runs have no metric "{flags.metric}"; they have {names}')
+            raise UserError(f'--metric: these runs have no "{flags.metric}"; use one of {names}')
         if flags.svg or flags.csv:
             _write(context, runs, comparison, flags)
         elif context.as_json:
@@ -63,7 +63,7 @@ def _write(context: CommandContext, runs: Runs, comparison: Comparison, flags: a
         show_json({kind: str(working_folder() / path) for kind, path in written.items() if path})
         return
     for path in filter(None, written.values()):
-        say(f"{path} is written")
+        say(f"wrote {path}")
 
 
 def _show(comparison: Comparison, settings: Settings) -> None:
@@ -72,7 +72,11 @@ def _show(comparison: Comparison, settings: Settings) -> None:
     if differing:
         show_table(["SETTING", *labels], [_words(line) for line in differing])
     else:
-        say("all settings are the same" if len(labels) > 1 else "there is nothing to compare this run with")
+        say(
+            "all settings are the same"
+            if len(labels) > 1
+            else "this is the only run; give another id to compare it with"
+        )
     say()
     lines = results(comparison.saes, settings)
     show_table(["RESULT", *labels], [_words(line) for line in lines])

@@ -59,7 +59,7 @@ def complete_in_shell(context: CommandContext, flags: argparse.Namespace) -> int
 
 
 def _which_shell() -> BadUsage:
-    message, fix = "SHELL: it is not known which one", "name bash, zsh or fish"
+    message, fix = "SHELL: the shell is not known", "give bash, zsh or fish"
     return BadUsage(message, f"{PROGRAM}: error: {message}; {fix}\n", fix)
 
 
@@ -100,9 +100,9 @@ def _install(context: CommandContext, shell: str) -> int:
     if context.as_json:
         show_json({"shell": shell, "file": str(file), "changed": changed, "next": left, "undo": undo})
         return Exit.DONE
-    say(f"{file} {'is written' if changed else 'was there already'}")
+    say(f"wrote {file}" if changed else f"{file} is up to date")
     say(left)
-    say(f"`{undo}` takes it back")
+    say(f"`{undo}` undoes this")
     return Exit.DONE
 
 
@@ -122,10 +122,10 @@ def file_for(shell: str) -> Path:
 def _left_to_do(shell: str, file: Path) -> str:
     if shell == "zsh":
         return (
-            f"put `fpath=({shlex.quote(str(file.parent))} $fpath)` into ~/.zshrc, above compinit, and open a new shell"
+            f"add `fpath=({shlex.quote(str(file.parent))} $fpath)` to ~/.zshrc, before compinit, and open a new shell"
         )
-    needs = ", which needs the package bash-completion" if shell == "bash" else ""
-    return f"a new shell completes {PROGRAM}{needs}"
+    needs = " (if the package bash-completion is installed)" if shell == "bash" else ""
+    return f"new shells complete {PROGRAM}{needs}"
 
 
 def _marked(script: str, shell: str) -> str:
@@ -146,5 +146,5 @@ def _text_of_ours(file: Path) -> str | None:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {sentence(error)}") from None
     if _MARK not in content.splitlines()[:2]:
-        raise UserError(f"{file} is not by {PROGRAM} completion --install; remove it first")
+        raise UserError(f"{file} was not written by {PROGRAM} completion --install; remove it first")
     return content

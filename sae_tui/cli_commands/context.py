@@ -148,7 +148,7 @@ def _refuse_unusable(root: Path) -> None:
         os.stat(root / "runs" / "1" / "checkpoints")
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            reason = f"the path of the data folder is too long, with {len(str(root))} characters"
+            reason = f"the path of the data folder is too long ({len(str(root))} characters)"
             raise UserError(f"{reason}; choose another with --data-dir") from None
     if os.path.exists(root) and not os.path.isdir(root):
         raise UserError(f"{root} is not a folder; choose another with --data-dir")

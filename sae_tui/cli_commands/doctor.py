@@ -26,7 +26,7 @@ from trainer.contract.wording import duration, gibibytes
 
 LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
 INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)
-LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, against one"
+LEGEND = "* the mode that parallel.mode of the job selects; SPEED-UP: in tokens/s, over one device"
 
 
 def doctor(context: CommandContext, flags: argparse.Namespace) -> int:

@@ -143,7 +143,7 @@ def repair(context: CommandContext, flags: argparse.Namespace) -> int:
 
 def _ask_whether(context: CommandContext, job_ids: list[int], waiting: str) -> None:
     if not sys.stdin.isatty():
-        raise UserError("rm asks before it deletes; in a script add --yes")
+        raise UserError("rm asks for confirmation, which needs a terminal; in a script add --yes")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
     question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gibibytes(taken)})? [y/N] "
     if waiting:
@@ -153,7 +153,7 @@ def _ask_whether(context: CommandContext, job_ids: list[int], waiting: str) -> N
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
-        raise UserError("nothing is deleted")
+        raise UserError("no job was deleted")
 
 
 def _jobs(job_ids: list[int]) -> str:

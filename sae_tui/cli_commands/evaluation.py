@@ -27,9 +27,9 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
         job = control.job(flags.id)
     request.refuse(context.data, job)
     if flags.probe and flags.model is None:
-        raise UserError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
+        raise UserError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
     if flags.no_splice and not flags.probe:
-        raise UserError("--no-splice: goes with --probe; without both nothing is measured in the model")
+        raise UserError("--no-splice: needs --probe; add --probe, or leave out --no-splice")
     wants_gpu = job.device == "cuda" and not flags.cpu
     model = _model(flags.model)
     asked = request.Request(
@@ -38,7 +38,7 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
         is_spliced=not flags.no_splice, allows_code=_runs_code(context, flags, model),
     )  # fmt: skip
     if not asked.parts:
-        raise UserError("--keep-rows: leaves nothing to measure; give --model or --probe too")
+        raise UserError("--keep-rows: leaves nothing to measure; add --model or --probe")
     since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
     has_done(message)

@@ -55,12 +55,12 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
     try:
         server = Server((LOOPBACK, flags.port), partial(Handler, figures.text), gpus.rest)
     except OSError as error:
-        reason = f"port {flags.port} of {LOOPBACK} cannot be had: {error.strerror}"
+        reason = f"port {flags.port} of {LOOPBACK} is not available: {error.strerror}"
         raise UserError(f"{reason}; choose another with --port") from None
     sampler.start()
     try:
         with server:
-            say(f"http://{LOOPBACK}:{server.server_port}/metrics for every user of this machine; Ctrl-C ends it")
+            say(f"http://{LOOPBACK}:{server.server_port}/metrics is open to every user of this machine; Ctrl-C ends it")
             server.serve_forever()
     finally:
         if not sampler.stop():
@@ -161,9 +161,9 @@ class Handler(BaseHTTPRequestHandler):
         # DNS rebinding: a web page can reach this port through a host name of its own, but the Host header then has
         # that name.
         if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
-            self._answer(403, "only by the name 127.0.0.1 or localhost\n")
+            self._answer(403, "use the name 127.0.0.1 or localhost\n")
         elif self.path != "/metrics":
-            self._answer(404, "only /metrics is here\n")
+            self._answer(404, "only /metrics is served\n")
         else:
             self._answer(200, self._text(), CONTENT_TYPE)
 

@@ -47,11 +47,11 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
         return Exit.DONE
     say(f"{read.n_latents:,} latents on {read.n_rows:,} rows: {counts(read)}")
     if flags.search is not None:
-        say(f"fire on it: {len(firing):,} · only in their texts: {len(others):,}")
+        say(f"fire on the words: {len(firing):,} · words only in their texts: {len(others):,}")
     rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
     show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
     if len(shown) < len(latents):
-        say(f"{len(latents) - len(shown):,} more; --limit N shows as many")
+        say(f"{len(latents) - len(shown):,} more; show them with --limit N")
     return Exit.DONE
 
 
@@ -70,14 +70,16 @@ def _file(context: CommandContext, flags: argparse.Namespace) -> Path:
         return next(iter(files.values()))
     if flags.sae not in files:
         labels = ", ".join(f'"{label}"' for label in files)
-        raise UserError(f"--sae: takes one of {labels}" if len(files) > 1 else "--sae: there is one SAE only")
+        raise UserError(
+            f"--sae: give one of {labels}" if len(files) > 1 else "--sae: the run has only one SAE; leave --sae out"
+        )
     return files[flags.sae]
 
 
 def _of_card(context: CommandContext, job_id: int, number: int) -> dict[str, Path]:
     if files := cards.features_of(context, job_id, number):
         return files
-    raise UserError(f"--card: what the latents of card {number} fired on is not stored any more")
+    raise UserError(f"--card: report card {number} has no stored max-activating examples; leave --card out")
 
 
 def _show(feature: Feature, read: Features) -> None:

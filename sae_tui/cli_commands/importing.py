@@ -26,7 +26,7 @@ def take_in(context: CommandContext, flags: argparse.Namespace) -> int:
             context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag, python=python,
             on_reached=progress.reach,
         )  # fmt: skip
-    has_done(f"job {job_id} is made of {flags.folder}")
+    has_done(f"imported {flags.folder} as job {job_id}")
     if context.as_json:
         facts = {name: getattr(imported, name) for name in ("architecture", "notes", "check", "warnings")}
         show_json({"id": job_id, "format": imported.form, **facts})
@@ -36,5 +36,5 @@ def take_in(context: CommandContext, flags: argparse.Namespace) -> int:
         say(f"warning: {doubt}")
     for note in imported.notes:
         say(f"note: {note}")
-    say(f"`sae-tui eval {job_id}` writes its report card, `sae-tui compare {job_id} ID` sets it beside another job")
+    say(f"`sae-tui eval {job_id}` writes its report card, `sae-tui compare {job_id} ID` compares it with another job")
     return Exit.DONE

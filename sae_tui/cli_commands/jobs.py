@@ -80,7 +80,7 @@ def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
     elif not reader.jobs:
         say("no jobs yet; `sae-tui launch JOB.toml` starts one")
     elif not matches:
-        say(f"none of the {len(reader.jobs)} jobs matches")
+        say(f"none of the {len(reader.jobs)} jobs matches the filter")
     else:
         _show_table(matches)
     return Exit.DONE
@@ -219,9 +219,11 @@ def _show_cause(postmortem: Postmortem, job_id: int) -> None:
 
 def stop(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.kill and flags.finish:
-        raise UsageError("--finish: does not go with --kill, which ends the job at once")
+        raise UsageError("--finish: cannot be combined with --kill; leave out one of them")
     if flags.evaluation and (flags.kill or flags.finish):
-        raise UsageError("--evaluation: does not go with --kill or --finish, which are about the job")
+        raise UsageError(
+            "--evaluation: cannot be combined with --kill or --finish, which act on the job; leave them out"
+        )
     if flags.evaluation:
         from sae_tui.jobs.evaluation.request import stop as act
     else:
@@ -240,7 +242,7 @@ def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
     reader = _reader(context, flags.id)
     assert reader.view is not None
     if flags.rank >= reader.view.world_size:
-        raise UserError(f"job {flags.id} has no rank {flags.rank}; --rank takes 0 to {reader.view.world_size - 1}")
+        raise UserError(f"job {flags.id} has no rank {flags.rank}; give --rank 0 to {reader.view.world_size - 1}")
     run = context.data.run(flags.id)
     path = run.evaluation_log if flags.evaluation else run.log(flags.rank)
     follower = LogFollower(path, offset=path.stat().st_size if path.exists() else 0)
@@ -301,7 +303,7 @@ def _wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = T
                 reconcile_at = time.monotonic() + RECONCILE_EVERY_S
             reader.poll()
     if reader.view is None:
-        raise UserError(f"job {job_id} was deleted while it was waited for")
+        raise UserError(f"job {job_id} was deleted during --wait")
     view = reader.view
     reader.close()
     if is_told and not context.as_json:

@@ -69,7 +69,7 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
         if look:
             say(_needs(look, measured))
         if job and job.launch.python and not errors:
-            say(f"trained by {environment.look(job.launch.python).words}")
+            say(f"trained with {environment.look(job.launch.python).words}")
     return Exit.FAILED if errors else Exit.DONE
 
 
@@ -111,7 +111,7 @@ def launch_all(
     launched = dict(zip(ids, places, strict=True))
     has_done(f"{join_words([f'job {job_id}' for job_id in ids])} {'are' if len(ids) > 1 else 'is'} launched")
     if flags.wait:
-        held = {"began": "is launched and held", "leaves": "in line"} if flags.hold else {}
+        held = {"began": "is launched and held", "leaves": "queued"} if flags.hold else {}
         return wait_for(context, *launched, **held)
     if context.as_json:
         rows = [

@@ -257,7 +257,7 @@ def _add_gpu_commands(add: Add) -> None:
     )
     every = (
         "average over steps of this length, 1 s or more, as in `metrics --view per_gpu --since 24h --every 5m --json`;"
-        " default: every sample in JSON per GPU, otherwise about 60 steps; older samples are kept as one-minute means only"
+        " default: every sample in JSON per GPU, otherwise about 60 steps; older times have one-minute means only"
     )
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
     metrics.add_argument("--csv", action="store_true", help="print the history since --since as CSV")

@@ -124,9 +124,9 @@ class StoredSamples:
         yield ""
         first = next(lines, None)
         if first is None:
-            yield f"{whose}: nothing was stored since {clock_time(self.begin)}"
+            yield f"{whose}: no stored samples since {clock_time(self.begin)}"
             return
-        yield f"{whose}: means of {duration(self.every_s or 0)} each"
+        yield f"{whose}: means over {duration(self.every_s or 0)}"
         yield headings
         yield first
         yield from lines
@@ -137,10 +137,10 @@ def past_of(context: CommandContext, flags: argparse.Namespace) -> StoredSamples
     if flags.since is not None:
         return StoredSamples(context, flags)
     if flags.every is not None:
-        message = "is the step of what was stored; say since when, such as --since 24h"
+        message = "needs --since; add for example --since 24h"
         raise JobFileError([Problem("--every", message)])
     if flags.csv:
-        raise JobFileError([Problem("--csv", "has what was stored; say since when, such as --since 24h")])
+        raise JobFileError([Problem("--csv", "needs --since; add for example --since 24h")])
     return None
 
 

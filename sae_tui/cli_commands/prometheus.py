@@ -85,15 +85,15 @@ def gpu_metrics(samples: Iterable[GpuSample], jobs_by_uuid: Mapping[str, int]) -
         return gauge(f"sae_tui_gpu_{name}", words, [(labels, value(one)) for labels, one in gpus])
 
     yield metric("healthy", "Whether the GPU can be read.", lambda one: one.healthy)
-    yield metric("utilization_ratio", "Share of the time in which a kernel ran.", lambda one: _ratio(one.utilization))
+    yield metric("utilization_ratio", "Share of time in which a kernel ran.", lambda one: _ratio(one.utilization))
     yield metric("memory_used_bytes", "Memory in use.", lambda one: one.memory_used_bytes)
-    yield metric("memory_total_bytes", "All of its memory.", lambda one: one.memory_total_bytes)
+    yield metric("memory_total_bytes", "Memory capacity.", lambda one: one.memory_total_bytes)
     yield metric("temperature_celsius", "Temperature of the chip.", lambda one: one.temperature_c)
     yield metric("power_watts", "Power draw.", lambda one: one.power_w)
     yield metric("power_limit_watts", "Power limit.", lambda one: one.power_limit_w)
-    yield metric("throttled", "Whether heat or lack of power slows it down.", _throttled)
+    yield metric("throttled", "Whether the GPU is throttled by heat or a lack of power.", _throttled)
     held = [(labels | {"id": jobs_by_uuid[one.uuid]}, 1.0) for labels, one in gpus if one.uuid in jobs_by_uuid]
-    yield gauge("sae_tui_gpu_held_by_job", "1, with the id of the job that has the GPU.", held)
+    yield gauge("sae_tui_gpu_held_by_job", "1, labelled with the id of the job that holds the GPU.", held)
 
 
 def _ratio(percent: float | None) -> float | None:
@@ -119,16 +119,16 @@ def job_metrics(jobs: Iterable[JobView], now: float | None = None) -> Iterator[M
         for labels, job in labelled
         for state in JobState
     ]
-    of_silent = "all are 0 if its host is silent, since the state is not known"
+    of_silent = "all are 0 if its host sends no heartbeat, since the state is then not known"
     yield gauge("sae_tui_job_state", f"1 for the state of the job, 0 for the others; {of_silent}.", states)
-    yield metric("silent", "Whether the host of the job has sent no heartbeat for long.", lambda job: bool(job.silent))
-    yield metric("step", "Steps made.", lambda job: job.step)
+    yield metric("silent", "Whether the heartbeats of the job's host are overdue.", lambda job: bool(job.silent))
+    yield metric("step", "Steps done.", lambda job: job.step)
     yield metric("steps_planned", "Steps planned.", lambda job: job.total_steps)
     yield metric("tokens", "Tokens trained on.", lambda job: job.tokens)
     yield metric("tokens_per_second", "Tokens trained on per second.", _tokens_per_s)
-    yield metric("loss", "Newest loss.", lambda job: job.loss)
+    yield metric("loss", "Latest loss.", lambda job: job.loss)
     for name in measured_names():
-        words = f"Newest {title_of(name)}."
+        words = f"Latest {title_of(name)}."
         yield metric(_NOT_IN_A_NAME.sub("_", name), words, lambda job, name=name: newest_value(job, name))  # type: ignore[misc]
     yield metric("energy_joules", "Energy of its GPUs, as far as measured.", _energy_j)
 

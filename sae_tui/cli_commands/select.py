@@ -32,6 +32,6 @@ def select(context: CommandContext, flags: argparse.Namespace) -> int:
         return Exit.DONE if enough else Exit.FAILED
     if not enough:
         whys = "; ".join(f"GPU {index}: {why}" for index, why in advice.reasons.items() if index not in advice.gpus)
-        raise UserError(f"--count: {len(chosen)} of {flags.count} GPUs can be had" + (f" ({whys})" if whys else ""))
+        raise UserError(f"--count: {len(chosen)} of {flags.count} GPUs are available" + (f" ({whys})" if whys else ""))
     say(",".join(str(one.index) if flags.index else one.uuid for one in chosen))
     return Exit.DONE

@@ -25,13 +25,13 @@ def serve(context: CommandContext, flags: argparse.Namespace) -> int:
 
     def tell(port: int, url: str) -> None:
         if stat.S_ISREG(status := os.fstat(sys.stdout.fileno()).st_mode) and status & (stat.S_IRGRP | stat.S_IROTH):
-            warn("the address goes into a file that others may read; `chmod go-r` it")
+            warn("the address is written to a file that other users can read; run `chmod go-r` on it")
         if context.as_json:
             show_json({"url": url, "pid": os.getpid(), "port": port, "read_only": not flags.write})
             return
         say(url)
-        say("Whoever has this address sees what you see, and " + _WHAT[flags.write])
-        say("It is reached from this machine alone; from yours, run this there first and leave it open:")
+        say("Anyone who has this address sees what you see, and " + _WHAT[flags.write])
+        say("It works on this machine only; to use it from your own computer, run this there and leave it open:")
         say(f"  ssh -L {port}:127.0.0.1:{port} {user_name()}@{socket.gethostname()}")
         say("Ctrl-C ends it; jobs keep running.")
 
@@ -39,8 +39,8 @@ def serve(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 _WHAT = {
-    True: "acts as you: launches, stops, deletes.",
-    False: "changes nothing (--write allows that).",
+    True: "can launch, stop and delete jobs as you.",
+    False: "cannot change anything (--write allows it).",
 }
 
 

@@ -12,24 +12,24 @@ _EXITS = "\n".join(f"- `{one:d}` {one.meaning}" for one in Exit)
 GUIDE = f"""\
 ---
 name: sae-tui
-description: Train sparse autoencoders on GPUs and judge them, by commands that answer in JSON.
+description: Train sparse autoencoders on GPUs and evaluate them, with commands that answer in JSON.
 ---
 
-# Training a sparse autoencoder by `sae-tui`
+# Training a sparse autoencoder with `sae-tui`
 
 With `--json` a command prints one JSON value on standard output and nothing else; warnings go to standard error.
 `sae-tui schema COMMAND` is the JSON Schema of its answer, with the unit of each field and when it is null.
-`sae-tui COMMAND --help` has its flags and examples. Training needs `pip install 'sae-tui[train]'`.
+`sae-tui COMMAND --help` shows its flags and examples. Training needs `pip install 'sae-tui[train]'`.
 
-A command that fails prints `{{"error": {{"field": ..., "message": ..., "fix": ...}}}}`; do what `fix` says, else change
+A command that fails prints `{{"error": {{"field": ..., "message": ..., "fix": ...}}}}`; do what `fix` says, or change
 what `field` names. Exit codes:
 
 {_EXITS}
 
-## 1. What is here
+## 1. Check the machine
 
-`ok` is false where something is in the way; each finding has a `remedy`. A GPU with `reason` "" is free. Without GPUs
-jobs train on the CPU; `--demo` after `sae-tui` simulates GPUs, and is not needed for that.
+`ok` is false if a finding is an error; each finding has a `remedy`. A GPU with `reason` "" is free. Without GPUs
+jobs train on the CPU. (`--demo` after `sae-tui` simulates GPUs; training on the CPU does not need it.)
 
 ```sh
 sae-tui doctor --json
@@ -38,8 +38,8 @@ sae-tui gpus --json
 
 ## 2. A job file
 
-Settings that are left out have good defaults. `path = "sample"` is data that is shipped with the app; your own is a
-folder of activations, as `sae-train extract` makes it of a language model and a text.
+Settings that are left out have good defaults. `path = "sample"` is data that comes with the app; your own data is a
+folder of activations, which `sae-train extract` makes from a language model and a text.
 
 ```sh
 cat > job.toml <<'END'
@@ -57,9 +57,9 @@ END
 
 ## 3. Choose, check, launch
 
-`recommend` answers with indices for `--gpus`; none and exit code 1 mean that no GPU suits: then `--gpus cpu`.
-`validate` says all that would keep the job from running. `launch` returns at once with the `id`, here 1 and 2; the
-jobs run on when you do not.
+`recommend` answers with indices for `--gpus`. No indices and exit code 1 mean that no GPU suits; use `--gpus cpu` then.
+`validate` lists everything that would keep the job from running. `launch` returns at once with the `id`, here 1 and 2.
+The jobs run in the background.
 
 ```sh
 sae-tui recommend job.toml --json || test $? = 1
@@ -70,9 +70,9 @@ sae-tui launch job.toml --gpus cpu --set sae.k=32 --after 1 --json
 
 ## 4. Watch
 
-`jobs --watch` prints a line at every change until nobody reads. `job ID --wait` returns once the job has ended, and its
-exit code tells how. `events`, `cause` and `sae-tui logs ID --json` say why one failed; `sae-tui resume ID` goes on from
-its last checkpoint.
+`jobs --watch` prints a line at every change until the reader closes the pipe. `job ID --wait` returns when the job has
+ended; its exit code says how. `events`, `cause` and `sae-tui logs ID --json` say why a job failed. `sae-tui resume ID`
+continues from its last checkpoint.
 
 ```sh
 sae-tui jobs --watch --json | head -n 1
@@ -80,11 +80,11 @@ sae-tui job 1 --wait --json
 sae-tui job 2 --wait --json
 ```
 
-## 5. Judge, compare, export
+## 5. Evaluate, compare, export
 
-`heldout_fvu` (lower is better) and `heldout_l0` in the answer of `job` are of rows that no step has seen; `fvu` is of
-the last batches, and flatters. `card` has `figures` with errors: `fvu`, `l0`, `dead`. An export is a folder that
-SAELens loads; `--format` names others. `output_path` of a job is such a folder already.
+`heldout_fvu` (lower is better) and `heldout_l0` in the answer of `job` are measured on held-out rows; `fvu` is measured
+on the last training batches and is too optimistic. `card` has `figures` with errors: `fvu`, `l0`, `dead`. An export is
+a folder that SAELens loads; `--format` selects other formats. `output_path` of a job is already such a folder.
 
 ```sh
 sae-tui compare 1 2 --json

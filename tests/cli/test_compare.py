@@ -47,7 +47,7 @@ def test_jobs_are_filtered_by_words_sorted_and_limited(shell, two):
     assert [job["name"] for job in shell.json("jobs", "--sort", "name")] == ["narrow", "wide"]
     assert [job["name"] for job in shell.json("jobs", "--sort", "fvu", "--limit", "1")] == ["wide"]
     assert shell.json("jobs", "narrow", "wide") == []
-    assert shell.run("jobs", "nothing").stdout == "none of the 2 jobs matches\n"
+    assert shell.run("jobs", "nothing").stdout == "none of the 2 jobs matches the filter\n"
 
 
 def test_an_unknown_sort_order_is_a_usage_error(shell):
@@ -95,7 +95,7 @@ def test_curves_are_written_as_svg_and_as_csv(shell, two):
     ("flags", "code", "said"),
     [
         (("1", "7"), 1, "there is no job 7"),
-        (("1", "--metric", "speed"), 1, 'no metric "speed"; they have heldout_fvu, fvu'),
+        (("1", "--metric", "speed"), 1, '--metric: these runs have no "speed"; use one of heldout_fvu, fvu'),
         (("1", "--smooth", "1"), 2, "from 0 to below 1"),
         ((), 2, "ID"),
     ],

@@ -35,7 +35,7 @@ def test_completion_is_installed_once_in_the_shells_folder_and_can_be_undone(she
     assert set(script.splitlines()) <= set(written.splitlines())
     assert written.startswith("#compdef sae-tui") is (program == "zsh")
     assert shell.json("completion", "--install", **env)["changed"] is False
-    assert "takes it back" in shell.run("completion", "--install", program, **env).stdout
+    assert "undoes this" in shell.run("completion", "--install", program, **env).stdout
     subprocess.run(shlex.split(told["undo"]), check=True)
     assert not (home / place).exists()
 
@@ -55,7 +55,7 @@ def test_completion_replaces_neither_a_link_nor_an_existing_file(shell, home) ->
 
 def test_an_unknown_shell_is_rejected_and_nothing_is_written(shell, home) -> None:
     (line,) = shell.errors("completion", "--install", code=2, HOME=str(home), SHELL="/bin/tcsh")
-    assert line == "sae-tui: error: SHELL: it is not known which one; name bash, zsh or fish"
+    assert line == "sae-tui: error: SHELL: the shell is not known; give bash, zsh or fish"
     assert list(home.iterdir()) == []
 
 

@@ -69,7 +69,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
         (["resume", "2"], 1, "job 2 cannot be resumed: its run folder was deleted; clone it"),
         (["clone", "2"], 1, "job 2 has no settings to clone"),
         (["rm", "1", "--yes"], 1, "job 1 is queued; stop it before you delete it"),
-        (["rm", "2"], 1, "rm asks before it deletes; in a script add --yes"),
+        (["rm", "2"], 1, "rm asks for confirmation, which needs a terminal; in a script add --yes"),
         (["rm"], 2, "the following arguments are required: ID"),
         (["completion", "tcsh"], 2, "shell: invalid choice: 'tcsh'"),
         (["rename", "1"], 2, "the following arguments are required: NAME"),
@@ -101,7 +101,7 @@ def test_end_of_input_at_the_confirmation_deletes_nothing(shell):
     os.close(terminal)
     os.close(leader)
     assert asked.returncode == 1
-    assert errors.endswith("[y/N] sae-tui: error: nothing is deleted\n")
+    assert errors.endswith("[y/N] sae-tui: error: no job was deleted\n")
     assert row(shell, job_id)["state"] == "stopped"
 
 
@@ -209,7 +209,7 @@ def pauses(pid: int) -> int:
 
 def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
     waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
-    assert waiting.stdout.readline().startswith("job 1 is launched and held; Ctrl-C leaves it in line")
+    assert waiting.stdout.readline().startswith("job 1 is launched and held; Ctrl-C leaves it queued")
     # After ten context switches it has polled the job more than once.
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:
@@ -221,7 +221,7 @@ def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
     shell.run("rm", "--yes", 1)
     waiting.send_signal(signal.SIGCONT)
     errors = waiting.communicate(timeout=60)[1]
-    assert (waiting.returncode, errors) == (1, "sae-tui: error: job 1 was deleted while it was waited for\n")
+    assert (waiting.returncode, errors) == (1, "sae-tui: error: job 1 was deleted during --wait\n")
 
 
 def test_commands_work_in_a_deleted_working_folder(shell):

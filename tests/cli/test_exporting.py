@@ -111,4 +111,4 @@ def test_a_port_in_use_is_reported_in_one_line(shell):
         taken.listen()
         port = taken.getsockname()[1]
         said = shell.run("export-metrics", "--port", port, code=1).stderr
-    assert f"port {port} of 127.0.0.1 cannot be had: Address already in use; choose another with --port" in said
+    assert f"port {port} of 127.0.0.1 is not available: Address already in use; choose another with --port" in said

@@ -44,7 +44,7 @@ def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) ->
     assert [row.split() for row in rows] == [["1", "8.000%", "3.00", "the"], ["0", "3.000%", "4.00", "Lämb"]]
     *rows, more = shell.run("features", job_id, "--sort", "largest", "--limit", 1).stdout.splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["0"]
-    assert more == "1 more; --limit N shows as many"
+    assert more == "1 more; show them with --limit N"
 
 
 def test_a_latent_is_shown_with_its_contexts(shell: Shell, job_id: int) -> None:
@@ -61,7 +61,7 @@ def test_characters_split_over_tokens_are_shown_and_found(shell: Shell, job_id: 
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
     assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
     *_, apart, _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
-    assert apart == "fire on it: 1 · only in their texts: 0"
+    assert apart == "fire on the words: 1 · words only in their texts: 0"
     assert row.split()[0] == "0"
     assert row.split()[3] == "天"
 
@@ -85,10 +85,10 @@ def test_a_sweep_requires_the_choice_of_an_sae(shell: Shell, job_id: int, tmp_pa
     for label in ("k=16", "k=8"):
         put(tmp_path / "sweep" / label)
     (line,) = shell.errors("features", tmp_path / "sweep", code=1)
-    assert line.endswith('--sae: takes one of "k=16", "k=8"')
+    assert line.endswith('--sae: give one of "k=16", "k=8"')
     assert shell.json("features", tmp_path / "sweep", 0, "--sae", "k=8")["latent"] == 0
     (line,) = shell.errors("features", job_id, "--sae", "k=8", code=1)
-    assert line.endswith("--sae: there is one SAE only")
+    assert line.endswith("--sae: the run has only one SAE; leave --sae out")
 
 
 def test_missing_features_are_reported_in_one_line(shell: Shell, job_id: int, tmp_path: Path) -> None:

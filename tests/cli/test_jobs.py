@@ -298,7 +298,7 @@ def test_logs_show_the_last_lines_of_a_rank(shell):
     assert shell.run("logs", job_id, "--rank", 1, "-n", 2).stdout == "two\nthree\n"
     assert shell.json("logs", job_id, "--rank", 1)["lines"] == ["one", "two", "three"]
     (line,) = shell.errors("logs", job_id, "--rank", 2, code=1)
-    assert line == f"sae-tui: error: job {job_id} has no rank 2; --rank takes 0 to 1"
+    assert line == f"sae-tui: error: job {job_id} has no rank 2; give --rank 0 to 1"
 
 
 def test_following_a_log_ends_with_the_job(shell):

@@ -59,7 +59,7 @@ def test_history_appears_only_on_request_and_is_empty_without_samples(shell):
     assert [row["history"] for row in shell.json("metrics", "--view", "per_gpu", "--since", "10m")] == [[]] * 4
     assert shell.json("metrics", "--since", "10m")["history"] == []
     lines = shell.run("metrics", "--since", "10m").stdout.splitlines()
-    assert lines[-1].startswith("All GPUs: nothing was stored since 20")
+    assert lines[-1].startswith("All GPUs: no stored samples since 20")
 
 
 def test_a_gpus_history_follows_its_uuid_across_indices(shell, minute):
@@ -93,7 +93,7 @@ def test_intervals_are_means_over_samples_or_over_minutes_if_those_are_deleted(s
         [(60, 10), (30, 90)],
     )
     lines = shell.run(*asked, "1m").stdout.splitlines()
-    begin = lines.index("GPU 0: means of 60 s each")
+    begin = lines.index("GPU 0: means over 60 s")
     assert lines[begin + 1].split() == ["TIME", "UTIL", "MEMORY", "TEMP", "POWER", "JOB"]
     assert [line.split()[2:] for line in lines[begin + 2 : begin + 4]] == [
         ["10%", "8.0", "GiB", "40", "°C", "100", "W", "-"],
@@ -115,7 +115,7 @@ def test_the_aggregated_history_has_the_number_of_gpus(shell, minute):
     assert (one["gpus_counted"], one["total_memory_total"], one["average_utilization"]) == (1, 24 * GIB, 30)
     assert len(shell.json("metrics", "--since", "1m")["history"]) == 0
     lines = shell.run("metrics", "--view", "aggregated", "--since", "15m").stdout.splitlines()
-    begin = lines.index("All GPUs: means of 30 s each")
+    begin = lines.index("All GPUs: means over 30 s")
     assert lines[begin + 1].split() == ["TIME", "GPUS", "UTIL", "MEMORY", "TEMP", "POWER"]
     assert [line[21:] for line in lines[begin + 2 :]] == [
         "  2 of 4    20%    16.0 GiB / 48.0 GiB   40 °C    200 W"
@@ -131,7 +131,7 @@ def test_rows_of_real_gpus_are_not_added_to_simulated_ones(shell, minute):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--every", "1m"), "--every: is the step of what was stored; say since when, such as --since 24h"),
+        (("--every", "1m"), "--every: needs --since; add for example --since 24h"),
         (("--since", "1h", "--every", "0"), '--every: takes a step of whole seconds like 10s, 1m or 1h, not "0"'),
         (("--since", "1h", "--every", "0.5s"), "takes a step of whole seconds like 10s, 1m or 1h"),
         (("--since", "1h", "--every", "often"), 'takes a time like 90s, 10m, 2h or 1d, not "often"'),
@@ -178,4 +178,4 @@ def test_the_history_is_a_csv_table_per_gpu_or_over_all_gpus(shell, minute):
     assert [row["job_id"] for row in rows] == [""] * 3
     (row,) = csv.DictReader(io.StringIO(shell.run("metrics", "--since", "1h", "--every", "1m", "--csv").stdout))
     assert (row["gpus_counted"], row["average_utilization"]) == ("2", "35.0")
-    assert "--csv: has what was stored; say since when" in shell.run("metrics", "--csv", code=2).stderr
+    assert "--csv: needs --since; add for example --since 24h" in shell.run("metrics", "--csv", code=2).stderr

@@ -22,7 +22,7 @@ def test_free_gpus_are_printed_in_the_format_of_cuda_visible_devices(shell) -> N
 
 def test_too_few_gpus_are_an_error_that_explains_each_other_gpu(shell) -> None:
     (error,) = shell.errors("select", "-n", 3, "--free-memory", "20GiB", code=1)
-    assert "2 of 3 GPUs can be had" in error
+    assert "2 of 3 GPUs are available" in error
     assert "GPU 2: needs 20.0 GiB, 9.1 GiB free" in error
     assert "GPU 3: used by mallory" in error
     done = shell.run("select", "-n", 3, "--free-memory", "20GiB", "--json", code=1)

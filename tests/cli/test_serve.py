@@ -13,7 +13,7 @@ def test_serve_prints_its_address_the_ssh_command_and_that_it_is_read_only(shell
     lines = [process.stdout.readline().rstrip() for _ in range(5)]
     address = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/[\w-]{43}/", lines[0])
     assert address, lines
-    assert "changes nothing (--write allows that)" in lines[1]
+    assert "cannot change anything (--write allows it)" in lines[1]
     assert re.fullmatch(rf"  ssh -L {address[1]}:127\.0\.0\.1:{address[1]} \S+@{socket.gethostname()}", lines[3])
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 143
