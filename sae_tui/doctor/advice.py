@@ -52,12 +52,15 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
     """Report whether the times are estimated from speeds measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
-        return Finding("ok", "speeds", "times are by what was measured here")
+        return Finding("ok", "speeds", "times use speeds measured on this machine")
     *fewer, most = assumed
     on = join_words([*map(str, fewer), _devices(most, bool(gpus))])
-    sentence = f"times on {on} are by {'published figures of such GPUs' if gpus and cuda else 'what a usual core does'}"
-    measure = "`sae-tui doctor --probe` measures them, and so does" if len(gpus) > 1 else "they are measured by"
-    return Finding("note", "speeds", sentence, f"{measure} every job as it starts")
+    source = "published specifications of these GPUs" if gpus and cuda else "the speed of a typical core"
+    sentence = f"times on {on} use {source}"
+    measure = (
+        "`sae-tui doctor --probe` measures the speeds, and so does" if len(gpus) > 1 else "the speeds are measured by"
+    )
+    return Finding("note", "speeds", sentence, f"{measure} every job at its start")
 
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
@@ -67,13 +70,17 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     if not best.fits:
         return _too_large(job, rows, data)
     if not best.fits_now:
-        beside = f"what is on {join_words([f'GPU {index}' for index in best.gpus])}" if best.gpus else "what else runs"
-        sentence = f"it fits on {needs}, but not beside {beside} now"
-        wait = "which waits for other jobs" if best.gpus else "once there is room"
+        used = (
+            f"the present use of {join_words([f'GPU {index}' for index in best.gpus])}"
+            if best.gpus
+            else "other programs"
+        )
+        sentence = f"it fits on {needs}, but not now, next to {used}"
+        wait = "which waits for the other jobs" if best.gpus else "when enough memory is free"
         return Finding("warning", "job", sentence, f"launch it with {_flag(best)}, {wait}")
     if not best.n_gpus and not job.on_cpu:
         alone = memory.estimate(Workload(job.replace("parallel", mode="single"), 1, data)).total
-        sentence = f"there is no GPU for it here, where it would take {gibibytes(alone)}"
+        sentence = f"this machine has no GPU for it; on a GPU it would need {gibibytes(alone)}"
         remedy = f"launch it on the CPU with {_flag(best)}, about {duration(best.seconds)}"
         return Finding("note", "job", sentence, remedy)
     parts = [f"it fits on {needs}, about {duration(best.seconds)}: {_flag(best)}", *_more(best, rows)]
@@ -96,7 +103,7 @@ def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
     elif others:
         row = others[0]
         reach = f"{_devices(row.ranks, bool(row.n_gpus))} reach {row.speed_up:.1f}× the speed of one"
-        yield f"more do not pay: {reach}{f' ({row.reason})' if row.reason else ''}"
+        yield f"more are not worth it: {reach}{f' ({row.reason})' if row.reason else ''}"
 
 
 def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
@@ -105,8 +112,8 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     least = min(here, key=lambda row: row.memory_bytes)
     each, room = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0
     sentence = (
-        f"it takes at least {gibibytes(least.memory_bytes)} per {each} ({_named(least)}), "
-        f"of {gibibytes(room)} that a {each} has"
+        f"it needs at least {gibibytes(least.memory_bytes)} per {each} ({_named(least)}), "
+        f"but a {each} has {gibibytes(room)}"
     )
     beside = with_model_gpus(job, least.ranks, 0)
     work = Workload(beside.replace("parallel", mode=least.mode), least.ranks, data)

@@ -23,7 +23,7 @@ from trainer.contract.wording import join_words, plural, rate
 LIMIT_S = 120.0
 # The speed that a full PCIe 4.0 slot reaches through the host's memory.
 LEAST_BYTES_PER_S = 12e9
-BUSY = "probe again when nobody uses them"
+BUSY = "probe again when these GPUs are idle"
 
 
 class Probed(msgspec.Struct, frozen=True):
@@ -54,7 +54,12 @@ def check_bus(box: CheckedMachine) -> Iterator[Finding]:
     if not box.python and missing_of_trainer():
         return
     if not box.gpus.cuda:
-        yield Finding("note", "bus", "there are no real GPUs to measure it between", "see it on a box with two of them")
+        yield Finding(
+            "note",
+            "bus",
+            "this machine has no real GPUs to measure it between",
+            "run it on a machine with at least two GPUs",
+        )
         return
     listed = choices(box.gpus.samples, Occupancy(box.data).holders())
     # MIG slices cannot exchange data.
@@ -62,12 +67,14 @@ def check_bus(box: CheckedMachine) -> Iterator[Finding]:
     busy = [f"GPU {choice.index} is {choice.reason}" for choice in usable if choice.state == "busy"]
     idle = [choice for choice in usable if choice.state == "available"]
     if busy:
-        yield Finding("note", "bus", f"not measured, so as not to disturb others: {'; '.join(busy)}", BUSY)
+        yield Finding("note", "bus", f"not measured, to avoid disturbing others: {'; '.join(busy)}", BUSY)
     elif len(idle) < 2:
-        sentence = f"not measured, for there is only {plural(len(idle), 'GPU')} that can be used"
-        yield Finding("note", "bus", sentence if idle else "not measured, for no GPU can be used", "it takes two")
+        sentence = f"not measured, since only {plural(len(idle), 'GPU')} can be used"
+        yield Finding(
+            "note", "bus", sentence if idle else "not measured, since no GPU can be used", "two GPUs are needed"
+        )
     elif mixed := mixture(choice.vendor for choice in idle):
-        yield Finding("note", "bus", f"not measured, for these are {mixed}", "name one by --gpu-source")
+        yield Finding("note", "bus", f"not measured, since these are {mixed}", "choose one with --gpu-source")
     else:
         yield from _measure(box, idle)
 
@@ -77,12 +84,14 @@ def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding
     try:
         box.data.create()
     except UserError as error:
-        yield Finding("note", "bus", f"not measured, for its result cannot be kept: {error}", "mend the data folder")
+        yield Finding(
+            "note", "bus", f"not measured, since the result cannot be stored: {error}", "repair the data folder"
+        )
         return
     locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), [choice.uuid for choice in idle])
     if not locks.take():
-        reason = locks.why or "a job takes one of the GPUs just now"
-        yield Finding("note", "bus", f"not measured, for {reason}", BUSY)
+        reason = locks.why or "a job is taking one of the GPUs"
+        yield Finding("note", "bus", f"not measured, since {reason}", BUSY)
         return
     try:
         probed, failure = _probe(box, idle)
@@ -93,8 +102,8 @@ def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding
         yield _peers_fail(failure)
         probed = staged
     if probed is None:
-        remedy = "see `sae-train probe`, and NCCL's own words with NCCL_DEBUG=INFO"
-        yield Finding("error", "bus", f"it cannot be measured: {failure}", remedy)
+        remedy = "run `sae-train probe`, with NCCL_DEBUG=INFO for NCCL's messages"
+        yield Finding("error", "bus", f"the measurement failed: {failure}", remedy)
         return
     speeds = msgspec.structs.replace(read_box(box.data.box_file), peers_fail=staged is not None)
     write_box(box.data.box_file, _add_measured(speeds, probed))
@@ -105,8 +114,8 @@ def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding
 
 def _peers_fail(failure: str) -> Finding:
     """Report that peer-to-peer access is allowed but does not work."""
-    sentence = f"GPUs cannot exchange by reading each other's memory ({failure}), only by way of the host's"
-    remedy = "turn off IOMMU and ACS in the BIOS, then run this again; until then jobs get NCCL_P2P_DISABLE=1"
+    sentence = f"GPUs cannot read each other's memory ({failure}) and exchange data through the host's memory"
+    remedy = "turn off IOMMU and ACS in the BIOS, then run this again; until then jobs run with NCCL_P2P_DISABLE=1"
     return Finding("warning", "bus", sentence, remedy)
 
 
@@ -120,7 +129,7 @@ def _probe(box: CheckedMachine, idle: Sequence[GpuChoice], **environ: str) -> tu
     try:
         return decode_as(answer.rpartition("\n")[2], Probed), ""
     except ValueError:
-        return None, "its answer is no JSON"
+        return None, "its output is not valid JSON"
 
 
 def _add_measured(speeds: MeasuredHardware, probed: Probed) -> MeasuredHardware:
@@ -135,9 +144,9 @@ def _judge(probed: Probed) -> Finding:
     """Report whether the exchange between all GPUs is fast enough."""
     speed = f"{plural(probed.ranks, 'GPU')} exchange {rate(probed.bus_bytes_per_s)} in an all-reduce"
     if probed.bus_bytes_per_s >= LEAST_BYTES_PER_S:
-        return Finding("ok", "bus", f"{speed}, and wait {probed.latency_s * 1e6:.0f} µs for a small one")
-    sentence = f"{speed}, with which ddp of a wide SAE is slower than one card"
-    return Finding("warning", "bus", sentence, 'use parallel.mode "tensor", or "auto", which chooses by this figure')
+        return Finding("ok", "bus", f"{speed}; a small one takes {probed.latency_s * 1e6:.0f} µs")
+    sentence = f"{speed}; at this speed, ddp of a wide SAE is slower than one GPU"
+    return Finding("warning", "bus", sentence, 'use parallel.mode "tensor", or "auto", which uses this measurement')
 
 
 def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterator[Finding]:
@@ -151,5 +160,5 @@ def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterat
             f"GPUs {'-'.join(str(indices[int(rank)]) for rank in pair.split('-'))} ({rate(speed)})"
             for pair, speed in slow.items()
         ]
-        sentence = f"{join_words(named)} exchange less than half of the {rate(usual)} that is usual here"
-        yield Finding("warning", "bus", sentence, f"give a job other GPUs, and see their slots with `{topology}`")
+        sentence = f"{join_words(named)} exchange less than half of the median speed, {rate(usual)}"
+        yield Finding("warning", "bus", sentence, f"give jobs other GPUs, and check their slots with `{topology}`")

@@ -21,8 +21,8 @@ def check_driver(box: CheckedMachine) -> Iterator[Finding]:
     """Report whether the driver works; on a machine without GPUs, a missing driver is not an error."""
     gpus = box.gpus
     if gpus.source_name == "simulated":
-        sentence = f"{plural(len(gpus.samples), 'GPU')} of this box are simulated, and jobs on them are CPU processes"
-        yield Finding("note", "driver", sentence, "leave out --demo to see the real machine")
+        sentence = f"{plural(len(gpus.samples), 'GPU')} of this machine are simulated; jobs on them run on the CPU"
+        yield Finding("note", "driver", sentence, "leave out --demo to check the real machine")
     elif gpus.problem:
         yield _without(gpus.problem, gpus.remedy, gpus_on_the_bus(box))
     else:
@@ -53,14 +53,12 @@ def _finding_of(box: CheckedMachine, vendor: Vendor, limits: Mapping[str, str]) 
     if not shown:
         return Finding("warning", "visible GPUs", all_hidden(gpus.n_gpus, gpus.source_name, box.environ), remedy)
     settings = [f"{name}={value}" for name, value in limits.items()]
-    sentence = f"{shown} of {plural(gpus.n_gpus, 'GPU')} are shown and used, by {join_words(settings)}"
+    sentence = f"{shown} of {plural(gpus.n_gpus, 'GPU')} are visible, because of {join_words(settings)}"
     unordered = {name: value for name, value in vendor.order.items() if box.environ.get(name) != value}
     if limit.strip()[:1].isdecimal() and unordered:
-        sentence += (
-            f"; its numbers are taken as those of {vendor.tool}, where other programs count the fastest GPU first"
-        )
+        sentence += f"; the app numbers GPUs as {vendor.tool} does, but other programs put the fastest GPU first"
         assignments = " ".join(f"{name}={value}" for name, value in unordered.items())
-        remedy = f"`export {assignments}`, with which all programs count alike"
+        remedy = f"`export {assignments}` gives all programs the same order"
     return Finding("note", "visible GPUs", sentence, remedy)
 
 
@@ -68,13 +66,15 @@ def check_gpu_count(box: CheckedMachine) -> Iterator[Finding]:
     """Report each GPU that cannot be used, and all readable GPUs in one finding."""
     for sample in box.gpus.samples:
         if not sample.healthy:
-            remedy = "leave it out of jobs until it can be read again"
+            remedy = "do not use it for jobs until it can be read again"
             yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
         elif sample.obstacle and not sample.unusable:
-            yield Finding("warning", f"GPU {sample.index}", f"{sample.name}: {sample.obstacle}", "leave it out of jobs")
+            yield Finding(
+                "warning", f"GPU {sample.index}", f"{sample.name}: {sample.obstacle}", "do not use it for jobs"
+            )
         elif sample.unusable:
             unsplit = vendor_to_name(sample.vendor or box.gpus.source_name).unsplit
-            remedy = f"`{unsplit}` makes it one GPU again, when nobody uses it" if unsplit else ""
+            remedy = f"`{unsplit}` makes it one GPU again, when it is idle" if unsplit else ""
             yield Finding("note", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:
@@ -94,7 +94,7 @@ def gpus_on_the_bus(box: CheckedMachine) -> str:
         if path.with_name("class").read_text().startswith((_DISPLAY, _ACCELERATOR)) and not _is_graphics_alone(path)
     ]
     counts = {vendor.words: ids.count(vendor.pci_vendor) for vendor in VENDORS.values()}
-    return " and ".join(plural(count, f"{words} card") for words, count in counts.items() if count)
+    return " and ".join(plural(count, f"{words} GPU") for words, count in counts.items() if count)
 
 
 def _model_name(name: str) -> str:
@@ -106,9 +106,9 @@ def _model_name(name: str) -> str:
 def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
     """Report why no GPU can be read; it is an error only if there are GPUs on the PCI bus."""
     if on_the_bus:
-        sentence = f"{problem}, though {on_the_bus} can be seen on the PCI bus"
+        sentence = f"{problem}, although the PCI bus has {on_the_bus}"
         return Finding("error", "driver", sentence, remedy)
-    return Finding("note", "driver", f"{problem}; there are no GPUs to see, and jobs run on the CPU", remedy)
+    return Finding("note", "driver", f"{problem}; this machine has no GPUs, so jobs run on the CPU", remedy)
 
 
 def _is_graphics_alone(vendor_file: Path) -> bool:

@@ -19,13 +19,13 @@ from trainer.contract.wording import join_words
 
 def check_environments(box: CheckedMachine) -> Iterator[Finding]:
     """Report which Python runs the app and, if another one trains, what that one has or lacks."""
-    trains = "" if box.python else ", which trains as well"
+    trains = "" if box.python else ", which also trains"
     yield Finding("ok", "app", f"Python {platform.python_version()}, {PACKAGE} {version(PACKAGE)}{trains}")
     if not box.python:
         return
     if lack := lack_of(box):
         sentence, _, remedy = lack.partition("; ")
-        yield Finding("error", "trainer", sentence, remedy or "name another Python in the settings")
+        yield Finding("error", "trainer", sentence, remedy or "set another Python in the settings")
     else:
         yield Finding("ok", "trainer", f"{look(box.python).words}: {printable(box.python_path)}")
 
@@ -35,10 +35,10 @@ def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
     folder = Path(exits.__file__).parents[1]
     others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})
     if others:
-        whose = f"{folder} has files of {join_words(others)} too, which may have replaced some of {PACKAGE}"
+        whose = f"{folder} also has files of {join_words(others)}, which may have replaced files of {PACKAGE}"
         yield Finding(
             "warning", "trainer", whose,
-            f"give each an environment of its own, then run pip install --force-reinstall {PACKAGE}",
+            f"install each in a separate environment, then run pip install --force-reinstall {PACKAGE}",
         )  # fmt: skip
     else:
         yield Finding("ok", "trainer", f"`import trainer` finds {printable(str(folder))}, of {PACKAGE}")
@@ -47,7 +47,7 @@ def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
         if here.is_file() and here.parent != folder:
             yield Finding(
                 "note", "trainer", f"in this folder `python -m trainer` runs {printable(str(here))}",
-                "use `sae-train`, which does the same from any folder; jobs are not affected",
+                "use `sae-train`, which works in any folder; jobs are not affected",
             )  # fmt: skip
 
 

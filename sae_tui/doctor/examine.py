@@ -97,7 +97,7 @@ def examine(box: CheckedMachine, checks: Iterable[Check] = CHECKS) -> Iterator[F
         else:
             yield from _within_limit(box, check)
     if left_out:
-        yield Finding("note", "not examined", join_words(left_out), "run the doctor again once the data folder answers")
+        yield Finding("note", "not checked", join_words(left_out), "run the doctor again when the data folder answers")
 
 
 def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
             for finding in check(box):
                 found.put(finding)
         except Exception as error:
-            words = f"could not be looked at: {error!r}"
+            words = f"the check failed: {error!r}"
             found.put(Finding("warning", _subject(check), words, "please report this as a bug"))
         found.put(None)
 
@@ -121,18 +121,18 @@ def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
     except queue.Empty:
         if check in OF_FOLDER:
             box.is_silent = True
-            yield _silent_folder(box, f", while its {_subject(check)} was examined")
+            yield _silent_folder(box, f", during the check of {_subject(check)}")
         else:
             yield Finding(
                 "error", _subject(check), f"did not answer within {limit_s:g} s",
-                "see whether a disk or a driver hangs, for example with `dmesg`",
+                "check whether a disk or a driver hangs, for example with `dmesg`",
             )  # fmt: skip
 
 
 def _silent_folder(box: CheckedMachine, when: str) -> Finding:
     return Finding(
         "error", "data folder", f"{box.data.root} does not answer within {FOLDER_LIMIT_S:g} s{when}",
-        f"see whether its disk or file server hangs, or {OTHER_FOLDER}",
+        f"check whether its disk or file server hangs, or {OTHER_FOLDER}",
     )  # fmt: skip
 
 

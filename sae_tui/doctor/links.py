@@ -29,15 +29,15 @@ def check_nvlink(box: CheckedMachine) -> Iterator[Finding]:
     if not facts.pairs:
         return
     if not others:
-        links = f", {plural(max(facts.nvlinks), 'link')} for each GPU" if any(facts.nvlinks) else ""
-        yield Finding("ok", link, f"every GPU reaches every other one over {link}{links}")
+        links = f", with {plural(max(facts.nvlinks), 'link')} per GPU" if any(facts.nvlinks) else ""
+        yield Finding("ok", link, f"every GPU is connected to every other GPU by {link}{links}")
     elif linked:
         sentence = f"{_named(linked)} are linked by {link}, the others {_longest(others)}"
         remedy = f"give a job linked GPUs, such as --gpus {linked[0].first},{linked[0].second}"
         yield Finding("note", link, sentence, remedy)
     else:
-        remedy = 'train on several GPUs only what is too slow on one, and compare parallel.mode "ddp" and "tensor"'
-        yield Finding("note", link, f"there is none; the GPUs are connected {_longest(others)}", remedy)
+        remedy = 'use several GPUs only for jobs that are too slow on one, and compare parallel.mode "ddp" and "tensor"'
+        yield Finding("note", link, f"the GPUs have no {link}; they are connected {_longest(others)}", remedy)
 
 
 def check_peers(box: CheckedMachine) -> Iterator[Finding]:
@@ -48,13 +48,13 @@ def check_peers(box: CheckedMachine) -> Iterator[Finding]:
         why = join_words(list(dict.fromkeys(pair.obstacle for pair in apart)))
         which = "no GPU" if len(apart) == len(pairs) else f"not every GPU ({_named(apart)})"
         vendor = vendor_to_name(box.gpus.source_name)
-        lacking = ", and GeForce cards lack it" if vendor.torch_runtime == "cuda" else ""
+        lacking = ", and GeForce GPUs do not support it" if vendor.torch_runtime == "cuda" else ""
         command = vendor.topology.replace("-m", "-p2p r")
-        remedy = f"see `{command}`; virtual machines, IOMMU and ACS turn it off{lacking}"
-        sentence = f"{which} can read another one's memory ({why}), so that what they exchange goes through the host's"
+        remedy = f"check `{command}`; virtual machines, IOMMU and ACS turn it off{lacking}"
+        sentence = f"{which} can read the memory of other GPUs ({why}), so data goes through the host's memory"
         yield Finding("note", "peer-to-peer", sentence, remedy)
     elif pairs and all(pair.peer_to_peer for pair in pairs):
-        yield Finding("ok", "peer-to-peer", "every GPU can read every other one's memory")
+        yield Finding("ok", "peer-to-peer", "every GPU can read the memory of every other GPU")
 
 
 def _named(pairs: Sequence[GpuPair]) -> str:
@@ -67,4 +67,4 @@ def _named(pairs: Sequence[GpuPair]) -> str:
 def _longest(pairs: Iterable[GpuPair]) -> str:
     """Describe the longest path between the GPUs of these pairs."""
     ways = [way for way in WAYS if any(pair.path == way for pair in pairs)]
-    return f"{WAYS[ways[-1]]} ({ways[-1]}) at the farthest" if ways else "in a way that the driver does not tell"
+    return f"{WAYS[ways[-1]]} ({ways[-1]}) at most" if ways else "by a path that the driver does not report"

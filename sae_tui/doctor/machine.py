@@ -23,7 +23,7 @@ def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
     try:
         status = os.statvfs(folder)
     except OSError as error:
-        sentence = f"/dev/shm cannot be used ({error.strerror}), over which processes of a job exchange data"
+        sentence = f"/dev/shm cannot be used ({error.strerror}), but the processes of a job exchange data through it"
         yield Finding("error", "shared memory", sentence, remedy)
         return
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
@@ -31,7 +31,7 @@ def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
     if size < LEAST_SHARED_BYTES:
         yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GiB", remedy)
     elif free < LEAST_SHARED_BYTES:
-        cure = "remove what ended programs have left there; see `ls -l /dev/shm`"
+        cure = "remove files that ended programs left there; `ls -l /dev/shm` lists them"
         yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GiB", cure)
     else:
         yield Finding("ok", "shared memory", sentence)
@@ -41,9 +41,9 @@ def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
     """Check the soft limit of open files; a process gets this limit, and may raise it to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
-        yield Finding("ok", "open files", f"a process may have {_limit(soft)} files open")
+        yield Finding("ok", "open files", f"a process may open {_limit(soft)} files")
         return
-    sentence = f"a process may have only {soft} files open; activations in many shards, or many ranks, need more"
+    sentence = f"a process may open only {soft} files; activations in many shards, or many ranks, need more"
     if hard == resource.RLIM_INFINITY or hard >= LEAST_FILES:
         remedy = f"run `ulimit -n {min(65536, hard) if hard > 0 else 65536}` before sae-tui"
     else:
@@ -60,8 +60,8 @@ def check_locked_memory(box: CheckedMachine) -> Iterator[Finding]:
         without = "" if enough else ", which is enough without InfiniBand"
         yield Finding("ok", "locked memory", f"a process may lock {_limit(soft, of_bytes=True)}{without}")
         return
-    sentence = f"a process may lock {_limit(soft, of_bytes=True)} only, with which NCCL over InfiniBand fails"
-    remedy = "run `ulimit -l unlimited`, or ask for memlock in limits.conf; for a container --ulimit memlock=-1"
+    sentence = f"a process may lock only {_limit(soft, of_bytes=True)}; NCCL over InfiniBand fails with this limit"
+    remedy = "run `ulimit -l unlimited`, or ask for memlock in limits.conf; for a container, use --ulimit memlock=-1"
     yield Finding("warning", "locked memory", sentence, remedy)
 
 

@@ -15,8 +15,8 @@ from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, private_folder
 
-_INSTALL = "`sae-tui doctor --install-service` installs a user service for that"
-_LINGER = "run `loginctl enable-linger`, once"
+_INSTALL = "`sae-tui doctor --install-service` installs a user service that restarts them"
+_LINGER = "run `loginctl enable-linger` once"
 # KillMode=process: supervisors belong to the service's control group, and must outlive its main process.
 _UNIT = """\
 [Unit]
@@ -35,9 +35,9 @@ WantedBy=default.target
 
 def check_queue_service(box: CheckedMachine) -> Iterator[Finding]:
     """Report what happens to queued jobs when the machine restarts."""
-    by_command = "after a restart of the machine, queued jobs continue with your next command or app"
+    by_command = "after a restart of the machine, queued jobs continue when you next run a command or the app"
     if not _has_systemd(box):
-        yield Finding("ok", "restart", f"{by_command}; systemd does not run here")
+        yield Finding("ok", "restart", f"{by_command}; this machine does not run systemd")
     elif not _is_installed(box):
         yield Finding("note", "restart", by_command, _INSTALL)
     elif (box.root / "var/lib/systemd/linger" / (box.environ.get("USER") or user_name())).exists():
@@ -50,7 +50,9 @@ def check_queue_service(box: CheckedMachine) -> Iterator[Finding]:
 def install(box: CheckedMachine) -> None:
     """Write and enable the user service; raise `UserError` if that fails."""
     if not _has_systemd(box):
-        raise UserError("--install-service: systemd does not run here; queued jobs continue with your next command")
+        raise UserError(
+            "--install-service: this machine does not run systemd; queued jobs continue with your next command"
+        )
     name = name_of(box.data)
     file = _folder(box) / name
     try:
@@ -60,8 +62,8 @@ def install(box: CheckedMachine) -> None:
         raise UserError(f"--install-service: {file} cannot be written: {sentence(error)}") from None
     _, failure = box.output(["systemctl", "--user", "enable", name])
     if failure:
-        later = f"run `systemctl --user enable {name}` after a login that is not by su or sudo"
-        raise UserError(f"--install-service: {file} is written, but cannot be enabled: systemctl: {failure}; {later}")
+        later = f"run `systemctl --user enable {name}` after a login without su or sudo"
+        raise UserError(f"--install-service: {file} was written, but cannot be enabled: systemctl: {failure}; {later}")
 
 
 def name_of(data: DataDir) -> str:

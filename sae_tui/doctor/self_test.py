@@ -57,11 +57,11 @@ def check_training(box: CheckedMachine) -> Iterator[Finding]:
     idle = [one for one in usable if one.uuid and one.state == "available" and one.vendor == suited]
     if not idle:
         of_vendor = f" of {VENDORS[suited].words}" if suited else ""
-        yield Finding("note", SUBJECT, f"not run, for no GPU{of_vendor} is idle", "repeat it when one is")
+        yield Finding("note", SUBJECT, f"not run, since no GPU{of_vendor} is idle", "repeat it when one is idle")
         return
     with _kept(box, idle[0]) as why:
         if why:
-            yield Finding("note", SUBJECT, f"not run, for {why}", "repeat it later")
+            yield Finding("note", SUBJECT, f"not run, since {why}", "repeat it later")
             return
         vendor = VENDORS[idle[0].vendor or box.gpus.source_name]
         yield _finding(box, vendor.pin([idle[0].uuid]), "auto:1")
@@ -83,7 +83,7 @@ def _kept(box: CheckedMachine, choice: GpuChoice) -> Iterator[str]:
         return
     locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), [choice.uuid])
     if not locks.take():
-        yield locks.why or "a job takes the GPU just now"
+        yield locks.why or "a job is taking the GPU"
         return
     try:
         yield ""
@@ -96,13 +96,15 @@ def _finding(box: CheckedMachine, visible: dict[str, str], gpus: str) -> Finding
     try:
         tested = decode_as(answer.rpartition("\n")[2], Tested)
     except ValueError:
-        remedy = "see `sae-train self-test`"
-        return Finding("error", SUBJECT, f"it ended without a result: {failure or 'its answer is no JSON'}", remedy)
+        remedy = "run `sae-train self-test` to see the error"
+        return Finding(
+            "error", SUBJECT, f"it ended without a result: {failure or 'its output is not valid JSON'}", remedy
+        )
     figures = f"{plural(tested.checks, 'check')} in {tested.seconds:.0f} s"
     if tested.ok:
-        return Finding("ok", SUBJECT, f"this box trains right: {figures} on {tested.device}")
+        return Finding("ok", SUBJECT, f"this machine trains correctly: {figures} on {tested.device}")
     names = [f"{one['part']} ({one['name']})" for one in tested.failed[:_MOST_NAMED]]
     more = f" and {plural(len(tested.failed) - len(names), 'other')}" if len(tested.failed) > len(names) else ""
     sentence = f"{len(tested.failed)} of {figures} on {tested.device} are wrong: {', '.join(names)}{more}"
-    remedy = "train elsewhere, and see `sae-train self-test`: a driver, a card or this program is at fault"
+    remedy = "train on another machine, and run `sae-train self-test`: a driver, a GPU or this program is faulty"
     return Finding("error", SUBJECT, sentence, remedy)

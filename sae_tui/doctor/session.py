@@ -18,7 +18,7 @@ from trainer.contract.paths import DataDir
 
 _SETTINGS = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
 _MANAGER = re.compile(r"/(user@\d+\.service)")
-KEEP = "`loginctl enable-linger`, once: from then on jobs are started outside your session"
+KEEP = "`loginctl enable-linger` once; later jobs then start outside your session"
 
 
 def check_logout(box: CheckedMachine) -> Iterator[Finding]:
@@ -26,13 +26,13 @@ def check_logout(box: CheckedMachine) -> Iterator[Finding]:
     user = box.environ.get("USER") or user_name()
     group = _control_group(box)
     if not (box.root / "run/systemd/system").exists():
-        yield Finding("ok", "logout", "jobs go on after a logout; systemd does not run here")
+        yield Finding("ok", "logout", "jobs continue after a logout; this machine does not run systemd")
     elif manager := _MANAGER.search(group):
         yield _of_manager(manager[1], lingers=(box.root / "var/lib/systemd/linger" / user).exists())
     elif SESSION.search(group):
         yield _of_session(box, user)
     else:
-        yield Finding("ok", "logout", "jobs go on after a logout; they belong to no login session")
+        yield Finding("ok", "logout", "jobs continue after a logout; they belong to no login session")
 
 
 def guarantee(data: DataDir) -> Finding:
@@ -44,9 +44,9 @@ def guarantee(data: DataDir) -> Finding:
 def _of_manager(name: str, *, lingers: bool) -> Finding:
     """Return the finding for jobs in the user's service manager, whose unit is `name`."""
     if lingers:
-        return Finding("ok", "logout", f"jobs go on after a logout, by linger; they belong to {name}")
-    sentence = f"jobs end some seconds after your last logout, since they belong to {name} and you have no linger"
-    return Finding("warning", "logout", sentence, "run `loginctl enable-linger`, once")
+        return Finding("ok", "logout", f"jobs continue after a logout, because of linger; they belong to {name}")
+    sentence = f"jobs end some seconds after your last logout, since they belong to {name} and linger is off"
+    return Finding("warning", "logout", sentence, "run `loginctl enable-linger` once")
 
 
 def _of_session(box: CheckedMachine, user: str) -> Finding:
@@ -54,13 +54,17 @@ def _of_session(box: CheckedMachine, user: str) -> Finding:
     answer, failure = box.output(["loginctl", "show-session", *(f"--property={name}" for name in _SETTINGS)])
     settings = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
     if failure or "KillUserProcesses" not in settings:
-        sentence = f"whether a logout ends jobs cannot be told: loginctl {failure or 'does not know'}"
-        return Finding("note", "logout", sentence, f"see KillUserProcesses in logind.conf; if it is yes, run {KEEP}")
+        sentence = f"it is not known whether a logout ends jobs: loginctl {failure or 'does not report it'}"
+        return Finding("note", "logout", sentence, f"check KillUserProcesses in logind.conf; if it is yes, run {KEEP}")
     if not _kills(settings, user):
-        return Finding("ok", "logout", "jobs go on after a logout; logind leaves processes of a session alone")
+        return Finding("ok", "logout", "jobs continue after a logout; logind does not kill the processes of a session")
     if (box.root / "var/lib/systemd/linger" / user).exists():
-        return Finding("ok", "logout", "jobs go on after a logout, by linger: they are started by `systemd-run --user`")
-    return Finding("warning", "logout", "jobs end with your logout, by logind's KillUserProcesses=yes", f"run {KEEP}")
+        return Finding(
+            "ok", "logout", "jobs continue after a logout, because of linger: `systemd-run --user` starts them"
+        )
+    return Finding(
+        "warning", "logout", "jobs end when you log out, because of logind's KillUserProcesses=yes", f"run {KEEP}"
+    )
 
 
 def _kills(settings: dict[str, str], user: str) -> bool:

@@ -15,10 +15,10 @@ def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
     if job := box.environ.get("SLURM_JOB_ID"):
         yield _inside(box, job)
     elif len(missing) == 2:
-        yield Finding("ok", "SLURM", "not here; jobs run on this machine")
+        yield Finding("ok", "SLURM", "not installed; jobs run on this machine")
     elif missing:
-        sentence = f"{missing[0]} is missing, though the rest of SLURM is here"
-        yield Finding("warning", "SLURM", sentence, "load SLURM's module, or mend $PATH")
+        sentence = f"{missing[0]} is missing, although the rest of SLURM is installed"
+        yield Finding("warning", "SLURM", sentence, "load SLURM's module, or correct $PATH")
     else:
         yield _outside(box)
 
@@ -30,18 +30,20 @@ def _inside(box: CheckedMachine, job: str) -> Finding:
     end = box.environ.get("SLURM_JOB_END_TIME", "")
     left = f" in {duration(max(0.0, int(end) - time.time()))}" if end.isdecimal() else ""
     sentence = f"inside allocation {job} on {nodes}{f' with GPU {gpus}' if gpus else ''}; jobs end with it{left}"
-    return Finding("note", "SLURM", sentence, "set train.checkpoint_every_minutes so that little is lost")
+    return Finding("note", "SLURM", sentence, "set train.checkpoint_every_minutes, so that little work is lost")
 
 
 def _outside(box: CheckedMachine) -> Finding:
     """Report the cluster that this machine can reach, for a shell outside any allocation."""
     partitions, failure = box.output(["sinfo", "--noheader", "--format=%P"])
     if failure:
-        return Finding("warning", "SLURM", f"sinfo fails: {failure}", "ask the administrator whether slurmctld runs")
+        return Finding(
+            "warning", "SLURM", f"sinfo failed: {failure}", "ask the administrator whether slurmctld is running"
+        )
     named = ", ".join(partitions.split()) or "none"
-    sentence = f"this machine can reach a cluster (partitions: {named}), but this shell is in no allocation"
+    sentence = f"this machine can reach a cluster (partitions: {named}), but this shell is not in an allocation"
     remedy = (
-        'let SLURM start the job, by launch.backend = "slurm"; or get GPUs of this machine with `salloc --gpus=1`, '
+        'let SLURM start the job with launch.backend = "slurm", or get GPUs of this machine with `salloc --gpus=1` '
         "and start sae-tui in it"
     )
     return Finding("note", "SLURM", sentence, remedy)

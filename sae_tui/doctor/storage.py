@@ -31,7 +31,7 @@ def check_folder(box: CheckedMachine) -> Iterator[Finding]:
         reason = error.strerror or str(error)
         yield Finding("error", "data folder", f"nothing can be written to {folder}: {reason}", OTHER_FOLDER)
         return
-    yield Finding("ok", "data folder", f"{root}" if folder == root else f"{root}, which the first job makes")
+    yield Finding("ok", "data folder", f"{root}" if folder == root else f"{root}, which the first job creates")
 
 
 def check_space(box: CheckedMachine) -> Iterator[Finding]:
@@ -43,7 +43,7 @@ def check_space(box: CheckedMachine) -> Iterator[Finding]:
     if disk.free < LEAST_FREE_BYTES:
         yield Finding("error", "disk", f"{sentence}, too little for a checkpoint", remedy)
     elif disk.free < COMFORTABLE_BYTES:
-        yield Finding("warning", "disk", f"{sentence}, which few checkpoints of a large SAE fill", remedy)
+        yield Finding("warning", "disk", f"{sentence}; a few checkpoints of a large SAE fill it", remedy)
     else:
         yield Finding("ok", "disk", sentence)
 
@@ -88,7 +88,9 @@ def check_locks(box: CheckedMachine) -> Iterator[Finding]:
         reason, _, remedy = problem.rpartition(": ")
         yield Finding("warning", "GPU locks", reason, remedy)
     else:
-        yield Finding("ok", "GPU locks", f"in {lock_folder(box.data, box.gpus.source_name)}, for all users of this box")
+        yield Finding(
+            "ok", "GPU locks", f"in {lock_folder(box.data, box.gpus.source_name)}, for all users of this machine"
+        )
 
 
 def check_sqlite(_: CheckedMachine) -> Iterator[Finding]:
@@ -98,8 +100,8 @@ def check_sqlite(_: CheckedMachine) -> Iterator[Finding]:
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")
         return
     sentence = (
-        f"version {sqlite3.sqlite_version} can, rarely, damage a store that several processes write at the same moment "
-        "(its WAL-reset bug), which is the list of jobs; the metrics of a run have one writer only"
+        f"version {sqlite3.sqlite_version} can, rarely, damage a store that several processes write at the same time "
+        "(WAL-reset bug); this concerns the list of jobs, since the metrics of a run have only one writer"
     )
     remedy = "use a Python with SQLite 3.51.3 or newer, 3.50.7 or 3.44.6"
     yield Finding("warning", "SQLite", sentence, remedy)

@@ -9,7 +9,7 @@ from sae_tui.doctor.base import CheckedMachine, Finding
 LEAST_COLUMNS, LEAST_LINES = 80, 24
 UNABLE = frozenset({"", "dumb", "unknown"})
 WITHOUT_MOUSE = frozenset({"linux", "vt100", "vt102", "vt220", *UNABLE})
-BETTER_TERM = "use a terminal of today and `export TERM=xterm-256color`, inside tmux TERM=tmux-256color"
+BETTER_TERM = "use a current terminal and `export TERM=xterm-256color` (inside tmux: TERM=tmux-256color)"
 
 
 def check_colours(box: CheckedMachine) -> Iterator[Finding]:
@@ -18,16 +18,20 @@ def check_colours(box: CheckedMachine) -> Iterator[Finding]:
     if box.size is None:
         return
     if term in UNABLE:
-        sentence = f"TERM={term} is no terminal that can draw a screen" if term else "TERM is not set"
-        yield Finding("error", "colours", f"{sentence}; the app cannot run here, the commands can", BETTER_TERM)
+        sentence = f"a terminal with TERM={term} cannot draw a screen" if term else "TERM is not set"
+        yield Finding("error", "colours", f"{sentence}; the app cannot run here, but the commands can", BETTER_TERM)
     elif box.environ.get("NO_COLOR"):
-        yield Finding("note", "colours", "NO_COLOR is set, so that the app is without colours", "`unset NO_COLOR`")
+        yield Finding("note", "colours", "NO_COLOR is set, so the app shows no colours", "`unset NO_COLOR`")
     elif box.environ.get("COLORTERM", "").strip().lower() in ("truecolor", "24bit"):
         yield Finding("ok", "colours", f"16.7 million ({term})")
     elif term.endswith(("-256color", "-kitty")):
-        yield Finding("ok", "colours", f"256 ({term}); `export COLORTERM=truecolor` gives all, where it has them")
+        yield Finding(
+            "ok",
+            "colours",
+            f"256 ({term}); `export COLORTERM=truecolor` gives all colours if the terminal supports them",
+        )
     else:
-        yield Finding("note", "colours", f"16 ({term}), with which shades of the theme look alike", BETTER_TERM)
+        yield Finding("note", "colours", f"16 ({term}); some shades of the theme look the same", BETTER_TERM)
 
 
 def check_characters(box: CheckedMachine) -> Iterator[Finding]:
@@ -38,20 +42,20 @@ def check_characters(box: CheckedMachine) -> Iterator[Finding]:
         yield Finding("ok", "characters", f"{name}={value}")
         return
     shown = f"{name}={value} is not UTF-8" if value else "no locale is set"
-    sentence = f"{shown}, so that lines and bars may come out as _ or ?"
+    sentence = f"{shown}, so lines and bars may appear as _ or ?"
     yield Finding("warning", "characters", sentence, f"`export {name}=C.UTF-8`, and start tmux as `tmux -u`")
 
 
 def check_size(box: CheckedMachine) -> Iterator[Finding]:
     """Check that the window is large enough for the app."""
     if box.size is None:
-        sentence = "there is no terminal here, which the app needs and the commands do not"
-        yield Finding("note", "window", sentence, "with ssh give -t, in a container -it")
+        sentence = "there is no terminal here; the app needs one, the commands do not"
+        yield Finding("note", "window", sentence, "use ssh -t, or -it for a container")
         return
     columns, lines = box.size
     if columns < LEAST_COLUMNS or lines < LEAST_LINES:
-        sentence = f"{columns} columns and {lines} lines are less than the {LEAST_COLUMNS} × {LEAST_LINES} of the app"
-        yield Finding("warning", "window", sentence, "make the window larger or its letters smaller")
+        sentence = f"{columns} columns and {lines} lines are too few; the app needs {LEAST_COLUMNS} × {LEAST_LINES}"
+        yield Finding("warning", "window", sentence, "make the window larger or the font smaller")
     else:
         yield Finding("ok", "window", f"{columns} columns and {lines} lines")
 
@@ -59,13 +63,13 @@ def check_size(box: CheckedMachine) -> Iterator[Finding]:
 def check_multiplexer(box: CheckedMachine) -> Iterator[Finding]:
     """Report tmux or screen; jobs do not need it, but it keeps the app open after a disconnect."""
     if box.environ.get("TMUX"):
-        yield Finding("ok", "tmux", "inside tmux: detach, and attach again from anywhere")
+        yield Finding("ok", "tmux", "inside tmux: you can detach, and attach again from anywhere")
     elif box.environ.get("STY"):
         remedy = "use tmux, with `set -g default-terminal tmux-256color`"
-        yield Finding("note", "tmux", "inside screen, which passes 256 colours at most", remedy)
+        yield Finding("note", "tmux", "inside screen, which passes at most 256 colours", remedy)
     elif box.size is not None:
-        sentence = "not inside tmux or screen: the app ends with the line to this machine, its jobs go on"
-        yield Finding("note", "tmux", sentence, "start it in tmux to find it again as you left it")
+        sentence = "not inside tmux or screen: the app ends if the connection to this machine drops; its jobs continue"
+        yield Finding("note", "tmux", sentence, "start the app in tmux to keep it open")
 
 
 def check_mouse(box: CheckedMachine) -> Iterator[Finding]:
@@ -75,6 +79,6 @@ def check_mouse(box: CheckedMachine) -> Iterator[Finding]:
         return
     if term in WITHOUT_MOUSE:
         sentence = f"TERM={term} reports no mouse"
-        yield Finding("note", "mouse", sentence, "use the keys, of which every action has one; ? shows them")
+        yield Finding("note", "mouse", sentence, "use the keys: every action has one; ? shows them")
     else:
-        yield Finding("ok", "mouse", f"reported, as by {term}; Shift selects text as usual in most terminals")
+        yield Finding("ok", "mouse", f"reported by {term}; in most terminals, hold Shift to select text")

@@ -78,14 +78,16 @@ class TorchBuild(msgspec.Struct, frozen=True):
 def check_torch(box: CheckedMachine) -> Iterator[Finding]:
     """Check whether torch, NCCL and Triton suit the driver and the GPUs."""
     if not box.python and (missing := missing_of_trainer()):
-        sentence = f"GPUs and jobs are shown, but nothing trains here without {join_words(missing)}"
+        sentence = f"the app shows GPUs and jobs, but training needs {join_words(missing)}"
         yield Finding("error", "torch", sentence, f"run `{install('train')}`")
         return
     if lack_of(box):
         return
     build, failure = _ask(box)
     if build is None:
-        remedy = f"see `{box.python_path} -c 'import torch'`; `pip install --force-reinstall torch` replaces it"
+        remedy = (
+            f"run `{box.python_path} -c 'import torch'` to see why; `pip install --force-reinstall torch` replaces it"
+        )
         yield Finding("error", "torch", f"it cannot be imported: {failure}", remedy)
         return
     gpus = box.gpus
@@ -101,7 +103,7 @@ def check_torch(box: CheckedMachine) -> Iterator[Finding]:
     if len(gpus.samples) > 1:
         yield _exchanges(build)
     if build.triton is None:
-        sentence = "it is not installed, without which sparse steps on a GPU are slower"
+        sentence = "it is not installed, so sparse steps on a GPU are slower"
         yield Finding("note", "Triton", sentence, "run `pip install triton`")
 
 
@@ -113,7 +115,7 @@ def _ask(box: CheckedMachine) -> tuple[TorchBuild | None, str]:
     try:
         return decode_as(answer.rpartition("\n")[2], TorchBuild), ""
     except ValueError:
-        return None, "its answer is no JSON"
+        return None, "its output is not valid JSON"
 
 
 def _vendors(gpus: GpuReadings) -> list[Vendor]:
@@ -138,15 +140,15 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
         return Finding("error", "torch", sentence, remedy)
     if build.cuda and driver and int(build.cuda.partition(".")[0]) > driver[0]:
         sentence = (
-            f"{build.version} is built for CUDA {build.cuda}, but the driver runs {driver[0]}.{driver[1]} at most"
+            f"{build.version} is built for CUDA {build.cuda}, but the driver supports at most {driver[0]}.{driver[1]}"
         )
         return Finding("error", "torch", sentence, f"update the driver, or install a build for CUDA {driver[0]}")
     if not build.available:
-        remedy = f"see `{box.python_path} -c 'import torch; torch.cuda.init()'`"
+        remedy = f"run `{box.python_path} -c 'import torch; torch.cuda.init()'` to see why"
         for variable, visible in vendor.limits(box.environ).items():
             remedy = f'unset {variable}, which is "{visible}"'
         return Finding("error", "torch", f"{build.version} sees none of the {_number_of_gpus(gpus)}", remedy)
-    runs = f", which this driver runs (up to {driver[0]}.{driver[1]})" if driver and build.cuda else ""
+    runs = f", which this driver supports (up to {driver[0]}.{driver[1]})" if driver and build.cuda else ""
     return Finding("ok", "torch", f"{build.version}, {build.built_for}{runs}")
 
 
@@ -179,10 +181,8 @@ def _updates_fast(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
         return
     slow = [index for index, capability in enumerate(gpus.facts.capabilities) if capability in _SLOW_AT_FP64]
     if slow:
-        slow_gpus = join_words([f"GPU {index}" for index in slow])
-        sentence = (
-            f"Adam of {build.version} computes in fp64, at which {slow_gpus} {'is' if len(slow) == 1 else 'are'} slow"
-        )
+        are_slow = f"{join_words([f'GPU {index}' for index in slow])} {'is' if len(slow) == 1 else 'are'} slow at fp64"
+        sentence = f"Adam of {build.version} computes in fp64, and {are_slow}"
         yield Finding("note", "torch", sentence, "install torch 2.8 or newer, whose Adam computes in fp32")
 
 
@@ -202,7 +202,7 @@ def _exchanges(build: TorchBuild) -> Finding:
     """Check NCCL, or AMD's RCCL: torch may load another version than the one that it was compiled with."""
     name = "RCCL" if build.hip else "NCCL"
     if build.nccl is None:
-        sentence = f"torch {build.version} is built without it, and jobs on several GPUs need it"
+        sentence = f"torch {build.version} is built without {name}, which jobs on several GPUs need"
         return Finding("error", name, sentence, OTHER_BUILD)
     version = ".".join(map(str, build.nccl))
     installed = build.nccl_installed
@@ -210,7 +210,7 @@ def _exchanges(build: TorchBuild) -> Finding:
         sentence = f"torch is built with {version}, but {installed} is installed"
         package = f"nvidia-nccl-cu{(build.cuda or '').partition('.')[0]}"
         return Finding("warning", "NCCL", sentence, f"run `pip install {package}=={version}`")
-    return Finding("ok", name, f"{version}, as torch was built with")
+    return Finding("ok", name, f"{version}, the version that torch was built with")
 
 
 def _number_of_gpus(gpus: GpuReadings) -> str:

@@ -25,9 +25,9 @@ def check_owner(box: CheckedMachine) -> Iterator[Finding]:
         return
     if why := distrust_of_folder(root):
         sentence, _, remedy = why.partition("; ")
-        yield Finding("error", "owner", sentence, remedy or "choose a folder of your own with --data-dir")
+        yield Finding("error", "owner", sentence, remedy or "choose a folder that you own with --data-dir")
     elif members := sharing(root):
-        remedy = f"members can act as each other there; `chmod 700 {root}` keeps it to yourself"
+        remedy = f"members can act as each other there; `chmod 700 {root}` restricts it to you"
         yield Finding("note", "owner", f"{root} is shared with {members}", remedy)
     else:
         yield Finding("ok", "owner", f"{root} is {user_of(root.stat().st_uid)}'s")
@@ -42,7 +42,7 @@ def check_readers(box: CheckedMachine) -> Iterator[Finding]:
     mask = OTHERS if is_shared(root) else GROUP_AND_OTHERS
     exposed = list(_open_to(root, mask)) if all(_lets_in(folder, mask) for folder in root.resolve().parents) else []
     if not exposed:
-        yield Finding("ok", "readers", f"modes let nobody else into {root}")
+        yield Finding("ok", "readers", f"no other user can access {root}")
         return
     are = "is" if len(exposed) == 1 else "are"
     sentence = f"{plural(len(exposed), 'file')} in {root} {are} open to {whom}, such as {exposed[0].relative_to(root)}"
@@ -94,4 +94,4 @@ def check_hook(box: CheckedMachine) -> Iterator[Finding]:
     for problem in load_settings(file)[1]:
         if problem.path == "on_job_end":
             sentence, _, remedy = problem.message.partition("; ")
-            yield Finding("warning", "on_job_end", sentence, remedy or f"write it into a {file} of your own")
+            yield Finding("warning", "on_job_end", sentence, remedy or f"write it to a {file} that you own")

@@ -49,8 +49,8 @@ def test_every_finding_has_a_level_a_subject_and_a_sentence(quick_torch) -> None
 def test_a_finding_has_a_sign_and_a_level_and_its_remedy_is_below(quick_torch) -> None:
     lines = quick_torch.run("doctor").stdout.splitlines()
     (driver,) = [place for place, line in enumerate(lines) if " driver " in line]
-    assert lines[driver].startswith("• note     driver         4 GPUs of this box are simulated")
-    assert lines[driver + 1] == " " * 26 + "→ leave out --demo to see the real machine"
+    assert lines[driver].startswith("• note     driver         4 GPUs of this machine are simulated")
+    assert lines[driver + 1] == " " * 26 + "→ leave out --demo to check the real machine"
     assert lines[-1].endswith(" ok")
 
 
@@ -165,7 +165,7 @@ def test_an_unresponsive_data_folder_ends_commands_but_not_the_doctor(
     assert cli._run(flags) == 1
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert [(one["level"], one["subject"]) for one in findings] == [
-        ("error", "data folder"), ("ok", "open files"), ("note", "not examined"),
+        ("error", "data folder"), ("ok", "open files"), ("note", "not checked"),
     ]  # fmt: skip
     assert findings[-1]["sentence"] == "owner and space"
     hung.set()

@@ -61,15 +61,15 @@ def test_the_most_efficient_number_of_gpus_is_named_with_its_speed_up() -> None:
 
 def test_gpus_with_a_slow_link_are_not_recommended_and_the_reason_is_given() -> None:
     _, finding = advice(job(), gpus(2), speeds=measured("NVIDIA H100", "bf16", 1e8, 1, 2))
-    assert "; more do not pay: 2 GPUs reach 0." in finding.sentence
-    assert "on 2: " in finding.sentence.partition("more do not pay")[2]
+    assert "; more are not worth it: 2 GPUs reach 0." in finding.sentence
+    assert "on 2: " in finding.sentence.partition("more are not worth it")[2]
 
 
 def test_the_speeds_finding_says_whether_times_are_measured() -> None:
     speeds, _ = advice(job(), gpus(4))
     assert (speeds.level, speeds.sentence) == (
         "note",
-        "times on 1, 2 and 4 GPUs are by published figures of such GPUs",
+        "times on 1, 2 and 4 GPUs use published specifications of these GPUs",
     )
     assert "doctor --probe" in speeds.remedy
     speeds, _ = advice(job(), gpus(2), speeds=measured("NVIDIA H100", "bf16", 1e10, 2))
@@ -81,7 +81,7 @@ def test_a_job_that_fits_only_if_gpus_are_free_is_a_warning() -> None:
     taken = [dataclasses.replace(sample, **used) for sample in gpus(1)]
     _, finding = advice(job(), taken)
     assert finding.level == "warning"
-    assert "not beside what is on GPU 0 now" in finding.sentence
+    assert "but not now, next to the present use of GPU 0" in finding.sentence
 
 
 def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:
@@ -93,7 +93,7 @@ def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:
 def test_without_gpus_the_memory_is_reported_and_the_cpu_suggested() -> None:
     _, finding = advice(job(), ())
     assert finding.level == "note"
-    assert finding.sentence.startswith("there is no GPU for it here, where it would take ")
+    assert finding.sentence.startswith("this machine has no GPU for it; on a GPU it would need ")
     assert finding.remedy.startswith("launch it on the CPU with --gpus cpu")
 
 

@@ -63,7 +63,7 @@ def test_the_bus_between_all_idle_gpus_is_measured_and_stored(probing, tmp_path)
     box = probing(Cards(3))
     (finding,) = check_bus(box)
     assert (finding.level, finding.remedy) == ("ok", "")
-    assert finding.sentence == "3 GPUs exchange 20.0 GB/s in an all-reduce, and wait 20 µs for a small one"
+    assert finding.sentence == "3 GPUs exchange 20.0 GB/s in an all-reduce; a small one takes 20 µs"
     assert (tmp_path / "asked").read_text() == "probe --gpus auto:3 --json GPU-0,GPU-1,GPU-2"
     speeds = read_box(box.data.box_file)
     assert msgspec.structs.astuple(speeds.speeds("NVIDIA H100", "bf16", 3)) == (5e14, 2e12, 2e10, 2e-5, True)
@@ -102,7 +102,7 @@ def test_the_bus_is_not_measured_while_a_job_leases_a_gpu(probing, tmp_path) -> 
     assert locks.take()
     (finding,) = check_bus(box)
     locks.release()
-    assert (finding.level, "a job takes one" in finding.sentence) == ("note", True)
+    assert (finding.level, "a job is taking one of the GPUs" in finding.sentence) == ("note", True)
     assert not (tmp_path / "asked").exists()
 
 
@@ -131,7 +131,10 @@ def test_without_two_real_gpus_there_is_nothing_to_measure(probing, tmp_path, so
 
 @pytest.mark.parametrize(
     ("body", "why"),
-    [("sys.exit('NCCL error: unhandled cuda error')", "NCCL error: unhandled cuda error"), ("print(1)", "no JSON")],
+    [
+        ("sys.exit('NCCL error: unhandled cuda error')", "NCCL error: unhandled cuda error"),
+        ("print(1)", "not valid JSON"),
+    ],
 )
 def test_a_failed_probe_is_reported_with_its_reason(probing, body, why) -> None:
     box = probing(Cards(2), body)

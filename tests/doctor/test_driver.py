@@ -22,7 +22,7 @@ class Broken(Cards):
 def test_without_gpus_the_finding_says_that_jobs_run_on_the_cpu(sandbox) -> None:
     (finding,) = check_driver(sandbox.box(Broken()))
     assert finding.level == "note"
-    assert finding.sentence == ("the NVIDIA driver is not loaded; there are no GPUs to see, and jobs run on the CPU")
+    assert finding.sentence == ("the NVIDIA driver is not loaded; this machine has no GPUs, so jobs run on the CPU")
     assert "modprobe" in finding.remedy
     assert list(check_gpu_count(sandbox.box(Broken()))) == []
 
@@ -34,7 +34,7 @@ def test_gpus_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/class", f"{kind}\n")
     (finding,) = check_driver(sandbox.box(Broken()))
     assert finding.level == "error"
-    assert "though 2 NVIDIA cards can be seen" in finding.sentence
+    assert "although the PCI bus has 2 NVIDIA GPUs" in finding.sentence
 
 
 def test_integrated_graphics_do_not_count_as_gpus_without_a_driver(sandbox) -> None:
@@ -43,7 +43,7 @@ def test_integrated_graphics_do_not_count_as_gpus_without_a_driver(sandbox) -> N
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/class", "0x030000\n")
         sandbox.file(f"sys/bus/pci/devices/0000:{place}/mem_info_vram_total", f"{memory}\n")
     (finding,) = check_driver(sandbox.box(Broken()))
-    assert "though 1 AMD card can be seen" in finding.sentence
+    assert "although the PCI bus has 1 AMD GPU" in finding.sentence
     sandbox.file("sys/bus/pci/devices/0000:06:00.0/mem_info_vram_total", f"{1 << 30}\n")
     (finding,) = check_driver(sandbox.box(Broken()))
     assert finding.level == "note"
@@ -71,7 +71,7 @@ def test_a_gpu_split_by_mig_is_a_note(sandbox) -> None:
 
     split, _ = check_gpu_count(sandbox.box(Split(1)))
     assert (split.level, split.subject, split.sentence) == ("note", "GPU 0", "NVIDIA H100: it is split")
-    assert split.remedy == "`nvidia-smi -mig 0` makes it one GPU again, when nobody uses it"
+    assert split.remedy == "`nvidia-smi -mig 0` makes it one GPU again, when it is idle"
     of_amd = Split(1)
     of_amd.name = "amdsmi"
     assert next(check_gpu_count(sandbox.box(of_amd))).remedy == ""
@@ -81,9 +81,9 @@ def test_a_gpu_split_by_mig_is_a_note(sandbox) -> None:
     ("environ", "level", "said"),
     [
         ({"CUDA_VISIBLE_DEVICES": ""}, "warning", 'CUDA_VISIBLE_DEVICES="" leaves 0 of 4 GPUs'),
-        ({"CUDA_VISIBLE_DEVICES": "2"}, "note", "taken as those of nvidia-smi"),
-        ({"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "note", "by CUDA_VISIBLE_DEVICES=2"),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-2"}, "note", "1 of 4 GPUs are shown and used, by CUDA_VISIBLE_DEVICES=GPU-2"),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, "note", "the app numbers GPUs as nvidia-smi does"),
+        ({"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "note", "because of CUDA_VISIBLE_DEVICES=2"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-2"}, "note", "1 of 4 GPUs are visible, because of CUDA_VISIBLE_DEVICES=GPU-2"),
     ],
 )
 def test_gpus_hidden_by_the_environment_are_reported(sandbox, environ, level, said) -> None:

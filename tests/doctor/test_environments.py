@@ -54,7 +54,7 @@ def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
     (tmp_path / "site" / "trainer-0.0.36.dist-info" / "top_level.txt").write_text("trainer\n")
     other, here = check_trainer_code(box_of(tmp_path))
     assert (other.level, here.level) == ("warning", "note")
-    assert other.sentence.startswith(f"{ours} has files of trainer too")
+    assert other.sentence.startswith(f"{ours} also has files of trainer")
     assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"
 
 

@@ -23,7 +23,7 @@ def test_all_pairs_over_nvlink_are_ok(sandbox) -> None:
     box = sandbox.box(Cards(8, facts(8, path="SYS", nvlink=True, peer_to_peer=True)))
     (nvlink,), (peers,) = check_nvlink(box), check_peers(box)
     assert (nvlink.level, peers.level) == ("ok", "ok")
-    assert nvlink.sentence == "every GPU reaches every other one over NVLink, 18 links for each GPU"
+    assert nvlink.sentence == "every GPU is connected to every other GPU by NVLink, with 18 links per GPU"
 
 
 def test_pairs_over_nvlink_are_named_with_the_longest_path_of_the_others(sandbox) -> None:
@@ -36,14 +36,16 @@ def test_pairs_over_nvlink_are_named_with_the_longest_path_of_the_others(sandbox
 
 def test_no_nvlink_is_a_note(sandbox) -> None:
     (finding,) = check_nvlink(sandbox.box(Cards(2, facts(2, path="PXB"))))
-    assert finding.sentence.startswith("there is none; the GPUs are connected through several PCIe switches (PXB)")
+    assert finding.sentence.startswith(
+        "the GPUs have no NVLink; they are connected through several PCIe switches (PXB)"
+    )
 
 
 def test_missing_peer_access_is_reported_with_its_reason(sandbox) -> None:
     apart = facts(2, path="PHB", peer_to_peer=False, obstacle="the chipset does not support it")
     (finding,) = check_peers(sandbox.box(Cards(2, apart)))
     assert finding.level == "note"
-    assert finding.sentence.startswith("no GPU can read another one's memory (the chipset does not support it)")
+    assert finding.sentence.startswith("no GPU can read the memory of other GPUs (the chipset does not support it)")
     assert "topo -p2p" in finding.remedy
 
 
@@ -56,4 +58,4 @@ def test_unknown_links_are_not_guessed(sandbox) -> None:
     box = sandbox.box(Cards(2, facts(2)))
     assert list(check_peers(box)) == []
     (finding,) = check_nvlink(box)
-    assert finding.sentence.endswith("in a way that the driver does not tell")
+    assert finding.sentence.endswith("by a path that the driver does not report")

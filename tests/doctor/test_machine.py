@@ -19,7 +19,7 @@ def test_a_low_hard_limit_of_open_files_needs_the_administrator(in_process) -> N
 
 def test_enough_open_files_are_ok(in_process) -> None:
     (finding,) = in_process("machine:check_open_files", limits={resource.RLIMIT_NOFILE: (2048, 2048)})
-    assert (finding["level"], finding["sentence"]) == ("ok", "a process may have 2,048 files open")
+    assert (finding["level"], finding["sentence"]) == ("ok", "a process may open 2,048 files")
 
 
 @pytest.mark.parametrize(("infiniband", "level"), [(True, "warning"), (False, "ok")])

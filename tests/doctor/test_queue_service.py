@@ -25,7 +25,7 @@ def level(sandbox, home: Path) -> str:
 
 def test_doctor_offers_the_service_under_systemd_and_says_what_is_missing(sandbox, tmp_path: Path) -> None:
     assert level(sandbox, tmp_path) == "ok"
-    with pytest.raises(UserError, match="systemd does not run here"):
+    with pytest.raises(UserError, match="this machine does not run systemd"):
         install(sandbox.box(HOME=str(tmp_path)))
     assert not (tmp_path / ".config").exists()
     sandbox.file("run/systemd/system/.keep")
@@ -36,7 +36,7 @@ def test_doctor_offers_the_service_under_systemd_and_says_what_is_missing(sandbo
     install(sandbox.box(HOME=str(tmp_path)))
     assert (tmp_path / ".config/systemd/user" / name).read_text() == unit(sandbox.data)
     (finding,) = check_queue_service(sandbox.box(HOME=str(tmp_path)))
-    assert (finding.level, finding.remedy) == ("note", "run `loginctl enable-linger`, once")
+    assert (finding.level, finding.remedy) == ("note", "run `loginctl enable-linger` once")
     sandbox.file("var/lib/systemd/linger/ada")
     assert level(sandbox, tmp_path) == "ok"
 
@@ -78,7 +78,9 @@ def test_a_service_that_cannot_be_enabled_is_an_error(sandbox, tmp_path: Path, s
     sandbox.file("run/systemd/system/.keep")
     if systemctl:
         sandbox.program("systemctl", systemctl)
-    with pytest.raises(UserError, match=f"is written, but cannot be enabled: systemctl: {said}; run `systemctl --user"):
+    with pytest.raises(
+        UserError, match=f"was written, but cannot be enabled: systemctl: {said}; run `systemctl --user"
+    ):
         install(sandbox.box(HOME=str(tmp_path)))
     assert level(sandbox, tmp_path) == "note"
 

@@ -37,7 +37,10 @@ print({json.dumps(FOUND | found)!r})
 
 def test_an_idle_gpu_is_tested_and_passes(tested, tmp_path) -> None:
     (finding,) = check_training(tested(Cards(3)))
-    assert (finding.level, finding.sentence) == ("ok", "this box trains right: 214 checks in 118 s on NVIDIA H100")
+    assert (finding.level, finding.sentence) == (
+        "ok",
+        "this machine trains correctly: 214 checks in 118 s on NVIDIA H100",
+    )
     assert (tmp_path / "asked").read_text() == "self-test --gpus auto:1 --json GPU-0 -"
 
 
@@ -95,7 +98,7 @@ def test_with_all_gpus_hidden_none_is_tested(tested) -> None:
     box = tested(Cards(2))
     box.environ = {**box.environ, "CUDA_VISIBLE_DEVICES": ""}
     (finding,) = check_training(box)
-    assert (finding.level, finding.sentence) == ("note", "not run, for no GPU is idle")
+    assert (finding.level, finding.sentence) == ("note", "not run, since no GPU is idle")
 
 
 class Unreachable(Cards):
@@ -109,7 +112,7 @@ class Unreachable(Cards):
 def test_without_a_gpu_the_cpu_is_tested_and_the_finding_says_so(source, tested, tmp_path) -> None:
     (finding,) = check_training(tested(source, device="CPU"))
     assert (finding.level, finding.sentence) == (
-        "ok", "there is no GPU, so the CPU was tested; this box trains right: 214 checks in 118 s on CPU",
+        "ok", "there is no GPU, so the CPU was tested; this machine trains correctly: 214 checks in 118 s on CPU",
     )  # fmt: skip
     assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json - -"
 
@@ -118,7 +121,7 @@ def test_a_gpu_without_a_driver_does_not_count_as_no_gpu(tested, sandbox, tmp_pa
     sandbox.file("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
     sandbox.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030200\n")
     (finding,) = check_training(tested(Unreachable(0)))
-    assert (finding.level, finding.sentence) == ("note", "not run, for no GPU is idle")
+    assert (finding.level, finding.sentence) == ("note", "not run, since no GPU is idle")
     assert not (tmp_path / "asked").exists()
 
 

@@ -20,7 +20,7 @@ def test_a_writable_folder_is_ok_and_stays_unchanged(sandbox) -> None:
 def test_a_missing_folder_is_ok_and_is_not_created(sandbox) -> None:
     (finding,) = check_folder(sandbox.box())
     assert finding.level == "ok"
-    assert "which the first job makes" in finding.sentence
+    assert "which the first job creates" in finding.sentence
     assert not sandbox.data.root.exists()
 
 

@@ -51,7 +51,7 @@ def torch_says(sandbox, tmp_path: Path) -> Callable[..., list[Finding]]:
 def test_a_build_that_fits_driver_and_gpus_is_ok(torch_says) -> None:
     torch, nccl = torch_says()
     assert (torch.level, nccl.level) == ("ok", "ok")
-    assert torch.sentence == "2.9.0, built for CUDA 12.8, which this driver runs (up to 12.8)"
+    assert torch.sentence == "2.9.0, built for CUDA 12.8, which this driver supports (up to 12.8)"
     assert nccl.sentence.startswith("2.27.5")
 
 
@@ -62,7 +62,9 @@ def test_a_build_that_fits_driver_and_gpus_is_ok(torch_says) -> None:
 def test_a_newer_torch_is_advised_for_gpus_slow_at_fp64(torch_says, version, capability, advised) -> None:
     facts = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=(capability, (9, 0)))
     notes = [finding for finding in torch_says(version=version, facts=facts) if finding.level == "note"]
-    assert [one.sentence for one in notes] == [f"Adam of {version} computes in fp64, at which GPU 0 is slow"] * advised
+    assert [one.sentence for one in notes] == [
+        f"Adam of {version} computes in fp64, and GPU 0 is slow at fp64"
+    ] * advised
 
 
 def test_a_newer_minor_version_of_cuda_runs_on_the_driver(torch_says) -> None:
@@ -72,7 +74,7 @@ def test_a_newer_minor_version_of_cuda_runs_on_the_driver(torch_says) -> None:
 def test_a_newer_major_version_of_cuda_is_an_error(torch_says) -> None:
     finding = torch_says(cuda="13.0", available=False)[0]
     assert finding.level == "error"
-    assert finding.sentence == "2.9.0 is built for CUDA 13.0, but the driver runs 12.8 at most"
+    assert finding.sentence == "2.9.0 is built for CUDA 13.0, but the driver supports at most 12.8"
     assert finding.remedy == "update the driver, or install a build for CUDA 12"
 
 

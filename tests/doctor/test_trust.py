@@ -135,4 +135,4 @@ def test_an_untrusted_on_job_end_command_is_reported_with_the_reason(box: Checke
     os.chown(file, STRANGER, STRANGER)
     (finding,) = check_hook(box)
     assert finding.sentence == f"is not run, for {file} belongs to uid {STRANGER}"
-    assert finding.remedy == f"write it into a {file} of your own"
+    assert finding.remedy == f"write it to a {file} that you own"

@@ -173,14 +173,14 @@ def test_the_doctor_reports_the_driver_and_its_faults(frames: Path, tmp_path: Pa
     assert (version.level, version.sentence) == ("ok", "Abacus driver 1.4; 2 GPUs")
     assert (miscounts.sentence, miscounts.remedy) == ("driver 1.4 miscounts from 9 on", "install driver 2.0")
     (hidden,) = check_visible(box)
-    assert hidden.sentence == "2 of 3 GPUs are shown and used, by ABACUS_FRAMES=2,1"
+    assert hidden.sentence == "2 of 3 GPUs are visible, because of ABACUS_FRAMES=2,1"
     jammed, readable = check_gpu_count(box)
     assert (jammed.subject, jammed.sentence) == ("GPU 2", "Abacus Suanpan 13: a bead is jammed; shake the frame")
     assert readable.sentence == "1 GPU can be read: Suanpan 13"
     for frame in frames.glob("frame-*"):
         frame.unlink()
     (none,) = check_driver(CheckedMachine(DataDir(tmp_path), load_source("auto"), environ={}, root=tmp_path))
-    assert none.sentence.startswith("the abacus driver sees no frames; there are no GPUs")
+    assert none.sentence.startswith("the abacus driver sees no frames; this machine has no GPUs")
 
 
 def test_two_vendors_are_listed_and_a_job_uses_gpus_of_one(frames: Path, tmp_path: Path) -> None:

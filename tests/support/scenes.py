@@ -42,7 +42,7 @@ from trainer.contract.store.states import JobState
 FAULTS = {5: "lost", 6: "no_power"}
 FINDINGS = (
     Finding("ok", "driver", "NVIDIA driver 570.172.08, for CUDA up to 12.8; 8 GPUs"),
-    Finding("error", "GPU 3", "H100: the GPU has fallen off the bus; a reboot is needed", "leave it out of jobs"),
+    Finding("error", "GPU 3", "H100: the GPU has fallen off the bus; a reboot is needed", "do not use it for jobs"),
     Finding("note", "NVLink", "GPUs 0-1 and 2-3 are linked by NVLink, the others between CPU sockets (SYS)",
             "give a job linked GPUs, such as --gpus 0,1"),
     Finding("warning", "shared memory", "/dev/shm has 64 MiB free of 64 MiB; jobs on several GPUs may fail below 1 GiB",

@@ -11,7 +11,7 @@ from sae_tui.widgets.lines import LineView
 from sae_tui.widgets.table import KeyedTable
 
 WELL = Finding("ok", "disk", "72.1 GiB free of 252.0 GiB in /home/ada")
-WRONG = Finding("warning", "logout", "jobs end with your logout", "run `loginctl enable-linger`")
+WRONG = Finding("warning", "logout", "jobs end when you log out", "run `loginctl enable-linger`")
 
 
 def text(app, selector: str) -> str:
@@ -131,7 +131,7 @@ async def test_d_opens_the_doctor_for_this_machine_and_escape_returns(make_app, 
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("d")
         await wait_until(pilot, lambda: isinstance(app.screen, DoctorScreen) and app.screen.done)
-        assert "4 GPUs of this box are simulated" in text(app, "#findings")
+        assert "4 GPUs of this machine are simulated" in text(app, "#findings")
         assert app.screen.query_one(KeyedTable).has_focus
         await pilot.press("escape")
         await pilot.pause()

@@ -31,8 +31,8 @@ def test_the_message_about_a_launched_job_matches_its_state(box, state, fields, 
 
 def test_a_warning_replaces_the_promise_to_continue_if_jobs_end_at_logout(box):
     box.record("quick", state=JobState.RUNNING)
-    message = launched.describe_launch(box.data, [1], but="jobs end with your logout")
-    assert message == 'Job 1 "quick" started on the CPU. But jobs end with your logout.'
+    message = launched.describe_launch(box.data, [1], but="jobs end when you log out")
+    assert message == 'Job 1 "quick" started on the CPU. But jobs end when you log out.'
 
 
 def test_the_message_about_several_jobs_counts_them(box):
