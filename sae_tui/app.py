@@ -52,19 +52,20 @@ class SaeApp(KeysInOrder, Notices):
     ENABLE_COMMAND_PALETTE = True
     COMMANDS = {Commands, JobCommands}
     BINDINGS = [
-        Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs keep running"),
+        Binding("q", "quit", "Quit", id="app.quit", tooltip="Quit; jobs keep running"),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", "Stop", show=False),
-        Binding("question_mark", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
+        Binding("question_mark", "help", "Help", key_display="?", id="app.help", tooltip="The keys of this screen"),
         Binding("ctrl+p", "command_palette", "Commands", show=False, priority=True, id="app.commands",
-                tooltip="Find what can be done, or a job, by a few letters"),
+                tooltip="Find a command or a job by a few letters"),
         # A text field takes the question mark as input, so the footer shows this key there instead.
-        Binding("f1", "help", "Help", key_display="F1", show=False, id="app.help_in_text", tooltip="What the keys do"),
+        Binding("f1", "help", "Help", key_display="F1", show=False, id="app.help_in_text",
+                tooltip="The keys of this screen"),
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
-                tooltip="What the app has said lately, in full"),
-        Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
+                tooltip="The latest messages of the app, in full"),
+        Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="Check this machine for problems"),
         Binding("comma", "settings", "Settings", key_display=",", show=False, id="settings",
-                tooltip="Theme, alerts, other hosts and all else that can be set"),
+                tooltip="Theme, alerts, other hosts and all other settings"),
     ]  # fmt: skip
     BEFORE_TEXT = frozenset({"jobs.filter", "jobs.tag", "jobs.rename", "jobs.note", "jobs.after", "logs.search"})
     VERTICAL_BREAKPOINTS = [(0, "-short"), (35, "-tall")]
@@ -222,7 +223,7 @@ class SaeApp(KeysInOrder, Notices):
             # Stop the whole process group, as the terminal does: the shell waits for a wrapper such as `uv run`.
             os.killpg(os.getpgrp(), signal.SIGTSTP)
         else:
-            self.notify("Not stopped: no shell could continue the app here.")
+            self.notify("Not suspended: there is no shell here that could continue the app.")
 
     def action_undo_delete(self) -> None:
         self.session.actions.undo_delete()

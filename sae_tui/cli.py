@@ -55,7 +55,7 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     flags = parser.parse_args(given)
     for name in ("readonly", "plain", "host"):
         if getattr(flags, name) and flags.command is not _open_app:
-            parser.error(f"--{name} is for the app, and no command may follow it")
+            parser.error(f"--{name}: works only in the app; leave it out, or leave out the command")
     return flags
 
 
@@ -97,13 +97,13 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
         end_with_parent(os.getppid())
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(
-            "the app needs a terminal; in a browser it is shown by sae-tui serve, "
-            "in a script use a command, see sae-tui --help"
+            "the app needs a terminal; use sae-tui serve to open it in a browser, "
+            "or use a command in a script (see sae-tui --help)"
         )
     elif not flags.plain and not can_show("█▁⣿…", sys.stdout):
         raise UserError(
-            f"the app draws with characters that this locale ({sys.stdout.encoding}) does not have; "
-            "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands, see sae-tui --help"
+            f"the app needs characters that this locale ({sys.stdout.encoding}) does not have; "
+            "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands (see sae-tui --help)"
         )
     # Almost nothing that is created before the first frame is garbage, and a collection takes a tenth of the startup
     # time.

@@ -37,7 +37,7 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
 Edit = Callable[[DataDir, Control, int], str]
-ONLY_SHOWN = "Jobs and processes are only shown here (--readonly, or `serve` without --write)."
+ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve` with --write."
 
 
 class CurrentState(Protocol):
@@ -83,7 +83,7 @@ def steps_to_finish(job: Job) -> int | None:
 
 def early_words(steps: int) -> str:
     """Return a sentence that explains what "Finish early" does to a job that would cool down over `steps` steps."""
-    return f"Or finish it early: it cools down over {plural(steps, 'step')}, which most of its quality comes from."
+    return f"Or finish it early: it cools down over {plural(steps, 'step')}, which improves its quality most."
 
 
 def _stop_question(job: JobView) -> tuple[str, str]:
@@ -94,11 +94,11 @@ def _stop_question(job: JobView) -> tuple[str, str]:
     if (steps := steps_to_finish(job)) is not None:
         return f"Stop {which}? It saves a checkpoint first.\n\n{early_words(steps)}", "Stop"
     if job.state != JobState.QUEUED:
-        kept = "Its whole shards stay." if extracts(job.config) else "It saves a checkpoint first."
+        kept = "It keeps its complete shards." if extracts(job.config) else "It saves a checkpoint first."
         return f"Stop {which}? {kept}", "Stop"
     if not job.attempt:
         return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
-    return f"Stop {which}? It is {describe_state(job).word}; what it has saved stays.", "Stop"
+    return f"Stop {which}? It is {describe_state(job).word}; it keeps what it has saved.", "Stop"
 
 
 class JobActions:
@@ -166,13 +166,13 @@ class JobActions:
         if job is None or self.refused():
             return
         if job.evaluation:
-            question = f"Stop the evaluation of job {job_id} ({job.name})? What was measured before stays."
+            question = f"Stop the evaluation of job {job_id} ({job.name})? Earlier measurements stay."
             self.ask(question, "Stop it", functools.partial(request.stop, self._known.data, job_id))
             return
         if self._has_ended(job):
             return
         if job.state is JobState.STOPPING or job.stop_requested:
-            lost = "Rows since its last shard" if extracts(job.config) else "Steps since its last checkpoint"
+            lost = "Rows after its last shard" if extracts(job.config) else "Steps after its last checkpoint"
             question = f"Job {job_id} ({job.name}) is stopping. End it at once? {lost} are lost."
             self.ask(question, "End it", functools.partial(edits.kill, self._known.data, job_id))
         else:
@@ -202,7 +202,7 @@ class JobActions:
         elif (cure := remedy(job.error)) and not cure.may_repeat:
             question = (
                 f"Job {job_id} {ENDED[job.state]}: {job.error}\n\n"
-                f"Unchanged it is likely to fail again; {cure.text}. Resume it all the same?"
+                f"Without a change it will probably fail again; {cure.text}. Resume it anyway?"
             )
             self.ask(question, "Resume", functools.partial(self._resume, job_id))
         else:
@@ -254,7 +254,7 @@ class JobActions:
             self._front.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
         elif jobs:
             which = f"job {jobs[0].id} ({jobs[0].name})" if len(jobs) == 1 else f"{len(jobs)} jobs"
-            question = f"Delete {which} with checkpoints, logs and SAEs? Until you quit, u brings them back."
+            question = f"Delete {which} with checkpoints, logs and SAEs? You can restore them with u until you quit."
             if waiting := waiting_for(self._known.jobs, [job.id for job in jobs]):
                 question += f"\n\n{waiting[0].upper()}{waiting[1:]}."
             self.ask(question, "Delete", functools.partial(self._delete, [job.id for job in jobs]))
@@ -262,14 +262,14 @@ class JobActions:
     def _delete(self, job_ids: list[int]) -> str:
         messages = trash.throw_all_away(self._known.data, job_ids)
         self.thrown_away.append(job_ids)
-        return f"{messages[0] if len(messages) == 1 else f'{len(messages)} jobs are deleted'}; u brings back"
+        return f"{messages[0] if len(messages) == 1 else f'{len(messages)} jobs deleted'}; press u to undo"
 
     def undo_delete(self) -> None:
         """Restore the jobs of the last deletion."""
         if self.refused():
             return
         if not self.thrown_away:
-            self._front.notify("Nothing was deleted since the app was started.", severity="warning")
+            self._front.notify("No job was deleted since the app started.", severity="warning")
             return
         job_ids = self.thrown_away.pop()
         self.do(lambda: "; ".join(trash.put_all_back(self._known.data, job_ids)))

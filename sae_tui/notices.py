@@ -96,7 +96,7 @@ class Notices(App[None]):
 def notice_lines(notices: Sequence[Notification], width: int) -> list[Line]:
     """Return the notifications as lines of `width` cells, newest first, each with its time."""
     if not notices:
-        return [(("Nothing was said yet.", "dim"),)]
+        return [(("No messages yet.", "dim"),)]
     lines: list[Line] = []
     for note in reversed(notices):
         when = f"{clock_time(note.raised_at)}  "

@@ -43,15 +43,15 @@ def cost_lines(cost: OwnCost, _width: int) -> Sequence[Line]:
     """Return the lines of the page about the app's own cost."""
     minutes = max(cost.elapsed_s, 1.0) / 60
     lines = [
-        _line("runs for", duration(cost.elapsed_s)),
-        _line("CPU", f"{cost.cpu_s / minutes:.2f} s per minute, its start with it"),
+        _line("run time", duration(cost.elapsed_s)),
+        _line("CPU", f"{cost.cpu_s / minutes:.2f} s per minute, start included"),
         _line("memory", gibibytes(cost.memory_bytes)),
         _line("threads", str(cost.n_threads)),
-        _line("to the terminal", f"{count(cost.written_bytes / (60 * minutes))} bytes per second"),
+        _line("terminal output", f"{count(cost.written_bytes / (60 * minutes))} bytes per second"),
     ]
     for index, seconds in sorted(cost.readings_s.items()):
         is_slow = seconds >= _SLOW_S
-        told = f"{1000 * seconds:.1f} ms{', which is slow' if is_slow else ''}"
+        told = f"{1000 * seconds:.1f} ms{' (slow)' if is_slow else ''}"
         lines.append(_line(f"reading GPU {index}", told, "warn" if is_slow else "text"))
     return lines
 

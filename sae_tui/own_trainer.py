@@ -43,12 +43,12 @@ def _fault() -> str:
     if not os.path.exists(os.path.join(os.path.dirname(spec.origin), "contract", "exits.py")):
         return (
             f"`import trainer` finds {spec.origin}, which is not the trainer of sae-tui; rename it, "
-            "or take its folder out of PYTHONPATH"
+            "or remove its folder from PYTHONPATH"
         )
     with open(spec.origin, "rb") as file:
         if file.read(len(_FIRST_WORDS)) == _FIRST_WORDS:
             return ""
     return (
-        f"{spec.origin} belongs to another package called trainer, which was installed over the one of sae-tui; "
-        "run pip uninstall trainer, then pip install --force-reinstall sae-tui, or give each an environment of its own"
+        f"{spec.origin} belongs to another package called trainer, which has replaced files of sae-tui; run "
+        "pip uninstall trainer, then pip install --force-reinstall sae-tui, or install each in a separate environment"
     )

@@ -87,12 +87,12 @@ def _names(job: JobView, words: Iterable[str]) -> bool:
 def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreReturnCallbackType]]:
     """Yield the actions available in the job's state: a verb, an explanation and a function."""
     yield "Open", describe_state(job).word, lambda: session.go.open_job(job.id)
-    yield "Clone", "Its settings in a new form", lambda: session.go.clone_job(job.id)
+    yield "Clone", "Open its settings in a new form", lambda: session.go.clone_job(job.id)
     if job.state.is_final or job.held:
-        yield "Resume", "From its last checkpoint", lambda: session.actions.resume(job.id)
+        yield "Resume", "Continue from its last checkpoint", lambda: session.actions.resume(job.id)
     if not job.state.is_final:
-        yield "Stop", "Save and stop", lambda: session.actions.stop(job.id)
-        yield "Pause", "Save and wait", lambda: session.actions.pause(job.id)
+        yield "Stop", "Save a checkpoint and stop", lambda: session.actions.stop(job.id)
+        yield "Pause", "Save a checkpoint and free the GPUs", lambda: session.actions.pause(job.id)
 
 
 def commands(
@@ -102,14 +102,14 @@ def commands(
     go, app = session.go, screen.app
     yield SystemCommand("New job", "Choose GPUs and launch a training", go.new_job)
     yield SystemCommand("Dashboard", "All GPUs and jobs", go.show_dashboard)
-    yield SystemCommand("Doctor", "What is in the way of a training here", go.show_doctor)
+    yield SystemCommand("Doctor", "Check this machine for problems", go.show_doctor)
     for name in THEMES:
-        yield SystemCommand(f"Theme: {name}", "Colours, kept in settings.toml", partial(choose_theme, name))
-    yield SystemCommand("Settings", "Theme, alerts, other hosts and all else that can be set", go.show_settings)
-    yield SystemCommand("Alerts", "Those that last, and those of the last day", go.show_alerts)
-    yield SystemCommand("Own cost", "What this app costs: CPU, memory, bytes to the terminal", go.show_own_cost)
-    yield SystemCommand("Help", "What the keys do", go.show_help)
-    yield SystemCommand("Quit", "Leave; jobs keep running", app.action_quit)
+        yield SystemCommand(f"Theme: {name}", "Colours, saved in settings.toml", partial(choose_theme, name))
+    yield SystemCommand("Settings", "Theme, alerts, other hosts and all other settings", go.show_settings)
+    yield SystemCommand("Alerts", "Current alerts and alerts of the last 24 hours", go.show_alerts)
+    yield SystemCommand("Own cost", "Resources that this app uses: CPU, memory, terminal output", go.show_own_cost)
+    yield SystemCommand("Help", "The keys of this screen", go.show_help)
+    yield SystemCommand("Quit", "Quit; jobs keep running", app.action_quit)
     yield from _of_keys(
         screen, ("New job", "Dashboard", "Doctor", "Settings", "Help", "Quit", "Back", "Close", "Commands")
     )

@@ -115,7 +115,7 @@ class Session:
         words = summary(
             self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden, others=views
         )
-        words = f"only showing · {words}" if self.readonly else words
+        words = f"read-only · {words}" if self.readonly else words
         # If this machine has no GPUs, their panel explains why in full.
         has_none = not self.monitor.latest() and not self.monitor.opening
         problem = self.watcher.problem or (not has_none and self.monitor.problem) or self._warning

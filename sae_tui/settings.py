@@ -19,7 +19,7 @@ from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.toml import Judged, parse_toml
 
 # Headings in the settings form.
-_LOOK, _LAUNCH, _HISTORY, _END = "Look", "Launch", "GPUs and their history", "End of a job"
+_LOOK, _LAUNCH, _HISTORY, _END = "Appearance", "Launch", "GPUs and their history", "End of a job"
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 # Settings that run a program or connect to another machine.
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
@@ -33,15 +33,15 @@ class Settings(msgspec.Struct, frozen=True):
     """All settings of the app; a job's own settings are in its job file."""
 
     monitor_view_default: Annotated[
-        Literal["aggregated", "per_gpu", "map"], about("What the dashboard shows first.", group=_LOOK)
+        Literal["aggregated", "per_gpu", "map"], about("View of the dashboard at start.", group=_LOOK)
     ] = "aggregated"
     default_gpu_selection: Annotated[
         Literal["available", "all", "manual"],
-        about("Which GPUs the launch screen ticks: all free ones, all, or none.", group=_LAUNCH),
+        about("GPUs that the launch screen selects at first: all free ones, all, or none.", group=_LAUNCH),
     ] = "available"
-    multi_gpu_enabled: Annotated[bool, about("Whether a job may use more than one GPU.", group=_LAUNCH)] = True
+    multi_gpu_enabled: Annotated[bool, about("Whether a job may use several GPUs.", group=_LAUNCH)] = True
     sampling_interval_s: Annotated[
-        float, about("Time between two readings of a GPU.", group=_HISTORY, unit="s", ge=0.2, le=60)
+        float, about("Interval between readings of a GPU.", group=_HISTORY, unit="s", ge=0.2, le=60)
     ] = 1.0
     history_hours: Annotated[
         float, about("How long every reading is kept.", group=_HISTORY, unit="hours", gt=0, le=720)
@@ -51,13 +51,13 @@ class Settings(msgspec.Struct, frozen=True):
     ] = 30.0
     notify: Annotated[
         Literal["bell", "terminal", "off"],
-        about("How the app tells that a job has ended; terminal: a note by OSC 9.", group=_END),
+        about("How the app reports that a job has ended; terminal: a desktop notification by OSC 9.", group=_END),
     ] = "bell"
     on_job_end: Annotated[
         list[str],
         about(
-            "A command to run when a job ends; SAE_TUI_JOB_ID, _NAME, _STATE, _ERROR, _FVU (held out) and _OUTPUT say"
-            " which and how.",
+            "Command to run when a job ends; SAE_TUI_JOB_ID, _NAME, _STATE, _ERROR, _FVU (held out) and _OUTPUT"
+            " describe the job.",
             group=_END,
             wanted='a list of words like ["notify-send", "done"]',
         ),
@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True):
     hosts: Annotated[
         list[str],
         about(
-            "Other hosts whose GPUs and jobs are shown too, over ssh.",
+            "Other hosts whose GPUs and jobs the app also shows, over ssh.",
             group=_HOSTS,
             wanted='a list like ["gpu1", "me@gpu2"]',
             commas=True,
@@ -74,21 +74,19 @@ class Settings(msgspec.Struct, frozen=True):
     ssh_command: Annotated[
         list[str],
         about(
-            "The command that reaches them; empty: ssh.",
+            "Command that connects to these hosts; empty: ssh.",
             group=_HOSTS,
             wanted='a list of words like ["ssh", "-F", "config"]',
         ),
     ] = []
     alert_heat_c: Annotated[
         float,
-        about(
-            "Alert where a GPU is so near to where it slows down; 0 for none.", group=_ALERTS, unit="°C", ge=0, le=60
-        ),
+        about("Alert if a GPU is this close to throttling; 0: off.", group=_ALERTS, unit="°C", ge=0, le=60),
     ] = 4.0
     alert_throttling_s: Annotated[
         float,
         about(
-            "Alert where heat or lack of power slow a GPU down for so long; 0 for none.",
+            "Alert if heat or a lack of power throttles a GPU for this long; 0: off.",
             group=_ALERTS,
             unit="s",
             ge=0,
@@ -97,12 +95,12 @@ class Settings(msgspec.Struct, frozen=True):
     ] = 60.0
     alert_lost_s: Annotated[
         float,
-        about("Alert where a GPU cannot be read for so long; 0 for none.", group=_ALERTS, unit="s", ge=0, le=86400),
+        about("Alert if a GPU cannot be read for this long; 0: off.", group=_ALERTS, unit="s", ge=0, le=86400),
     ] = 15.0
     alert_errors_s: Annotated[
         float,
         about(
-            "Alert where a GPU reports memory errors, failing rows or a fatal Xid for so long; 0 for none.",
+            "Alert if a GPU reports memory errors, failing rows or a fatal Xid for this long; 0: off.",
             group=_ALERTS,
             unit="s",
             ge=0,
@@ -111,12 +109,12 @@ class Settings(msgspec.Struct, frozen=True):
     ] = 1.0
     alert_memory_percent: Annotated[
         float,
-        about("Alert where so much of a GPU's memory is in use; 0 for none.", group=_ALERTS, unit="%", ge=0, le=100),
+        about("Alert if this share of a GPU's memory is in use; 0: off.", group=_ALERTS, unit="%", ge=0, le=100),
     ] = 98.0
     alert_idle_minutes: Annotated[
         float,
         about(
-            "Alert where a job does not use a GPU that it has for so long, 10 at least; 0 for none.",
+            "Alert if a job does not use a GPU that it holds for this long (at least 10); 0: off.",
             group=_ALERTS,
             unit="min",
             ge=0,
@@ -126,7 +124,7 @@ class Settings(msgspec.Struct, frozen=True):
     alert_disk_gib: Annotated[
         float,
         about(
-            "Alert where so little is left on the disk of the data folder; 0 for none.",
+            "Alert if the disk of the data folder has less free space than this; 0: off.",
             group=_ALERTS,
             unit="GiB",
             ge=0,
@@ -136,7 +134,7 @@ class Settings(msgspec.Struct, frozen=True):
     on_alert: Annotated[
         list[str],
         about(
-            "A command to run when an alert begins or ends, with what it is as JSON on its standard input.",
+            "Command to run when an alert begins or ends; it gets the alert as JSON on standard input.",
             group=_ALERTS,
             wanted='a list of words like ["/home/me/bin/tell-slack"]',
         ),
@@ -144,34 +142,34 @@ class Settings(msgspec.Struct, frozen=True):
     python: Annotated[
         str,
         about(
-            "The Python of another environment that trains new jobs; empty: the app's.", group=_LAUNCH, wanted=PYTHONS
+            "Python of another environment that trains new jobs; empty: the app's Python.",
+            group=_LAUNCH,
+            wanted=PYTHONS,
         ),
     ] = ""
     trusted_code: Annotated[
         list[str],
         about(
-            "What a job file may run without a question: Pythons, models with code of their own, options of sbatch.",
+            "Code that job files may run without asking: Pythons, models that include code, options of sbatch.",
             group=_LAUNCH,
             wanted='a list like ["/home/me/env/bin/python", "org/model", "--network=x"]',
             commas=True,
         ),
     ] = []
     price_per_kwh: Annotated[
-        float, about("What a kWh costs, for the price of a job; 0 shows none.", group=_ENERGY, ge=0, le=1000)
+        float, about("Price of a kWh, for the energy cost of jobs; 0: not shown.", group=_ENERGY, ge=0, le=1000)
     ] = 0.0
-    currency: Annotated[str, about("What that price is in.", group=_ENERGY, min_length=1, max_length=8)] = "EUR"
+    currency: Annotated[str, about("Currency of the price.", group=_ENERGY, min_length=1, max_length=8)] = "EUR"
     co2_g_per_kwh: Annotated[
-        float, about("CO₂ of a kWh, as your grid has it; 0 shows none.", group=_ENERGY, unit="g", ge=0, le=5000)
+        float, about("CO₂ per kWh of your grid; 0: not shown.", group=_ENERGY, unit="g", ge=0, le=5000)
     ] = 0.0
     theme: Annotated[
         Literal["dark", "light", "high-contrast", "colour-blind", "terminal"],
-        about("Colours; terminal uses the 16 of your terminal.", group=_LOOK),
+        about("Colours of the app; terminal: the 16 colours of your terminal.", group=_LOOK),
     ] = "dark"
     look: Annotated[
         Literal["auto", "full", "plain"],
-        about(
-            "What is drawn with; plain is ASCII only, auto means plain on a vt100 or the Linux console.", group=_LOOK
-        ),
+        about("Characters of the app; plain: ASCII only, auto: plain on a vt100 or the Linux console.", group=_LOOK),
     ] = "auto"
 
 
@@ -189,9 +187,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
     settings = {setting.name: setting for setting in settings_of(Settings)}
     values: dict[str, Any] = {}
     problems = [
-        Problem(name, f"is not a setting; {path.name} knows {', '.join(settings)}")
-        for name in raw
-        if name not in settings
+        Problem(name, f"is not a setting; use one of {', '.join(settings)}") for name in raw if name not in settings
     ]
     for name in raw.keys() & settings.keys():
         try:
@@ -202,7 +198,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
     if programs and (why := judged.distrust):
         for name in programs:
             del values[name]
-            problems.append(Problem(name, f"is not run, for {why}"))
+            problems.append(Problem(name, f"is not run, since {why}"))
     return Settings(**values), problems
 
 
@@ -230,7 +226,7 @@ def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
     try:
         table = read_toml(path, keep)
     except JobFileError as error:
-        raise UserError(f"{error}; mend it by hand or remove it") from None
+        raise UserError(f"{error}; correct it by hand or remove it") from None
     return texts[-1], table
 
 
@@ -249,7 +245,7 @@ def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
     text, after = _with_changes(text, changes)
     if after != {name: value for name, value in {**before, **changes}.items() if value is not None}:
         names = ", ".join(changes)
-        raise UserError(f"{path} is written in a way that {names} cannot be changed from here; change it by hand")
+        raise UserError(f"{path} has a format in which the app cannot change {names}; change it by hand")
     write_whole(path, text)
 
 
@@ -271,9 +267,9 @@ def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str,
 def _refuse_to_change(path: Path, table: Mapping[str, Any], distrust: str) -> None:
     """Raise `UserError` if writing the file would replace a link or turn another user's commands into this user's."""
     if path.is_symlink():
-        raise UserError(f"{path} is a link, which saving would replace; change {path.resolve()} by hand")
+        raise UserError(f"{path} is a link, which the app would replace; change {path.resolve()} by hand")
     if distrust and any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent):
-        raise UserError(f"{distrust}, after you have read it: its commands would become yours")
+        raise UserError(f"{distrust}, but read it first: its commands would run as you")
 
 
 def settings_text(settings: Settings) -> str:

@@ -27,8 +27,8 @@ def checked_host(name: str) -> str:
     if not _NAME.fullmatch(name):
         shown = printable(name[:60])
         raise UserError(
-            f'"{shown}" cannot be the name of a host; give one like gpu1 or me@gpu1, '
-            "and all else, such as its port, in ~/.ssh/config"
+            f'"{shown}" is not a host name; give one like gpu1 or me@gpu1, '
+            "and set everything else, such as the port, in ~/.ssh/config"
         )
     return name
 

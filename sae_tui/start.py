@@ -59,7 +59,7 @@ def run_app(
     first_words = ""
     if not data.settings_file.exists():
         if members := sharing(data.root):
-            first_words = f"{data.root} is shared with {members}: what one may do there all may."
+            first_words = f"{data.root} is shared with {members}: all members have the same rights there."
         if not readonly:
             with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
                 save_settings(data.settings_file, settings)
@@ -122,12 +122,12 @@ def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[
     """Return, by setting, how the command line or the terminal overrides it in this run."""
     given = {}
     if look and settings.look != "plain":
-        given["look"] = f"plain now, by {'--plain' if plain else 'this terminal'}"
+        given["look"] = f"plain now, because of {'--plain' if plain else 'this terminal'}"
     if is_colourless(os.environ):
         cause = "NO_COLOR" if "NO_COLOR" in os.environ else "this terminal"
-        given["theme"] = f"without colours now, by {cause}"
+        given["theme"] = f"without colours now, because of {cause}"
     if hosts:
-        given["hosts"] = f"and {join_words(list(hosts))} now, by --host"
+        given["hosts"] = f"and {join_words(list(hosts))} now, because of --host"
     return given
 
 
@@ -147,7 +147,7 @@ def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tupl
         try:
             names.append(checked_host(name))
         except UserError as error:
-            problems.append(Problem("hosts", f"leaves one out: {error}"))
+            problems.append(Problem("hosts", f"one host is left out: {error}"))
     names += named
     return Hosts(names, settings.ssh_command or ("ssh",), demo=demo) if names else None, problems
 
@@ -171,7 +171,7 @@ def _staying(data: DataDir, command: str) -> str:
     n_held = sum(job.held for job in in_line)
     counts = {
         ("keeps running", "keep running"): len(jobs) - len(in_line),
-        ("waits in line", "wait in line"): len(in_line) - n_held,
+        ("is queued", "are queued"): len(in_line) - n_held,
         ("is held or paused", "are held or paused"): n_held,
     }
     parts = [(count, one if count == 1 else many) for (one, many), count in counts.items() if count]

@@ -121,8 +121,8 @@ def test_stopping_an_extraction_mentions_its_complete_shards(box: Box, actions: 
     actions.stop(job_id)
     actions.stop(job_id)
     assert person.questions == [
-        ("Stop job 1 (a)? Its whole shards stay.", "Stop"),
-        ("Job 1 (a) is stopping. End it at once? Rows since its last shard are lost.", "End it"),
+        ("Stop job 1 (a)? It keeps its complete shards.", "Stop"),
+        ("Job 1 (a) is stopping. End it at once? Rows after its last shard are lost.", "End it"),
     ]
 
 
@@ -146,7 +146,7 @@ def test_deleted_jobs_can_be_restored_in_reverse_order(
     actions.undo_delete()
     assert sorted(job.name for job in known.jobs) == ["a", "b", "c"]
     actions.undo_delete()
-    assert person.told[-1] == "warning: Nothing was deleted since the app was started."
+    assert person.told[-1] == "warning: No job was deleted since the app started."
 
 
 def test_a_running_job_is_not_deleted(box: Box, known: Known, actions: JobActions, person: Person) -> None:
@@ -159,7 +159,7 @@ def test_resuming_after_a_failure_likely_to_recur_asks_first(box: Box, actions: 
     person.answer = False
     actions.resume(box.record_job("a", JobState.FAILED, error="rank 0: torch.OutOfMemoryError: CUDA out of memory"))
     ((question, yes),) = person.questions
-    assert "Unchanged it is likely to fail again" in question
+    assert "Without a change it will probably fail again" in question
     assert yes == "Resume"
 
 

@@ -15,7 +15,7 @@ def test_saved_settings_are_read_back_and_have_comments(tmp_path) -> None:
     chosen = Settings(monitor_view_default="per_gpu", multi_gpu_enabled=False, sampling_interval_s=2.0)
     save_settings(path, chosen)
     assert load_settings(path) == (chosen, [])
-    assert '# What the dashboard shows first. It is "aggregated", "per_gpu" or "map".' in path.read_text()
+    assert '# View of the dashboard at start. It is "aggregated", "per_gpu" or "map".' in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -90,7 +90,7 @@ def test_a_change_leaves_every_other_line_unchanged(tmp_path) -> None:
 def test_a_broken_file_is_reported_and_not_overwritten(tmp_path, text) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(text)
-    with pytest.raises(UserError, match=r"not valid TOML.*; mend it by hand or remove it"):
+    with pytest.raises(UserError, match=r"not valid TOML.*; correct it by hand or remove it"):
         change_settings(path, {"theme": "light"})
     assert path.read_text() == text
 
@@ -108,7 +108,7 @@ def test_saving_does_not_adopt_commands_from_a_file_others_can_write(tmp_path) -
     path = tmp_path / "settings.toml"
     path.write_text('on_alert = ["/tmp/evil"]\n')
     path.chmod(0o666)
-    with pytest.raises(UserError, match=r"chmod go-w.*its commands would become yours"):
+    with pytest.raises(UserError, match=r"chmod go-w.*its commands would run as you"):
         change_settings(path, {"theme": "light"})
     assert load_settings(path)[0].on_alert == []
 

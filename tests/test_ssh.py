@@ -13,7 +13,7 @@ from trainer.contract.errors import UserError
     "name", ["", "-oProxyCommand=id", "me@-x", "a b", "a;id", "$(id)", "a\nb", "ü", "a@b@c", "\x1b[2J", "a" * 300]
 )
 def test_host_names_that_ssh_or_a_shell_could_misinterpret_are_rejected(name) -> None:
-    with pytest.raises(UserError, match=r"cannot be the name of a host; give one like gpu1 or me@gpu1") as refusal:
+    with pytest.raises(UserError, match=r"is not a host name; give one like gpu1 or me@gpu1") as refusal:
         ssh_argv(name, ["stream"])
     assert str(refusal.value).isprintable()
 

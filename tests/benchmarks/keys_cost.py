@@ -33,7 +33,7 @@ SCREENS = {
     "doctor (d)": ("d", "Look again"),
     "help (?)": ("?", "GPUs above"),
     "commands (ctrl+p)": ("\x10", "Theme: light"),
-    "question (D)": ("D", "u brings them back"),
+    "question (D)": ("D", "restore them"),
 }
 
 

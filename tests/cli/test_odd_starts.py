@@ -123,7 +123,8 @@ def test_readonly_allows_no_command(shell):
     done = started(shell, "--readonly", "stop", "1")
     assert done.returncode == 2
     assert done.stderr.decode() == (
-        "sae-tui: error: --readonly is for the app, and no command may follow it; see sae-tui --help\n"
+        "sae-tui: error: --readonly: works only in the app; leave it out, or leave out the command; "
+        "see sae-tui --help\n"
     )
 
 
@@ -136,7 +137,7 @@ def test_a_foreign_package_named_trainer_is_reported_before_its_code_runs(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     shown = f"{tmp_path}/a\ufffd[2J/trainer/__init__.py"
     message = f"`import trainer` finds {shown}, which is not the trainer of sae-tui"
-    fix = "rename it, or take its folder out of PYTHONPATH"
+    fix = "rename it, or remove its folder from PYTHONPATH"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"sae-tui: error: {message}; {fix}\n")
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, env=env, timeout=60)
     answer = {"error": {"field": None, "message": message, "fix": fix}}

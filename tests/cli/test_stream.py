@@ -89,6 +89,6 @@ def test_no_line_has_terminal_control_sequences(shell) -> None:
 
 
 def test_host_is_an_option_of_the_app_only_and_is_validated(shell) -> None:
-    assert "no command may follow it" in shell.errors("--host", "gpu1", "jobs", code=2)[0]
+    assert "works only in the app; leave it out" in shell.errors("--host", "gpu1", "jobs", code=2)[0]
     (line,) = shell.errors("--host", "a;b", code=2)
-    assert line.startswith('sae-tui: error: --host: "a;b" cannot be the name of a host; give one like gpu1')
+    assert line.startswith('sae-tui: error: --host: "a;b" is not a host name; give one like gpu1')

@@ -58,7 +58,7 @@ def test_holds_dependencies_and_names_are_kept_and_shown_correctly(box: Box) -> 
     terminal.send("q")
     assert terminal.wait_for_exit() == 0
     left = terminal.wait_for("`sae-tui --demo` shows them again")
-    assert "1 job waits in line and 1 is held or paused; " in left
+    assert "1 job is queued and 1 is held or paused; " in left
 
 
 @pytest.mark.timeout(300)

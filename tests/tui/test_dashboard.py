@@ -426,7 +426,7 @@ async def test_stopping_asks_first_and_then_stores_a_request_for_the_ranks(make_
     ("fields", "question"),
     [
         ({}, "Cancel job 1 (minilm)? It has not started, so nothing is lost."),
-        ({"held": True, "attempt": 1}, "Stop job 1 (minilm)? It is paused; what it has saved stays."),
+        ({"held": True, "attempt": 1}, "Stop job 1 (minilm)? It is paused; it keeps what it has saved."),
     ],
 )
 async def test_stopping_a_queued_job_does_not_promise_a_checkpoint(make_app, data, fields, question) -> None:

@@ -144,7 +144,7 @@ async def test_the_doctor_is_in_the_palette_and_in_the_help(make_app) -> None:
         assert "Doctor" in [command.title for command in app.get_system_commands(app.screen)]
         await pilot.press("question_mark")
         await pilot.pause()
-        assert "What is in the way of a training here" in app.screen.query_one("Page").plain
+        assert "Check this machine for problems" in app.screen.query_one("Page").plain
 
 
 async def test_leaving_the_screen_ends_the_check(make_app) -> None:

@@ -172,7 +172,7 @@ async def test_a_read_only_app_can_send_no_signal_and_change_no_job(make_app, da
         await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("D", "y", "n")
         assert app.screen is app.navigator.dashboard
-        assert "only showing" in app.screen.query_one("#status", LineView).plain
+        assert "read-only" in app.screen.query_one("#status", LineView).plain
         footer = app.screen.query_one("Footer", LineView)
         await wait_until(pilot, lambda: "Compare" in footer.plain)
         assert not any(word in footer.plain for word in ("Delete", "Clone", "New job"))
@@ -180,7 +180,7 @@ async def test_a_read_only_app_can_send_no_signal_and_change_no_job(make_app, da
         await pilot.press("s")
         await pilot.pause()
         assert isinstance(app.screen, ProcessesScreen)
-        assert "only shown here (--readonly," in "".join(notice.message for notice in app._notifications)
+        assert "start it without --readonly," in "".join(notice.message for notice in app._notifications)
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (200, 60)])

@@ -87,7 +87,7 @@ async def test_an_invalid_value_is_reported_at_its_field_and_not_saved(make_app,
         await put(pilot, sampling_interval_s="0", hosts="-oProxyCommand=x", on_alert="mail")
         await wait_until(pilot, lambda: "✗" in hint(app, "hosts"))
         assert "must be a number of at least 0.2" in hint(app, "sampling_interval_s")
-        assert "cannot be the name of a host" in hint(app, "hosts")
+        assert "is not a host name" in hint(app, "hosts")
         assert "must be a list of words" in hint(app, "on_alert")
         await pilot.press("ctrl+s")
         assert "Not saved: correct sampling_interval_s, on_alert and hosts first." in told(app)
@@ -156,7 +156,7 @@ async def test_a_broken_file_is_reported_and_not_overwritten(make_app, file) -> 
         await put(pilot, notify="off")
         await pilot.press("ctrl+s")
         await pilot.pause()
-        assert "mend it by hand or remove it" in told(app)
+        assert "correct it by hand or remove it" in told(app)
         assert file.read_text() == "theme = "
 
 
@@ -176,10 +176,10 @@ async def test_a_read_only_app_shows_settings_but_does_not_save_them(make_app, f
 
 async def test_a_setting_shows_the_flag_that_overrides_it_and_search_finds_it(make_app, file) -> None:
     app = make_app()
-    app.session.given = {"look": "plain now, by --plain"}
+    app.session.given = {"look": "plain now, because of --plain"}
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot)
-        assert hint(app, "look").startswith("plain now, by --plain · ")
+        assert hint(app, "look").startswith("plain now, because of --plain · ")
         await pilot.press("ctrl+f")
         await pilot.press(*"disk", "enter")
         await wait_until(pilot, lambda: row_of(app, "alert_disk_gib").has_focus_within)

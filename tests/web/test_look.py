@@ -42,13 +42,13 @@ async def test_a_job_outlives_its_browser_session_and_only_write_mode_can_stop_i
 
     only = serve()
     async with only.look() as look:
-        await look.wait_for("only showing")
+        await look.wait_for("read-only")
         await look.wait_for("▶ running")
         for key in ("s", "p", "D", "y", "n", "R", "#"):
             await look.press(key)
         # Open the list of messages. If an earlier key had opened a question, it would cover this list.
         await look.press("!")
-        await look.wait_for("only shown here")
+        await look.wait_for("This view is read-only")
         assert "Stop job" not in look.text
 
     may = serve("--write")
