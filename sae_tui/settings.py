@@ -136,7 +136,7 @@ class Settings(msgspec.Struct, frozen=True):
         about(
             "Command to run when an alert begins or ends; it gets the alert as JSON on standard input.",
             group=_ALERTS,
-            wanted='a list of words like ["/home/me/bin/tell-slack"]',
+            wanted='a list of words like ["/home/me/bin/send-alert"]',
         ),
     ] = []
     python: Annotated[

@@ -158,7 +158,7 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        # DNS rebinding: a web page can reach this port through a host name of its own, but the Host header then has
+        # DNS rebinding: a web page can reach this port through its own host name, but the Host header then has
         # that name.
         if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
             self._answer(403, "use the name 127.0.0.1 or localhost\n")

@@ -154,7 +154,7 @@ COMMAND_EXAMPLES = {
     "schema": ["schema", "schema gpus", "schema trainer run", "schema error"],
     "skill": ["skill > SKILL.md"],
 }
-ALSO = "Flags of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
+ALSO = "Global flags: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
 
 
 class CommandParser(output.SafeParser):
@@ -253,7 +253,7 @@ def _add_gpu_commands(add: Add) -> None:
     metrics = add("metrics", "gpus.show_metrics", "Show the load of the GPUs, now and in the past")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
     metrics.add_argument(
-        "--since", type=seconds, metavar="10m", help="also show the history since then, such as 10m ago or 24h ago"
+        "--since", type=seconds, metavar="10m", help="also show the history of this period, such as 10m or 24h"
     )
     every = (
         "average over steps of this length, 1 s or more, as in `metrics --view per_gpu --since 24h --every 5m --json`;"
