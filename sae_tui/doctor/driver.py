@@ -108,7 +108,7 @@ def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
     if on_the_bus:
         sentence = f"{problem}, although the PCI bus has {on_the_bus}"
         return Finding("error", "driver", sentence, remedy)
-    return Finding("note", "driver", f"{problem}; this machine has no GPUs, so jobs run on the CPU", remedy)
+    return Finding("note", "driver", f"{problem}; no GPU was found, so jobs run on the CPU", remedy)
 
 
 def _is_graphics_alone(vendor_file: Path) -> bool:

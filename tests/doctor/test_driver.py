@@ -22,7 +22,7 @@ class Broken(Cards):
 def test_without_gpus_the_finding_says_that_jobs_run_on_the_cpu(sandbox) -> None:
     (finding,) = check_driver(sandbox.box(Broken()))
     assert finding.level == "note"
-    assert finding.sentence == ("the NVIDIA driver is not loaded; this machine has no GPUs, so jobs run on the CPU")
+    assert finding.sentence == ("the NVIDIA driver is not loaded; no GPU was found, so jobs run on the CPU")
     assert "modprobe" in finding.remedy
     assert list(check_gpu_count(sandbox.box(Broken()))) == []
 

@@ -16,7 +16,7 @@ _CONDITION = typed(
         "sm_clock_mhz": f"Core clock, in MHz; {_NO_SENSOR}.",
         "performance_state": f"Performance state, from 0 (full speed) to 15; {_NO_SENSOR}.",
         "fan_percent": f"Fan speed, in %; {_NO_SENSOR}.",
-        "slowed_by": f"What slows it down, as sentences; {_NO_SENSOR}.",
+        "slowed_by": f"What slows it down, as a list of phrases; {_NO_SENSOR}.",
         "slowdown_c": f"Temperature at which it throttles, in °C; {_NO_SENSOR}.",
         "xid": "The last error that the driver reported; null: none.",
         "compute_mode": f"Compute mode: shared, one process, or no computing; {_NO_SENSOR}.",
