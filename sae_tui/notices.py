@@ -37,7 +37,7 @@ class Notice(Notification):
 
     @property
     def time_left(self) -> float:
-        """The seconds for which it is still shown, always more than 0."""
+        """The remaining display time in seconds, always more than 0."""
         return max(_MOMENT_S, super().time_left)
 
     @property

@@ -1,4 +1,4 @@
-"""`sae-tui features`: shows what the latents of an SAE fire on."""
+"""`sae-tui features`: shows the latents of an SAE with max-activating examples."""
 
 from __future__ import annotations
 
