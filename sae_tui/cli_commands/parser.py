@@ -53,8 +53,8 @@ examples:
   eval "$(sae-tui completion bash)"             complete commands and job ids; also zsh, and fish with | source
 
 A job keeps running when the app, this command or the terminal is closed.
-{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.UNTOLD)} Of --wait:
-0 finished, {Exit.STOPPED:d} stopped, {Exit.JOB_FAILED:d} failed, {Exit.JOB_LOST:d} lost, of several the highest.
+{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.UNTOLD)} With --wait:
+0 finished, {Exit.STOPPED:d} stopped, {Exit.JOB_FAILED:d} failed, {Exit.JOB_LOST:d} lost; for several jobs, the highest.
 With --json, errors are JSON too: {{"error": {{"field", "message", "fix"}}}}.
 """
 
