@@ -68,7 +68,7 @@ def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> s
 def hold(data: DataDir, control: Control, job_id: int) -> str:
     job = control.job(job_id)
     pause = f"`sae-tui pause {job_id}` saves and pauses it"
-    instead = "only a job in line can be held" if job.state.is_final else pause
+    instead = "only a queued job can be held" if job.state.is_final else pause
     _refuse_unless_queued(job, instead)
     word = describe_state(msgspec.structs.replace(job, held=True)).word
     return _change(data, control, job_id, f"is {word} until it is released", held=True)
@@ -91,7 +91,7 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
     """Resume a paused training, which then cools down and ends as finished."""
     job = control.job(job_id)
     if extracts(job.config) or not job.attempt:
-        raise UserError(f"job {job_id} has trained nothing yet that could cool down; release it without --finish")
+        raise UserError(f"job {job_id} has no training to cool down yet; release it without --finish")
     message = release(data, control, job_id)
     control.request(job_id, "finish")
     return message
@@ -113,10 +113,10 @@ def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> st
 def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int]) -> str:
     """Make a queued job wait until the jobs in `after` have finished."""
     job = control.job(job_id)
-    _refuse_unless_queued(job, "only a job in line can wait for others")
+    _refuse_unless_queued(job, "only a queued job can wait for others")
     after = tuple(dict.fromkeys(after))
     refuse_circle(control, job_id, after)
-    message = comes_after(after) or "waits for no other job"
+    message = comes_after(after) or "no longer waits for other jobs"
     return _change(data, control, job_id, message, after=after, waits_for=None)
 
 
@@ -136,12 +136,12 @@ def finish(data: DataDir, job_id: int) -> str:
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if extracts(job.config):
-            raise UserError(f"job {job_id} trains nothing that could cool down; `sae-tui stop {job_id}` stops it")
+            raise UserError(f"job {job_id} has no training to cool down; `sae-tui stop {job_id}` stops it")
         if job.state == JobState.FINISHED:
             raise UserError(f"job {job_id} has finished already")
         if job.state.is_final or job.state == JobState.QUEUED:
             way = f"`sae-tui resume {job_id} --finish`" if job.attempt else f"`sae-tui stop {job_id}`"
-            does = "cools it down and finishes it" if job.attempt else "takes it out of the queue"
+            does = "cools it down and finishes it" if job.attempt else "removes it from the queue"
             raise UserError(f"job {job_id} {stands(job)}; {way} {does}")
         asked = control.open_requests(job_id)
         if asked & ENDING:
@@ -193,16 +193,16 @@ def _text(text: str, allowed: str = "") -> str:
     may send but the store cannot hold.
     """
     if not is_utf8(text):
-        raise UserError("names, tags and notes are UTF-8; set the terminal's encoding to it")
+        raise UserError("names, tags and notes must be UTF-8; set the terminal's encoding to UTF-8")
     if any(char not in allowed for char in CONTROL.findall(text.strip())):
-        raise UserError(f"names, tags and notes are without control characters, not {text.strip()!a}")
+        raise UserError(f"names, tags and notes cannot contain control characters: remove them from {text.strip()!a}")
     return text.strip()
 
 
 def _tag(text: str) -> str:
     tag = _text(text).lstrip("#")
     if tag.startswith("-"):
-        raise UserError(f'a tag does not begin with "-", as "{text}" does; `--remove {tag.lstrip("-")}` takes one away')
+        raise UserError(f'a tag cannot begin with "-", as "{text}" does; `--remove {tag.lstrip("-")}` removes a tag')
     if not 1 <= len(tag) <= LONGEST_TAG or any(char.isspace() or char == "," for char in tag):
         raise UserError(f'a tag is one word of at most {LONGEST_TAG} characters, not "{text}"')
     return tag
@@ -214,7 +214,7 @@ def _refuse_unless_queued(job: Job, instead: str) -> None:
 
 
 def _stop_message(_: Job) -> str:
-    return "is taken out of the queue"
+    return "is removed from the queue"
 
 
 def _pause_message(job: Job) -> str:
@@ -242,4 +242,4 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
 def _if_elsewhere(data: DataDir, job: Job) -> str:
     """Return a clause for a job that only another host can start or end; "" for a job of this machine."""
     why = elsewhere(data, job)
-    return f", once {job.host} has seen the request; {why}" if why else ""
+    return f", once {job.host} reads the request; {why}" if why else ""

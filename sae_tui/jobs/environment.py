@@ -30,15 +30,15 @@ PACKAGE = "sae-tui"
 OLDEST = (3, 11)
 # In seconds: a first import of torch from a network disk takes half a minute.
 LIMIT_S = 60.0
-# After so long one that could not be asked is asked again.
+# A Python that could not be checked is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# Python 2 can run it as well, up to where it tells its version. It ends by itself, even if the app is gone.
+# Python 2 can also run it until it has found its version. It ends on its own, even if the app is gone.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()
 signal.alarm(int(sys.argv[1]))
-told = {"version": list(sys.version_info[:3]), "paths": [one for one in sys.path if one]}
+answer = {"version": list(sys.version_info[:3]), "paths": [path for path in sys.path if path]}
 def first_line(error):
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 def installed(name):
@@ -48,25 +48,25 @@ def installed(name):
         return False
 if sys.version_info >= (3, 11):
     import importlib.metadata, importlib.util
-    told["packages"] = [name for name in sys.argv[2].split(",") if installed(name)]
+    answer["packages"] = [name for name in sys.argv[2].split(",") if installed(name)]
     try:
-        told["trainer"] = importlib.metadata.version("sae-tui")
+        answer["trainer"] = importlib.metadata.version("sae-tui")
         from trainer.contract.settings.known import known_settings
-        told["settings"] = known_settings()
+        answer["settings"] = known_settings()
     except importlib.metadata.PackageNotFoundError:
         pass
     except Exception as error:
-        told["trainer_error"] = first_line(error)
+        answer["trainer_error"] = first_line(error)
     try:
         if installed("torch"):
             import torch
             hip = getattr(torch.version, "hip", None)
-            told["torch"] = {
+            answer["torch"] = {
                 "version": str(torch.__version__), "cuda": torch.version.cuda, "hip": hip,
                 "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0}
     except Exception as error:
-        told["torch_error"] = first_line(error)
-print(json.dumps(told))
+        answer["torch_error"] = first_line(error)
+print(json.dumps(answer))
 sys.stdout.flush()
 os._exit(0)
 """
@@ -93,7 +93,7 @@ class Torch(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a Python tells of itself; `trainer` is the version of sae-tui, `settings` those that its trainer knows."""
+    """What a Python reports: `trainer` is its sae-tui version, `settings` are the settings that its trainer knows."""
 
     version: list[int]
     paths: list[str]
@@ -106,7 +106,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """The environment of a Python; `failure` says why there is no answer, `is_asked` that it is still to come."""
+    """The environment of a Python; `failure` says why there is no answer, `is_asked` that the check still runs."""
 
     python: str
     answer: Answer | None = None
@@ -116,52 +116,54 @@ class Environment(msgspec.Struct, frozen=True):
     @property
     def words(self) -> str:
         """`Python 3.12.1, sae-tui 0.2.0, torch 2.9.0+cu128, built for CUDA 12.8, which sees 8 GPUs`."""
-        if (told := self.answer) is None:
+        if (answer := self.answer) is None:
             return printable(self.failure)
-        trainer = f"{PACKAGE} {told.trainer}" if told.trainer else "no trainer"
-        torch = told.torch.words if told.torch else "no torch"
-        return printable(f"Python {_dotted(told.version)}, {trainer}, {torch}")
+        trainer = f"{PACKAGE} {answer.trainer}" if answer.trainer else "no trainer"
+        torch = answer.torch.words if answer.torch else "no torch"
+        return printable(f"Python {_dotted(answer.version)}, {trainer}, {torch}")
 
     @property
     def packages(self) -> Elsewhere:
         """What a job is judged by."""
-        if (told := self.answer) is None:
+        if (answer := self.answer) is None:
             return Elsewhere(self.python)
-        build = (told.torch.version, told.torch.runtime) if told.torch else ("", "")
-        return Elsewhere(self.python, frozenset(told.packages), *map(printable, build))
+        build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
+        return Elsewhere(self.python, frozenset(answer.packages), *map(printable, build))
 
     def lack(self) -> str:
-        """Return what keeps it from training any job, and what to do about it; "" where nothing does."""
-        if (told := self.answer) is None:
-            return printable(self.failure or f"{self.python} is being asked what it has; wait a moment")
+        """Return what keeps it from training any job, and what to do about it; "" if nothing does."""
+        if (answer := self.answer) is None:
+            return printable(self.failure or f"{self.python} is being checked; wait a moment")
         install = f"run `{self.python} -m pip install"
-        if tuple(told.version) < OLDEST:
+        if tuple(answer.version) < OLDEST:
             wanted = f"the trainer needs {_dotted(OLDEST)} or newer"
-            return f"{self.python} is Python {_dotted(told.version)}, and {wanted}; name one of a newer environment"
-        if told.trainer is None:
+            return f"{self.python} is Python {_dotted(answer.version)}, and {wanted}; choose a newer environment"
+        if answer.trainer is None:
             return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
-        if told.trainer_error:
-            return printable(f"its trainer cannot be imported: {told.trainer_error}; {install} '{PACKAGE}[train]'`")
+        if answer.trainer_error:
+            return printable(f"its trainer cannot be imported: {answer.trainer_error}; {install} '{PACKAGE}[train]'`")
         # Only here: to load it takes as long as many a command.
         from importlib.metadata import version
 
-        if wrong := _wrong_version(told.trainer, version(PACKAGE), install):
+        if wrong := _wrong_version(answer.trainer, version(PACKAGE), install):
             return printable(wrong)
-        if missing := [name for name in OF_TRAINER if name not in told.packages]:
+        if missing := [name for name in OF_TRAINER if name not in answer.packages]:
             return f"{self.python} lacks {join_words(missing)}; {install} '{PACKAGE}[train]'`"
-        if told.torch is None:
-            return printable(f"its torch cannot be imported: {told.torch_error}; {install} --force-reinstall torch`")
+        if answer.torch is None:
+            return printable(f"its torch cannot be imported: {answer.torch_error}; {install} --force-reinstall torch`")
         return ""
 
     def problems(self, job: AnyJob, *, wants_gpus: bool = False) -> list[Problem]:
-        """Return what keeps it from running a job, or else what to be warned of: that it sees none of the GPUs."""
+        """Return what keeps it from running a job, or else a warning that it sees none of the GPUs."""
         if lack := self.lack():
             return [Problem(SETTING, lack)]
         assert self.answer is not None
         if unknown := unknown_settings(to_table(job), self.answer.settings):
             upgrade = f"run `{self.python} -m pip install --upgrade {PACKAGE}`"
-            told = f"its trainer, {PACKAGE} {self.answer.trainer}, does not know {join_words(unknown[:3])}; {upgrade}"
-            return [Problem(SETTING, printable(told))]
+            message = (
+                f"its trainer, {PACKAGE} {self.answer.trainer}, does not know {join_words(unknown[:3])}; {upgrade}"
+            )
+            return [Problem(SETTING, printable(message))]
         torch = self.answer.torch
         if wants_gpus and torch and torch.runtime and not torch.gpus:
             remedy = f"see `{self.python} -c 'import torch; torch.cuda.init()'`"
@@ -170,7 +172,7 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def look(python: str, limit_s: float = LIMIT_S) -> Environment:
-    """Return what a Python has; ask it, for at most `limit_s` seconds, where that is not known."""
+    """Return what a Python has; run it for at most `limit_s` seconds if that is not known."""
     path = named_python.whole(python)
     if why := named_python.refusal(python):
         return Environment(path, failure=why)
@@ -182,7 +184,7 @@ def look(python: str, limit_s: float = LIMIT_S) -> Environment:
 
 
 def glance(python: str, then: Callable[[], object]) -> Environment:
-    """Return what is known of a Python at once; where it has to be asked, call `then` from a thread when it is."""
+    """Return what is known about a Python now; if it must be checked, call `then` from a thread afterwards."""
     path = named_python.whole(python)
     if why := named_python.refusal(python):
         return Environment(path, failure=why)
@@ -199,7 +201,7 @@ def glance(python: str, then: Callable[[], object]) -> Environment:
 
 @contextlib.contextmanager
 def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
-    """Judge a job by what the Python has that it names, if it does; yield what is wrong with that."""
+    """Judge a job by the packages of the Python that it names, if any; yield the problems of that Python."""
     if not (python := job.launch.python):
         yield []
         return
@@ -217,7 +219,7 @@ def required(job: AnyJob) -> Iterator[None]:
         yield
 
 
-# Of each path: what it was like when it was asked, when that was, and the answer.
+# By path: its fingerprint, the time of the check, and the answer.
 _SEEN: dict[str, tuple[object, float, Environment]] = {}
 _LOCKS: dict[str, threading.Lock] = {}
 
@@ -235,7 +237,7 @@ def _remembered(path: str) -> Environment | None:
 
 
 def _fingerprint(path: str, seen: Environment) -> object:
-    """Return what changes when a package is installed, or the environment is made anew."""
+    """Return a value that changes when a package is installed or the environment is recreated."""
     times = []
     for place in (path, *(seen.answer.paths if seen.answer else ())):
         with contextlib.suppress(OSError, ValueError):

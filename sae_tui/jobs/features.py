@@ -17,8 +17,8 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
     """Return the feature files of a job's SAEs by label ("" for a single SAE); raise `UserError` if there are none."""
-    evaluate = f"`sae-tui eval {job_id}` finds out what its latents fire on"
-    return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data tells its tokens")
+    evaluate = f"`sae-tui eval {job_id}` finds its max-activating examples"
+    return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data has token ids")
 
 
 def has_features(data: DataDir, job_id: int) -> bool:
@@ -52,7 +52,7 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
     found = features.search_apart(words)
     if any(found):
         return found
-    raise UserError(f'no stored context has a token with "{words}"')
+    raise UserError(f'no max-activating example has a token with "{words}"')
 
 
 def counts(features: Features) -> str:

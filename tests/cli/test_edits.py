@@ -56,14 +56,14 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
         (
             ["tag", "1", "--", "-base"],
             1,
-            'a tag does not begin with "-", as "-base" does; `--remove base` takes one away',
+            'a tag cannot begin with "-", as "-base" does; `--remove base` removes a tag',
         ),
         (["tag", "1", "two words"], 1, 'a tag is one word of at most 40 characters, not "two words"'),
         (["priority", "1", "101"], 1, "a priority is -100 to 100, not 101"),
         (["priority", "1", "high"], 2, "N: invalid int value: 'high'"),
         (["after", "1", "1"], 1, "job 1 cannot come after itself"),
         (["after", "1", "x"], 2, 'OTHER: takes an integer of at least 1, not "x"'),
-        (["hold", "2"], 1, "job 2 was stopped; only a job in line can be held"),
+        (["hold", "2"], 1, "job 2 was stopped; only a queued job can be held"),
         (["release", "2"], 1, "job 2 was stopped; `sae-tui resume 2` resumes it"),
         (["resume", "1"], 1, "job 1 is queued; it starts by itself"),
         (["resume", "2"], 1, "job 2 cannot be resumed: its run folder was deleted; clone it"),
@@ -255,7 +255,7 @@ def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
     wait_for_state(shell, job_id, "running")
     shell.run("pause", job_id)
     wait_for_state(shell, job_id, "queued")
-    assert shell.json("stop", job_id)["message"] == f"job {job_id} is taken out of the queue"
+    assert shell.json("stop", job_id)["message"] == f"job {job_id} is removed from the queue"
     wait_for_state(shell, job_id, "stopped")
     step = row(shell, job_id)["step"]
     done = shell.run("resume", job_id, "--set", f"train.n_steps={step + 5}", "--wait")

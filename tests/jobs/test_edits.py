@@ -56,12 +56,12 @@ def test_an_invalid_edit_is_rejected_and_changes_nothing(box, what, values, said
     ("what", "state", "said"),
     [
         (edits.hold, JobState.RUNNING, "job 1 is running; `sae-tui pause 1` saves and pauses it"),
-        (edits.hold, JobState.FINISHED, "job 1 has finished; only a job in line can be held"),
+        (edits.hold, JobState.FINISHED, "job 1 has finished; only a queued job can be held"),
         (edits.release, JobState.RUNNING, "job 1 is running; it is not held"),
         (edits.release, JobState.FINISHED, "job 1 has finished; it is not held"),
         (edits.release, JobState.STOPPED, "job 1 was stopped; `sae-tui resume 1` resumes it"),
-        (edits.come_after, JobState.RUNNING, "job 1 is running; only a job in line can wait for others"),
-        (edits.come_after, JobState.FAILED, "job 1 failed; only a job in line can wait for others"),
+        (edits.come_after, JobState.RUNNING, "job 1 is running; only a queued job can wait for others"),
+        (edits.come_after, JobState.FAILED, "job 1 failed; only a queued job can wait for others"),
     ],
 )
 def test_only_a_queued_job_can_be_held_released_or_made_dependent(box, what, state, said):
@@ -79,7 +79,7 @@ def test_a_release_removes_the_hold_but_not_the_other_reasons_to_wait(box):
     assert edit(box, edits.release, second) == message
     assert (box.job(second).held, box.job(second).after) == (False, (first,))
     assert edit(box, edits.release, second) == f"job {second} is not held; it comes after job {first}, which is queued"
-    assert edit(box, edits.come_after, second, []) == f"job {second} waits for no other job"
+    assert edit(box, edits.come_after, second, []) == f"job {second} no longer waits for other jobs"
     assert edit(box, edits.release, second) == f"job {second} is not held; it starts as soon as it has its GPUs"
 
 
@@ -108,7 +108,7 @@ def test_dependencies_between_jobs_cannot_form_a_cycle(box):
     chain = f"job {third} comes after job {second}, which comes after job {first}"
     with pytest.raises(UserError, match=f"^job {first} cannot come after job {third}: {chain}$"):
         edit(box, edits.come_after, first, [third])
-    assert edit(box, edits.come_after, third, []) == f"job {third} waits for no other job"
+    assert edit(box, edits.come_after, third, []) == f"job {third} no longer waits for other jobs"
     assert edit(box, edits.come_after, first, [third]) == f"job {first} comes after job {third}"
 
 
@@ -137,7 +137,7 @@ def test_an_extraction_is_not_promised_a_checkpoint(box, what, said):
 
 def test_only_a_running_training_can_finish_early(box):
     job_id = box.record()
-    with pytest.raises(UserError, match=f"is queued; `sae-tui stop {job_id}` takes it out of the queue"):
+    with pytest.raises(UserError, match=f"is queued; `sae-tui stop {job_id}` removes it from the queue"):
         edits.finish(box.data, job_id)
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
@@ -152,5 +152,5 @@ def test_only_a_running_training_can_finish_early(box):
         edits.finish(box.data, stopped)
     with pytest.raises(UserError, match="has finished already"):
         edits.finish(box.data, box.record(state=JobState.FINISHED))
-    with pytest.raises(UserError, match="trains nothing that could cool down"):
+    with pytest.raises(UserError, match="has no training to cool down"):
         edits.finish(box.data, box.record(state=JobState.RUNNING, config='kind = "extract"\n'))

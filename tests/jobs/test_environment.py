@@ -186,7 +186,7 @@ def test_a_glance_does_not_wait_and_notifies_once_the_answer_arrives(tmp_path: P
     known = threading.Event()
     there = glance(str(python), known.set)
     assert there.is_asked
-    assert there.lack() == f"{python} is being asked what it has; wait a moment"
+    assert there.lack() == f"{python} is being checked; wait a moment"
     (tmp_path / "gate").write_text("\n")
     assert known.wait(30)
     assert glance(str(python), known.set).lack() == ""
@@ -220,7 +220,7 @@ def test_a_cloned_job_keeps_its_python_unless_others_may_change_the_file(tmp_pat
     file.chmod(0o660)
     with pytest.raises(JobFileError, match=r"launch.python: is not taken from a file, but by --set, for others may"):
         clone_settings(box.data, job_id)
-    with pytest.raises(UserError, match=f"job {job_id} names a Python that is not run, for others may write"):
+    with pytest.raises(UserError, match=f"job {job_id} names a Python that is not run, because others may write"):
         request.python_of(box.data, job_id)
     assert clone_settings(box.data, job_id, ["launch.python="]).launch.python is None
 

@@ -93,7 +93,7 @@ def test_a_paused_job_can_be_stopped(box):
     edits.pause(box.data, job_id)
     wait_paused(box, job_id)
     assert edits.pause(box.data, job_id) == f"job {job_id} is paused already"
-    assert edits.stop(box.data, job_id) == f"job {job_id} is taken out of the queue"
+    assert edits.stop(box.data, job_id) == f"job {job_id} is removed from the queue"
     assert box.wait_ended(job_id).state == JobState.STOPPED
     assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"
 

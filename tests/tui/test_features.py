@@ -152,7 +152,7 @@ async def test_without_an_sae_the_screen_shows_the_reason(make_app: MakeApp, dat
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app)
-        assert "Job 1 has left no SAE to evaluate" in " ".join(screen.query_one(LatentDetail).plain.split())
+        assert "Job 1 has no SAE to evaluate" in " ".join(screen.query_one(LatentDetail).plain.split())
         for key in ("down", "s", "n", "slash", "escape", "g", "escape", "m"):
             await pilot.press(key)
 

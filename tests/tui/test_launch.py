@@ -940,7 +940,7 @@ async def test_another_python_is_asked_in_the_background_and_its_answer_is_revie
     app = make_app(4, python=str(python))
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        await reviewed(pilot, screen, f"launch.python: {python} is being asked what it has")
+        await reviewed(pilot, screen, f"launch.python: {python} is being checked")
         await pilot.press("ctrl+l")
         await wait_until(pilot, lambda: "still being asked" in " ".join(one.message for one in app._notifications))
         (tmp_path / "gate").write_text("\n")

@@ -76,7 +76,7 @@ class RunningEvaluation:
             self._tell(STARTED, f"is being evaluated on {self._going.where}")
             code = self._run(command)
             if code is None:
-                self._tell(STOPPED, "was not evaluated: stopped; what was measured before stays")
+                self._tell(STOPPED, "was not evaluated: stopped; earlier results are kept")
             elif code:
                 self._tell(FAILED, failure(self._paths, code), "warning")
             else:

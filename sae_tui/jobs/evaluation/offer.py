@@ -71,7 +71,7 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     cards = [*whole_cards(data.sae(job.id)).values()]
     seconds = _seconds(data, parsed, cards, "cuda" if wants_gpu else "cpu") if parsed else {}
     default = _default(seconds, cards, has_model=model is not None)
-    no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` takes one"
+    no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
     parts = []
     for name in _STAGES:
         # Folder names and model names come from other users.
@@ -102,7 +102,7 @@ def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -
 
 def _words(name: str, model: str, seconds: float, measured: list[Part | None]) -> str:
     """Return a description like `in the model (SmolLM2-135M, about 2 min), has 4,096 tokens`."""
-    title = {ROWS: "rows, and what latents fire on", IN_MODEL: "in the model", PROBES: "probes"}[name]
+    title = {ROWS: "rows and max-activating examples", IN_MODEL: "in the model", PROBES: "probes"}[name]
     about = f"about {duration(max(5.0, round(seconds / 5) * 5))}" if seconds else ""
     facts = ", ".join(filter(None, (model, about)))
     there = next(filter(None, measured), None)

@@ -13,7 +13,7 @@ from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
 
 ENDS = (DONE, FAILED, STOPPED)
-NO_TOKENS = "what its latents fire on is not known, since its data does not tell its tokens"
+NO_TOKENS = "it has no max-activating examples, since its data has no token ids"
 _NOT_WRITTEN = "not written: "
 
 
@@ -21,7 +21,7 @@ def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple
     """Return the kind, the message and the level of the event about a completed evaluation of `parts`."""
     last = last_line(data.run(job_id).evaluation_log)
     if last.startswith(_NOT_WRITTEN):
-        return FAILED, f"is evaluated, but that is {last}; the log has the figures", "warning"
+        return FAILED, f"is evaluated, but its report card is {last}; the log has the figures", "warning"
     if not (cards := read_cards(data.sae(job_id))):
         return FAILED, f"is evaluated, but {data.sae(job_id)} has no {CARD} that can be read", "warning"
     return DONE, f"is evaluated: {_figures(cards, parts)}; {_contexts(data, job_id)}", "info"
@@ -41,7 +41,7 @@ def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
         f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip
     words = [f"FVU {best.figures.fvu:.4f} on {rows}"] if ROWS in parts else []
     if IN_MODEL in parts:
-        words.append(best.spliced.words if best.spliced else "no loss, since its model predicts no next token")
+        words.append(best.spliced.words if best.spliced else "no loss, since its model does not predict the next token")
     if PROBES in parts and best.probing:
         words.append(best.probing.words)
     return f"{f'{best.label} has ' * (len(cards) > 1)}{', '.join(words)}"

@@ -95,7 +95,7 @@ def evaluate(data: DataDir, request: Request) -> str:
             raise UserError(f"job {request.job_id} is being evaluated already") from None
         raise
     if request.waits and not request.gpu:
-        return f"job {request.job_id} is evaluated once a GPU is free; this continues if you quit"
+        return f"job {request.job_id} will be evaluated once a GPU is free; this continues if you quit"
     where = f"GPU {request.gpu.index}" if request.gpu else "the CPU"
     return f"job {request.job_id} is being evaluated on {where}; this continues if you quit"
 
@@ -107,7 +107,7 @@ def stop(data: DataDir, job_id: int) -> str:
         if not is_going(data, job_id):
             raise UserError(f"job {job_id} is not being evaluated")
         control.request(job_id, "stop-evaluation")
-    return f"the evaluation of job {job_id} stops; what was measured before stays"
+    return f"the evaluation of job {job_id} stops; earlier results are kept"
 
 
 def refuse(data: DataDir, job: Job) -> None:
@@ -117,7 +117,7 @@ def refuse(data: DataDir, job: Job) -> None:
     if not job.state.is_final:
         raise UserError(f"job {job.id} {stands(job)}; it can be evaluated once it has ended")
     if data.exported_folder(job.id) is None:
-        raise UserError(f"job {job.id} has left no SAE to evaluate in {data.sae(job.id)}")
+        raise UserError(f"job {job.id} has no SAE to evaluate in {data.sae(job.id)}")
     if is_going(data, job.id):
         raise UserError(f"job {job.id} is being evaluated already")
     if not python_of(data, job.id):
@@ -134,7 +134,7 @@ def python_of(data: DataDir, job_id: int) -> str:
     if not isinstance(python, str) or not python:
         return ""
     if judged.distrust:
-        raise UserError(f"job {job_id} names a Python that is not run, for {judged.distrust}")
+        raise UserError(f"job {job_id} names a Python that is not run, because {judged.distrust}")
     named_python.refuse(python)
     return named_python.whole(python)
 
@@ -158,8 +158,8 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
         return str(error), ""
     if is_judged(data.sae(job_id)) and not may_tell_tokens(job.config):
         return f"job {job_id} was evaluated, but {NO_TOKENS}", ""
-    told = f"it is not known yet what the latents of job {job_id} fire on"
-    return told, f"{told.capitalize()}. Evaluate it now? That takes seconds to minutes, and goes on if you quit."
+    told = f"job {job_id} has no max-activating examples yet"
+    return told, f"{told.capitalize()}. Evaluate it now? That takes seconds to minutes and continues if you quit."
 
 
 def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:

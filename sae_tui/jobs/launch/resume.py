@@ -103,7 +103,7 @@ def resume(
         job = _with_its_place(job)
         plan = msgspec.structs.replace(plan, waits=_why_it_waits(job))
         if finish and plan.counts == "row":
-            raise UserError(f"job {job_id} trains nothing that could cool down; resume it without --finish")
+            raise UserError(f"job {job_id} has no training to cool down; resume it without --finish")
         with environment.required(plan.config):
             refuse_without_trainer()
             fields = fields_of(data, plan.config, plan.placement, control.jobs())

@@ -92,7 +92,7 @@ def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[1] == (
         f"job {job_id} is evaluated: k=16 has FVU 0.2500 on 1,000 rows that it was trained on, since none is held out; "
-        "what its latents fire on is not known, since its data does not tell its tokens"
+        "it has no max-activating examples, since its data has no token ids"
     )
 
 
@@ -101,7 +101,10 @@ def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
     [
         ('echo "data.path: it is gone" >&2; exit 1', "was not evaluated: data.path: it is gone"),
         ("kill -9 $$", "was not evaluated: signal 9 ended it; see "),
-        ('echo "not written: there is no SAE in x"', "is evaluated, but that is not written: there is no SAE in x"),
+        (
+            'echo "not written: there is no SAE in x"',
+            "is evaluated, but its report card is not written: there is no SAE in x",
+        ),
         ("true", "is evaluated, but "),
     ],
 )
@@ -199,7 +202,7 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
     evaluation = RunningEvaluation(box.data, Request(job_id))
     box.control.request(job_id, "stop-evaluation")
     evaluation.run(["sh", "-c", "exec sleep 5"])
-    assert box.messages(job_id, STOPPED) == ["was not evaluated: stopped; what was measured before stays"]
+    assert box.messages(job_id, STOPPED) == ["was not evaluated: stopped; earlier results are kept"]
     assert box.control.open_requests(job_id) == set()
 
 
@@ -232,8 +235,8 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
     now = seen(box, job_id)
     assert now
     assert (now.words, now.parts, now.where) == ("evaluating 41 % · 3 min left · rows", ("model",), "the CPU")
-    assert request.stop(box.data, job_id) == f"the evaluation of job {job_id} stops; what was measured before stays"
-    message = f"job {job_id} was not evaluated: stopped; what was measured before stays"
+    assert request.stop(box.data, job_id) == f"the evaluation of job {job_id} stops; earlier results are kept"
+    message = f"job {job_id} was not evaluated: stopped; earlier results are kept"
     assert request.wait_for_end(box.data, job_id) == (False, message)
     assert seen(box, job_id) is None
     with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
@@ -246,7 +249,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
 
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
-    assert message == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
+    assert message == f"job {job_id} will be evaluated once a GPU is free; this continues if you quit"
     # The job ran on the CPU, so it gets none of the GPUs.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
@@ -309,7 +312,7 @@ def test_a_job_without_an_sae_cannot_be_evaluated(box: Box, job_id: int) -> None
         box.record(config=config): "stores activations and has no SAE; evaluate a job that trains on them",
     }
     (box.data.sae(job_id) / "cfg.json").unlink()
-    refusals[job_id] = f"has left no SAE to evaluate in {box.data.sae(job_id)}"
+    refusals[job_id] = f"has no SAE to evaluate in {box.data.sae(job_id)}"
     for one, reason in refusals.items():
         with pytest.raises(UserError, match=f"job {one} .*{reason}"):
             request.evaluate(box.data, Request(one))
@@ -332,5 +335,5 @@ def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: P
     origin = {name: torch.zeros(9, dtype=torch.int32) for name in ("token_ids", "positions", "document")}
     save_file({"activations": torch.zeros(9, 4)} | (origin if tells else {}), rows / "a.safetensors")
     message, question = request.offer(box.data, job_id)
-    assert message.endswith("since its data does not tell its tokens") != tells
+    assert message.endswith("since its data has no token ids") != tells
     assert ("Evaluate it now?" in question) == tells

@@ -150,7 +150,7 @@ def test_a_stop_request_lets_the_ranks_save_and_ends_the_job_as_stopped(box):
 def test_a_queued_job_that_is_stopped_never_starts(box):
     first = box.launch("steps=1000", gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))
-    assert edits.stop(box.data, second) == f"job {second} is taken out of the queue"
+    assert edits.stop(box.data, second) == f"job {second} is removed from the queue"
     job = box.wait_ended(second, timeout_s=3)
     assert (job.state, job.attempt, box.control.ranks(second)) == (JobState.STOPPED, 0, [])
     assert not box.job(first).state.is_final
