@@ -32,7 +32,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         r"shared memory segment|ncclShm|posix_fallocate|/dev/shm.*No space left|No space left.*/dev/shm",
         Remedy(
             "shared-memory",
-            "/dev/shm has too little room: remove old files there, or start the container with --shm-size=1g",
+            "/dev/shm is full or too small: remove old files there, or start the container with --shm-size=1g",
             False,
         ),
     ),
@@ -46,7 +46,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"triton/.*(Stale file handle|resource busy|No such file)|(Stale file|resource busy|No such file).*triton/",
-        Remedy("compiler", "several processes wrote one cache of kernels; set TRITON_CACHE_DIR to a local folder"),
+        Remedy("compiler", "several processes wrote to one kernel cache; set TRITON_CACHE_DIR to a local folder"),
     ),
     (
         r"Failed to find C compiler|ptxas|(gcc|cuda_utils).*returned non-zero exit status|Python\.h: No such file",
@@ -54,7 +54,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"No space left|disk .*is full|Disk quota exceeded|free some space|Read-only file system",
-        Remedy("disk", "free some space or raise the quota, then resume it: its last good checkpoint is whole"),
+        Remedy("disk", "free disk space or raise the quota, then resume it: its last good checkpoint is intact"),
     ),
     (
         r"address already in use|EADDRINUSE|connectFullMesh failed",
@@ -98,13 +98,13 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         r"cuMem|shareable handle|failure 217|peer access is not supported|HOST_NUMA",
         Remedy(
             "gpu-link",
-            "GPUs cannot share memory in this way here: start it with NCCL_CUMEM_HOST_ENABLE=0, or NCCL_P2P_DISABLE=1",
+            "GPUs cannot share memory here: start it with NCCL_CUMEM_HOST_ENABLE=0, or NCCL_P2P_DISABLE=1",
             False,
         ),
     ),
     (
         r"system not yet initialized|SystemNotReady|error 802|failure 802|fabric ?manager",
-        Remedy("driver", "start nvidia-fabricmanager, in the version of the driver, and resume it", False),
+        Remedy("driver", "start nvidia-fabricmanager in the driver's version, and resume it", False),
     ),
     (
         r"driver/library version mismatch|error 803|unsupported display driver",
@@ -116,22 +116,22 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"busy or unavailable",
-        Remedy("gpu-taken", "another process has the GPU to itself; choose other GPUs, or wait for its end"),
+        Remedy("gpu-taken", "another process uses the GPU exclusively; choose other GPUs, or wait until it ends"),
     ),
     (
         r"Duplicate GPU detected|invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
-        Remedy("gpu-taken", "the ranks do not see a GPU each: look at CUDA_VISIBLE_DEVICES, and `sae-tui gpus`", False),
+        Remedy("gpu-taken", "not every rank sees a GPU: check CUDA_VISIBLE_DEVICES and `sae-tui gpus`", False),
     ),
     (
         r"driver version is insufficient|no kernel image|sees \d+ GPUs, so rank|forward compatibility"
         r"|unsupported toolchain|CUDA driver is too old",
-        Remedy("version", "the PyTorch build does not suit this driver; see `sae-tui doctor`", False),
+        Remedy("version", "the PyTorch build does not match this driver; see `sae-tui doctor`", False),
     ),
     (
         r"no socket interface|NCCL_SOCKET_IFNAME|neither AF_INET|ibv_|NET/(IB|OFI|Socket)|Call to (connect|bind)"
         r"|socketStartConnect|Connect to \S+<\d+> failed",
         Remedy(
-            "network", "ranks do not reach each other: set NCCL_SOCKET_IFNAME (or NCCL_IB_DISABLE=1), and resume it"
+            "network", "the ranks cannot reach each other: set NCCL_SOCKET_IFNAME (or NCCL_IB_DISABLE=1), and resume it"
         ),
     ),
     (
@@ -160,15 +160,15 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"the ranks could not find each other",
-        Remedy("network", "a rank did not start, or they do not reach each other: the logs of all ranks say which"),
+        Remedy("network", "a rank did not start, or the ranks cannot reach each other: see the logs of all ranks"),
     ),
     (
         r"not finite|holds (a )?NaN|every SAE .* given up",
-        Remedy("not-finite", "lower train.lr, or look for broken values in the activations", False),
+        Remedy("not-finite", "lower train.lr, or check the activations for broken values", False),
     ),
     (
         r"was killed \(SIGKILL\)",
-        Remedy("killed", "often the kernel's OOM killer, when memory runs out: `dmesg -T | grep -i oom` tells"),
+        Remedy("killed", "often the kernel's OOM killer, when memory runs out: check `dmesg -T | grep -i oom`"),
     ),
 )
 

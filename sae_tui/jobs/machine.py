@@ -61,13 +61,13 @@ class Silence(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The silence as text: `has not been heard of for 12 min`, or `was heard of 5 s ago`."""
+        """The silence as text: `has been silent for 12 min`, or `was active 5 s ago`."""
         if self.is_held:
             return "is alive"
         if math.isinf(self.age_s):
-            return "has never been heard of"
+            return "has never been active"
         ago = duration(max(0.0, self.age_s))
-        return f"has not been heard of for {ago}" if self.is_long else f"was heard of {ago} ago"
+        return f"has been silent for {ago}" if self.is_long else f"was active {ago} ago"
 
 
 def silence(data: DataDir, job: Job) -> Silence:
@@ -84,7 +84,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 def elsewhere(data: DataDir, job: Job) -> str:
     """Describe an active job on another machine; return "" for any other job.
 
-    `its host gpu7 has not been heard of for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
+    `its host gpu7 has been silent for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
     if job.state.is_final or is_here(job):
         return ""
@@ -102,4 +102,4 @@ def elsewhere(data: DataDir, job: Job) -> str:
 def refuse_if_silent(data: DataDir, job: Job) -> None:
     """Raise `UserError` for an active job on a machine that has been silent too long to act on a request."""
     if (why := elsewhere(data, job)) and silence(data, job).is_long:
-        raise UserError(f"job {job.id} is not here, and nothing was done: {why}")
+        raise UserError(f"job {job.id} is on another host, so nothing was done: {why}")

@@ -60,7 +60,7 @@ def refusal(python: str) -> str:
     try:
         return _kind(Path(path)) or _distrust(Path(path))
     except (FileNotFoundError, NotADirectoryError):
-        return f"there is no {path}; name another Python, or none for the app's own"
+        return f"there is no {path}; name another Python, or none to use the app's own"
     except OSError as error:
         return f"{path} cannot be run: {sentence(error)}"
 
@@ -72,7 +72,7 @@ def _kind(path: Path) -> str:
         return f"{path} is a folder; name the Python in it" + (f", {inside}" if inside.exists() else "")
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is not a plain file; name the Python of an environment"
-    return "" if os.access(path, os.X_OK) else f"{path} may not be executed; `chmod u+x` it, or name another"
+    return "" if os.access(path, os.X_OK) else f"{path} is not executable; `chmod u+x` it, or name another"
 
 
 def _distrust(python: Path) -> str:
@@ -80,4 +80,4 @@ def _distrust(python: Path) -> str:
     folders = (python.parent, python.resolve(strict=True).parent)
     why = distrust_of_program(python) or next(filter(None, map(distrust_of_searched, folders)), "")
     reason, _, remedy = why.partition("; ")
-    return f"{python} is not run, for {reason}; {remedy or 'name one of your own'}" if why else ""
+    return f"{python} is not run, because {reason}; {remedy or 'name one of your own'}" if why else ""

@@ -65,7 +65,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
         (["after", "1", "x"], 2, 'OTHER: takes an integer of at least 1, not "x"'),
         (["hold", "2"], 1, "job 2 was stopped; only a queued job can be held"),
         (["release", "2"], 1, "job 2 was stopped; `sae-tui resume 2` resumes it"),
-        (["resume", "1"], 1, "job 1 is queued; it starts by itself"),
+        (["resume", "1"], 1, "job 1 is queued; it starts automatically"),
         (["resume", "2"], 1, "job 2 cannot be resumed: its run folder was deleted; clone it"),
         (["clone", "2"], 1, "job 2 has no settings to clone"),
         (["rm", "1", "--yes"], 1, "job 1 is queued; stop it before you delete it"),
@@ -250,7 +250,7 @@ def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
     assert re.search(rf" paused .* #later +at step {paused['step']}, until resumed", listed)
     assert re.search(r"^state +paused$", shell.run("job", job_id).stdout, re.MULTILINE)
     (line,) = shell.errors("resume", job_id, "--set", "train.n_steps=5", code=1)
-    assert line == f"sae-tui: error: job {job_id} is paused; to change its settings stop it, then resume it"
+    assert line == f"sae-tui: error: job {job_id} is paused; to change its settings, stop it, then resume it"
     assert shell.run("resume", job_id).stdout == f"job {job_id} resumes from step {paused['step']}\n"
     wait_for_state(shell, job_id, "running")
     shell.run("pause", job_id)

@@ -84,7 +84,7 @@ def test_recommend_selects_the_gpus_with_most_free_memory_and_gives_reasons(shel
 def test_recommend_skips_an_unhealthy_gpu_and_explains_the_shortfall(shell):
     answer = shell.json("recommend", shell.job_file, "--count", 3, SAE_TUI_SIMULATED_FAULTS="0:lost")
     assert answer["gpus"] == [1, 2]
-    assert answer["shortfall"].startswith("only 2 of 3 GPUs can be had (GPU 0: ")
+    assert answer["shortfall"].startswith("only 2 of 3 GPUs are available (GPU 0: ")
 
 
 def test_recommend_skips_gpus_that_are_too_small(shell):
@@ -126,7 +126,7 @@ def test_a_gpu_used_by_an_invisible_process_is_busy_and_not_recommended(shell, d
     setting = {"GPUS": 4, "PIDS": "", "FAULTS": "2:idle,3:idle,3:perm_procs"}
     used, _, idle, unlisted = rows_on_nvml(shell, drivers, **setting)
     assert used["is_busy"]
-    words = f"in use ({used['utilization']} %, {used['memory_used'] / GIB:.1f} GiB), by whom cannot be seen"
+    words = f"in use ({used['utilization']} %, {used['memory_used'] / GIB:.1f} GiB) by an unseen process"
     assert (used["reason"], used["current_job_type"]) == (words, "foreign")
     assert (idle["is_busy"], idle["reason"]) == (False, "")
     assert (unlisted["is_busy"], unlisted["reason"]) == (False, "0.0 GiB in use, its processes cannot be listed")

@@ -93,7 +93,7 @@ def test_jobs_have_their_state_and_latest_values():
 
 
 def test_a_job_on_a_silent_host_has_no_state_and_no_speed():
-    values = read(text_of(job_metrics([job(tokens_per_s=182.0, silent="its host h has not been heard of")], NOW)))
+    values = read(text_of(job_metrics([job(tokens_per_s=182.0, silent="its host h has been silent")], NOW)))
     assert [key for key, value in values.items() if key[0] == "sae_tui_job_state" and value] == []
     assert values["sae_tui_job_silent", (("id", "7"), ("name", "base"))] == 1
     assert "sae_tui_job_tokens_per_second" not in {name for name, _ in values}

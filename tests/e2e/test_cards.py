@@ -12,20 +12,18 @@ def test_a_full_gpu_with_an_invisible_user_is_neither_idle_nor_selected(box: Box
     hidden = environment(drivers, GPUS=3, PIDS="", FAULTS="1:idle") | {"CUDA_VISIBLE_DEVICES": "0,1"}
     terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **hidden)
     # The screen is drawn from the top, so it may have been read half drawn.
-    text = terminal.wait_for(
-        lambda text: "in use, cannot be seen" in text and "idle" in text and text.count("H200") == 2
-    )
+    text = terminal.wait_for(lambda text: "in use, owner hidden" in text and "idle" in text and text.count("H200") == 2)
     assert "2 of 3 GPUs, by CUDA_VISIBLE_DEVICES" in text
     assert text.count("H200") == 2
     assert text.count("idle") == 1
     terminal.press("n")
-    text = terminal.wait_for("by whom cannot be seen")
+    text = terminal.wait_for("by an unseen process")
     terminal.wait_for("[x] GPU 1")
     assert "[ ] GPU 0" in text
     terminal.press("a", " ")
     terminal.wait_for("GPU 0 is busy: in use (")
     terminal.press("n", "r", ESC)
-    terminal.wait_for("in use, cannot be seen")
+    terminal.wait_for("in use, owner hidden")
 
 
 def test_a_locale_without_block_characters_is_rejected_in_one_line(box: Box) -> None:

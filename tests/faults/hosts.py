@@ -97,7 +97,7 @@ def made_again(root: Path, dice: random.Random) -> float:
         began = time.monotonic()
         assert f"job {runs} was lost" in host.run("repair")
         taken = time.monotonic() - began
-        host.require(JobState.LOST, runs, waits, error="its host container1 has not been heard of")
+        host.require(JobState.LOST, runs, waits, error="its host container1 has been silent")
         host.run("resume", waits)
         assert box.job(waits).after == (runs,), "it has forgotten what it comes after"
         _go_on(host, runs, step)

@@ -66,7 +66,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
         box.wait_ended(runs)
         wait_for(lambda: box.job(second).started, "the second to start", 90)
         taken = time.monotonic() - began
-        words = f"its supervisor (pid {halted.pid}) does not answer; others go first"
+        words = f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
         wait_for(lambda: box.job(head).waits_for == words, "the halted one to be named", 90)
         assert "does not answer" in host.run("job", head)
         host.signal(halted, signal.SIGCONT)

@@ -147,7 +147,7 @@ def test_a_path_that_is_no_python_is_not_run(tmp_path: Path) -> None:
         (tmp_path / "gone" / "python", f"there is no {tmp_path}/gone/python; name another Python"),
         (plain / "python", f"there is no {plain}/python; name another Python"),
         (env, f"{env} is a folder; name the Python in it, {env}/bin/python"),
-        (plain, f"{plain} may not be executed; `chmod u+x` it"),
+        (plain, f"{plain} is not executable; `chmod u+x` it"),
         ("env/bin/python", 'takes the whole path of a Python, like "/home/me/env/bin/python", not "env/bin/python"'),
         (f"{env}/bin/\x1b[2Jpython", "takes the whole path of a Python"),
         (other, "takes a program whose name begins with python"),
@@ -173,7 +173,7 @@ def test_a_python_that_others_may_change_is_not_run(tmp_path: Path, exposed: str
     named = (open_to_all / "link" if exposed == "link" else env) / "bin" / "python3"
     place = open_to_all if exposed == "link" else env / exposed
     place.chmod(0o777)
-    assert look(str(named)).lack() == f"{named} is not run, for others may write to {place}; `chmod go-w` it"
+    assert look(str(named)).lack() == f"{named} is not run, because others may write to {place}; `chmod go-w` it"
     assert not (env / "asked").exists()
     place.chmod(0o755)
     assert look(str(named)).lack() == ""
@@ -239,7 +239,7 @@ def test_a_missing_python_fails_the_job_with_its_path(tmp_path: Path, box: Box) 
     python.unlink()
     box.control.update(job_id, held=False)
     job = box.wait_ended(job_id)
-    assert job.error == f"there is no {python}; name another Python, or none for the app's own"
+    assert job.error == f"there is no {python}; name another Python, or none to use the app's own"
 
 
 def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp_path: Path) -> None:
@@ -250,7 +250,9 @@ def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp
     # As in /tmp, others cannot replace the files of this folder but can add new ones.
     for folder in (named.parent, base.parent):
         folder.chmod(0o1777)
-        with pytest.raises(UserError, match=f"{named} is not run, for others may write to {folder}; `chmod go-w` it"):
+        with pytest.raises(
+            UserError, match=f"{named} is not run, because others may write to {folder}; `chmod go-w` it"
+        ):
             named_python.refuse(str(named))
         folder.chmod(0o755)
 
@@ -261,5 +263,5 @@ def test_the_python_of_another_user_is_rejected(tmp_path: Path) -> None:
     os.chown(python, 12345, -1)
     assert (
         named_python.refusal(str(python))
-        == f"{python} is not run, for {python} belongs to uid 12345; name one of your own"
+        == f"{python} is not run, because {python} belongs to uid 12345; name one of your own"
     )

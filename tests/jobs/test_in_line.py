@@ -112,9 +112,9 @@ def test_a_job_after_a_deleted_job_starts_only_if_that_job_had_finished(box):
 
 def test_a_higher_priority_goes_first_even_if_it_is_set_later(box):
     old, new = in_line(box), in_line(box)
-    assert tries(box, new) == f"job {old} was there first"
+    assert tries(box, new) == f"job {old} is ahead in the queue"
     edits.prioritise(box.data, box.control, new, 5)
-    assert tries(box, old) == f"job {new} was there first"
+    assert tries(box, old) == f"job {new} is ahead in the queue"
     assert tries(box, new) is None
 
 
@@ -208,7 +208,7 @@ def test_a_job_does_not_start_after_a_failed_one_that_the_store_has_lost(box):
     second = box.launch("steps=2", place={"after": (first,)})
     delete_store(box)
     box.wait_for(lambda: listed(box, second), "its row to be back")
-    wanted = f"comes after job {first}, which is not in the list; `sae-tui repair` finds it again"
+    wanted = f"comes after job {first}, which is not in the list; `sae-tui repair` restores it"
     box.wait_for(lambda: box.job(second).waits_for == wanted or box.job(second).state.is_final, "its reason to wait")
     assert box.job(second).state == JobState.QUEUED
     assert len(list(repair(box.data))) == 1

@@ -23,7 +23,7 @@ from trainer.contract.runs.lock import RunLock
 from trainer.contract.store.states import JobState
 
 AWAY = {"host": "gpu7", "boot_id": "another-boot", "supervisor_pid": 1, "supervisor_start": 1}
-GONE = r"its host gpu7 has not been heard of for .*; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job"
+GONE = r"its host gpu7 has been silent for .*; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def on_network(monkeypatch):
 
 
 def away(box, silent_s: float = 3600.0, **fields) -> int:
-    """Record a job of another host that was last heard of `silent_s` seconds ago."""
+    """Record a job of another host that was last active `silent_s` seconds ago."""
     job_id = box.record(**AWAY | fields)
     paths = box.data.run(job_id)
     paths.create()
@@ -68,7 +68,7 @@ def test_machines_made_from_one_image_are_distinguished(box, monkeypatch):
 def test_requests_to_a_job_on_a_silent_host_are_rejected(box):
     job_id = away(box, state=JobState.RUNNING)
     for act in (edits.stop, edits.kill, edits.pause, edits.finish):
-        with pytest.raises(UserError, match=f"job {job_id} is not here, and nothing was done: {GONE}"):
+        with pytest.raises(UserError, match=f"job {job_id} is on another host, so nothing was done: {GONE}"):
             act(box.data, job_id)
     with pytest.raises(UserError, match=f"job {job_id} is running; {GONE}"):
         trash.refuse_unless_ended(box.data, job_id)
@@ -87,7 +87,7 @@ def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     reader = JobsReader(box.data)
     reader.poll()
     views = {view.id: view for view in reader.jobs}
-    assert waits(views[job_id]).startswith("its host gpu7 has not been heard of for 1 h 00 min; if gpu7 is gone")
+    assert waits(views[job_id]).startswith("its host gpu7 has been silent for 1 h 00 min; if gpu7 is gone")
     assert waits(views[heard]) == ""
     assert views[job_id].eta_s is None
     # Scripts and the app on another host show the same.
@@ -106,7 +106,7 @@ def test_a_request_to_a_job_on_a_live_host_is_recorded_and_names_the_host(box, o
     assert message.startswith(f"job {job_id} saves a checkpoint and stops at its next step, once gpu7 has seen")
     assert box.control.open_requests(job_id) == {"stop"}
     assert list(end_jobs_elsewhere(box.data, "gpu7")) == [
-        f"job {job_id} is left alone: its host gpu7 was heard of 5 s ago; stop it instead"
+        f"job {job_id} is left alone: its host gpu7 was active 5 s ago; stop it instead"
     ]
 
 
@@ -118,13 +118,15 @@ def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_n
         list(repair(box.data, "gpu9"))
     assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in repair(box.data, "gpu7"))
     assert (box.job(job_id).state, box.job(other).state) == (JobState.LOST, JobState.RUNNING)
-    assert box.job(job_id).error == "its host gpu7 has not been heard of for 1 h 00 min"
+    assert box.job(job_id).error == "its host gpu7 has been silent for 1 h 00 min"
 
 
 def test_repair_ends_a_job_at_once_if_no_other_machine_can_run_it(box):
     # On a local disk, a job with another host name is from before this machine was renamed.
     dead, alive = away(box, silent_s=5, state=JobState.RUNNING), away(box, silent_s=5, state=JobState.RUNNING)
-    with pytest.raises(UserError, match=f"job {dead} is not here, and nothing was done: its host gpu7 has not been"):
+    with pytest.raises(
+        UserError, match=f"job {dead} is on another host, so nothing was done: its host gpu7 has been silent"
+    ):
         edits.stop(box.data, dead)
     with RunLock(box.data.run(alive).root):
         assert [step.partition(":")[0] for step in repair(box.data)] == [f"job {dead} was lost"]
@@ -135,7 +137,9 @@ def test_a_job_is_not_resumed_on_gpus_of_another_host(box):
     job_id = box.launch("steps=1", gpus=(0,))
     box.wait_ended(job_id)
     box.control.update(job_id, host="gpu7", boot_id="another-boot", machine_id=None, gpu_source="simulated:2")
-    with pytest.raises(JobFileError, match="had GPU 0 of gpu7, which this host does not have; choose others by --gpus"):
+    with pytest.raises(
+        JobFileError, match="had GPU 0 of gpu7, which this host does not have; choose others with --gpus"
+    ):
         box.resume(job_id, "train.n_steps=20")
     box.control.update(job_id, gpu_source="nvml")
     with pytest.raises(UserError, match="had GPUs of gpu7, and the GPUs of this host cannot be read: "):

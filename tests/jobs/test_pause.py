@@ -383,7 +383,7 @@ def test_a_setting_that_affects_placement_causes_a_new_placement(box, override):
 
 def test_a_job_that_cannot_be_resumed_gives_the_reason(box):
     waiting = box.launch("steps=3", place={"hold": True})
-    with pytest.raises(UserError, match=rf"job {waiting} is held; to change its settings stop it, then resume it"):
+    with pytest.raises(UserError, match=rf"job {waiting} is held; to change its settings, stop it, then resume it"):
         box.resume(waiting)
     running = box.launch(ENDLESS)
     box.wait_steps(running)

@@ -44,7 +44,7 @@ def test_two_nodes_train_to_the_end_and_a_new_supervisor_adopts_them(submission)
     assert len(plans) == 1
     assert "finished at step 20/20" in (one.paths.log(0)).read_text()
     assert "finished at step 20/20" in (one.paths.log(1)).read_text()
-    assert one.told[0] == f"is job {one.slurm_id} of SLURM"
+    assert one.told[0] == f"is SLURM job {one.slurm_id}"
     assert "runs in SLURM on n[1-2]" in one.told
     modes = {file.name: file.stat().st_mode & 0o777 for file in one.paths.attempt(1).iterdir() if file.is_file()}
     assert {modes[name] for name in ("job.sbatch", "progress.jsonl", "rank0.json", "slurm_job")} == {0o600}

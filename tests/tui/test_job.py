@@ -501,7 +501,7 @@ async def test_a_user_error_is_shown_once_and_in_full_without_a_traceback(make_a
         await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
         cause = " ".join(screen.query_one(CausePanel).plain.split())
         assert ERROR in cause
-        assert "→ the PyTorch build does not suit this driver; see `sae-tui doctor`" in cause
+        assert "→ the PyTorch build does not match this driver; see `sae-tui doctor`" in cause
         others = [panel.plain for panel in screen.query("LineView") if not isinstance(panel, CausePanel | LogPanel)]
         assert "sees 0 GPUs" not in " ".join([*others, cause.replace(ERROR, "")])
         assert "Traceback" not in cause

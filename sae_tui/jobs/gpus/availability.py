@@ -148,8 +148,8 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     elif taken := _taken_alone(sample, held):
         state, reason = "busy", taken
     elif _is_used_unseen(sample, held):
-        state, reason = "busy", f"in use ({_use(sample)}), by whom cannot be seen"
-        brief = "in use, cannot be seen by whom"
+        state, reason = "busy", f"in use ({_use(sample)}) by an unseen process"
+        brief = "in use, owner hidden"
     elif sample.processes is None:
         reason, brief = _unlisted_reason(sample)
     elif sample.is_latched:
@@ -216,8 +216,8 @@ def _use(sample: GpuSample) -> str:
 def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
     """Return reason and brief reason for a GPU that does not list its processes and shows no other sign of use."""
     if sample.memory_used_bytes is None:
-        return "whether it is in use cannot be seen", "use cannot be seen"
-    return f"{gibibytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use seen"
+        return "its use is unknown", "use unknown"
+    return f"{gibibytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use detected"
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:

@@ -27,7 +27,7 @@ ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 # In seconds; a reading takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
-_ALONE = f"GPUs are reserved where other users do not see it: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
+_ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
 
 
 class GpuLocks:
@@ -186,7 +186,7 @@ def _make_shared_folder(folder: Path) -> str:
             folder.mkdir()
             folder.chmod(0o1777)
     except OSError as error:
-        return f"{ENV_LOCK_DIR}: {folder} cannot be made ({error.strerror})"
+        return f"{ENV_LOCK_DIR}: {folder} cannot be created ({error.strerror})"
     if not folder.is_dir():
         return f"{ENV_LOCK_DIR}: {folder} is not a folder"
     return "" if _is_open_to_all(folder) else f"{ENV_LOCK_DIR}: {folder} must have mode 1777"
@@ -221,9 +221,9 @@ def _why(path: Path, error: OSError) -> str:
     try:
         whose = user_of(path.lstat().st_uid)
     except OSError:
-        return f"{path} cannot be made ({error.strerror})"
+        return f"{path} cannot be created ({error.strerror})"
     reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
-    return f"{path} of {whose} cannot be used ({reason}); have {whose} or root remove it"
+    return f"{path} of {whose} cannot be used ({reason}); ask {whose} or root to remove it"
 
 
 def _close(descriptors: Iterable[int]) -> None:

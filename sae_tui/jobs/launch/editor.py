@@ -15,7 +15,7 @@ from sae_tui.jobs.launch.job_form import read_job_table
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 
-_WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stays as it was"
+_WRONG, _REMEDY = "# ✗", "# → correct it and save; if you change nothing, the form stays as it was"
 
 
 def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:

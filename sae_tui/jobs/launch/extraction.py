@@ -13,7 +13,7 @@ from trainer.contract.wording import duration, gibibytes, plural
 def needs(look: ExtractionOutlook) -> str:
     """Return a text like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
     if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
-        return "what it needs is not known: its model is not on this disk"
+        return "memory unknown: the model is not downloaded yet"
     time = duration(look.seconds)
     device = "GPU" if look.on_gpus else "process"
     each = f" per {device}" if look.ranks > 1 else ""

@@ -103,6 +103,6 @@ def _understood(code: int, told: bytes, errors: bytes) -> Inspected:
         try:
             return decode_as(told.splitlines()[-1], Inspected)
         except ValueError as error:
-            raise UserError(f"`trainer inspect` answered what is not understood: {error}") from None
+            raise UserError(f"the output of `trainer inspect` cannot be read: {error}") from None
     lines = errors.decode(errors="replace").strip().splitlines()
-    raise UserError(lines[-1] if lines else f"`trainer inspect` ended with {code} and told nothing")
+    raise UserError(lines[-1] if lines else f"`trainer inspect` ended with {code} without output")

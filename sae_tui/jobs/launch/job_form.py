@@ -316,7 +316,7 @@ def read_job_table(path: Path) -> dict[str, Any]:
 def question_about(code: Sequence[consent.Code], path: Path) -> str:
     """Return the question to ask before a form is filled from a job file that runs code."""
     lines = [f"  {each.path}: {printable(each.does)}" for each in code]
-    asks = "Take that over? Only if you trust who wrote it."
+    asks = "Use these settings? Only if you trust the author of the file."
     return "\n".join([f"{printable(str(path))} runs code:", *lines, "", asks])
 
 

@@ -53,7 +53,7 @@ def _of_one(job: Job) -> str:
         return f'Job {job.id} "{job.name}" {ENDED[job.state]}' + (f": {job.error}" if job.error else "")
     if job.state != JobState.QUEUED:
         return f'Job {job.id} "{job.name}" started {_where(job)}'
-    return f"Job {job.id} is waiting: {job.waits_for}" if job.waits_for else f"Job {job.id} is in line"
+    return f"Job {job.id} is waiting: {job.waits_for}" if job.waits_for else f"Job {job.id} is queued"
 
 
 def _of_many(started: int, waiting: int) -> str:

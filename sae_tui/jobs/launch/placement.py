@@ -74,7 +74,7 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
     """Recommend up to `count` GPUs of one vendor that are free, readable and large enough, most free memory first."""
     reasons, usable = {}, []
     for choice in choices:
-        alone = "a slice of a card, which runs a job alone" if count > 1 and is_slice(choice.uuid) else ""
+        alone = "a MIG slice, which runs a job alone" if count > 1 and is_slice(choice.uuid) else ""
         obstacle = alone or _obstacle(choice, needed_bytes)
         reasons[choice.index] = obstacle or f"{gibibytes(choice.memory_free_bytes or 0)} free"
         if not obstacle:
@@ -238,10 +238,10 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
     if len(gpus) == count:
         return ""
     if not reasons:
-        return 'this machine has no GPUs; "cpu" runs the job on the CPU'
+        return 'this machine has no GPUs; choose "cpu" to run the job on the CPU'
     others = [f"GPU {index}: {reason}" for index, reason in reasons.items() if index not in gpus]
-    available = f"only {len(gpus)} of {count} GPUs" if gpus else "no GPU"
-    return f"{available} can be had ({'; '.join(others) or f'this machine has {len(reasons)}'})"
+    available = f"only {len(gpus)} of {count} GPUs {'is' if len(gpus) == 1 else 'are'}" if gpus else "no GPU is"
+    return f"{available} available ({'; '.join(others) or f'this machine has {len(reasons)}'})"
 
 
 def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
@@ -265,14 +265,14 @@ def _refuse_too_many(choices: Sequence[GpuChoice], job: AnyJob) -> None:
     suited = [choice for choice in choices if takes_slices(job) or not is_slice(choice.uuid)]
     usable = [choice for choice in suited if choice.state != "unhealthy"]
     if len(usable) < count:
-        alone = "" if len(suited) == len(choices) else "; slices of cards run a job alone"
+        alone = "" if len(suited) == len(choices) else "; a MIG slice runs a job alone"
         here = f"only {len(usable)} of {len(choices)} can be used here"
         raise _refusal(f"asks for {plural(count, 'GPU')}, but {here}{alone}")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]
     if len(usable) - len(unknown) < count:
         named = join_words([f"GPU {index}" for index in unknown])
         raise _refusal(
-            f"asks for any {plural(count, 'GPU')}, but what is free on {named} cannot be read; name the GPUs to use, "
+            f"asks for any {plural(count, 'GPU')}, but the free memory of {named} is unknown; name the GPUs to use, "
             f"as in launch.gpus = [{unknown[0]}]"
         )
 

@@ -119,7 +119,7 @@ def resume(
         # The supervisor runs on the host of the resume; only that host can check whether it is alive.
         fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
-            raise UserError(f"job {job_id} was started or deleted by somebody else; see `sae-tui job {job_id}`")
+            raise UserError(f"job {job_id} was started or deleted by another process; see `sae-tui job {job_id}`")
         if finish:
             control.request(job_id, "finish")
         control.add_event(job_id, "resuming", plan.sentence)
@@ -184,7 +184,7 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
     if why := elsewhere(data, job):
         return f"job {job.id} {stands(job)}; {why}"
     if job.state == JobState.QUEUED:
-        how = "to change its settings stop it, then resume it" if job.held else "it starts by itself"
+        how = "to change its settings, stop it, then resume it" if job.held else "it starts automatically"
         return f"job {job.id} {stands(job)}; {how}"
     return f"job {job.id} {stands(job)}; only a job that has ended or is paused can be resumed"
 
@@ -221,7 +221,7 @@ def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> Non
         raise UserError(f"job {job.id} had GPUs of {job.host}, and {why}")
     if missing := [index for index, uuid in placement.gpus if uuid not in here]:
         gpus = f"GPU{'s' * (len(missing) > 1)} {join_words(list(map(str, missing)))}"
-        message = f"job {job.id} had {gpus} of {job.host}, which this host does not have; choose others by --gpus"
+        message = f"job {job.id} had {gpus} of {job.host}, which this host does not have; choose others with --gpus"
         raise JobFileError([Problem("launch.gpus", message)])
 
 
@@ -248,4 +248,4 @@ def _keep_last_word(data: DataDir, job: Job) -> None:
             private_folder(target.parent)
             paths.exit_file.replace(target)
     except OSError as error:
-        raise UserError(f"{paths.exit_file} cannot be put away: {sentence(error)}") from None
+        raise UserError(f"{paths.exit_file} cannot be moved: {sentence(error)}") from None

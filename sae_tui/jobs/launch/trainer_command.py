@@ -49,11 +49,11 @@ def answer_of(
     if process.returncode:
         lines = (errors or b"").decode(errors="replace").strip().splitlines()
         reason = told_failure(output) or (lines[-1] if lines else "")
-        raise UserError(reason or f"`trainer {command}` ended with {process.returncode} and no message")
+        raise UserError(reason or f"`trainer {command}` ended with {process.returncode} without a message")
     try:
         return decode_as(output.splitlines()[-1], kind)
     except (ValueError, IndexError) as error:
-        raise UserError(f"`trainer {command}` gave an answer that cannot be read: {error}") from None
+        raise UserError(f"the output of `trainer {command}` cannot be read: {error}") from None
 
 
 def _hand_on(descriptor: int, on_reached: OnReached | None) -> None:

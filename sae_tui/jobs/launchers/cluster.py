@@ -58,9 +58,7 @@ class SlurmJob:
             raise SlurmError(f"SLURM refused it: {failure}")
         slurm_id = answer.partition(";")[0].strip()
         if not _is_id(slurm_id):
-            raise SlurmError(
-                f"sbatch answered {show(answer.strip())}, not with a job's number; see squeue for what it queued"
-            )
+            raise SlurmError(f"sbatch printed {show(answer.strip())}, not a job id; see squeue for the job")
         return cls(slurm_id)
 
     @classmethod
@@ -72,9 +70,7 @@ class SlurmJob:
         with open_own(file) as stream:
             slurm_id = stream.read(100).decode(errors="replace").strip()
         if not _is_id(slurm_id):
-            raise SlurmError(
-                f"{file} holds no number of a SLURM job; end what squeue shows of it, then remove the file"
-            )
+            raise SlurmError(f"{file} holds no SLURM job id; cancel the job that squeue shows, then remove the file")
         return cls(slurm_id)
 
     def look(self) -> bool:

@@ -78,7 +78,7 @@ class RemoteRank(OneRank):
     def how(self) -> str:
         if self.mark is None:
             return "never started"
-        return super().how() if self.mark.has_ended else "ended without a word"
+        return super().how() if self.mark.has_ended else "ended without a message"
 
 
 def _last_cause(log: Path) -> str:

@@ -73,7 +73,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     return _SCRIPT.format(
         title=f"{_default_name(spec)}, attempt {spec.attempt}",
         umask=umask_of(spec.run_dir),
-        packages=named_python.unset_line() if launch.python else "# Packages are those of the app.",
+        packages=named_python.unset_line() if launch.python else "# Use the packages of the app.",
         devices=_exports(spec.device),
         nodes=layout.nodes,
         processes=layout.nodes * layout.per_node,

@@ -48,7 +48,7 @@ def cancel_left_behind(folder: Path) -> None:
     except FileNotFoundError:
         return
     except (OSError, UserError) as error:
-        note(f"ending what SLURM has of it: {error}")
+        note(f"cancelling its SLURM job: {error}")
 
 
 class SlurmAttempt(RankStates[RemoteRank]):
@@ -103,7 +103,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         except OSError:
             slurm.cancel()
             raise
-        self._tell("slurm", f"is job {slurm.id} of SLURM")
+        self._tell("slurm", f"is SLURM job {slurm.id}")
 
     def wait(self, timeout_s: float) -> list[Rank]:
         """Wait up to `timeout_s` seconds; return the ranks that started or ended."""
@@ -119,7 +119,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         try:
             write_whole(self._paths.stop_file(self._spec.attempt), b"")
         except OSError as error:
-            note(f"asking the ranks to stop, which is tried again: {error}")
+            note(f"asking the ranks to stop failed and is tried again: {error}")
             return
         self._asked_to_stop = True
         self._end_if_pending()
@@ -177,7 +177,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
         # After the marks, so that all progress reported before a rank's end is stored.
-        with tolerate("taking in the run's progress"):
+        with tolerate("reading the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
         if not self.alive:
@@ -241,7 +241,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         spec = self._spec
         if message == self._told or spec.control_db is None or spec.job_id is None:
             return
-        with tolerate("telling what SLURM does"):
+        with tolerate("reporting the SLURM state"):
             control = Control(spec.control_db)
             try:
                 control.add_event(spec.job_id, kind, message, level)

@@ -48,7 +48,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
             return f"{comes_after([other])}, but {error}"
         if state is None and data.run(other).root.is_dir():
             # The store was lost, and with it how this job ended.
-            return f"{comes_after([other])}, which is not in the list; `sae-tui repair` finds it again"
+            return f"{comes_after([other])}, which is not in the list; `sae-tui repair` restores it"
         if state is None:
             remedy = f"stop waiting for it: `sae-tui after {job.id}`"
             return f"{comes_after([other])}, which was deleted before it had finished; {remedy}"

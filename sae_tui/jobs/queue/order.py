@@ -167,8 +167,8 @@ def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Rese
     missing = len(job.gpu_uuids) - len(wanted) if not job.any_gpus else 0
     reasons = [word for gpu in wanted if (word := _obstacle(job, gpu, reservations))]
     if missing > 0:
-        reasons.append(f"{plural(missing, 'GPU')} of it cannot be seen")
-    few = "there are not so many here" if gpus else "none can be seen"
+        reasons.append(f"{plural(missing, 'GPU')} of this job cannot be read")
+    few = "this machine has fewer" if gpus else "no GPU can be read"
     text = join_words(list(dict.fromkeys(reasons))) if reasons else few
     return f"{plural(job.gpus_wanted, 'GPU')}: {text}" if job.any_gpus else text
 
@@ -178,18 +178,18 @@ def _obstacle(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation])
     if gpu.unusable:
         return f"GPU {gpu.index} cannot be used ({gpu.unusable})"
     if job.any_gpus and not job.takes_slices and is_slice(gpu.uuid):
-        return f"GPU {gpu.index} is a slice of a card"
+        return f"GPU {gpu.index} is a MIG slice"
     if gpu.stranger and not job.shares_gpus:
         return f"GPU {gpu.index} is {gpu.stranger}"
     if not gpu.has_memory(job) and gpu.free_bytes is None:
-        return f"GPU {gpu.index} does not tell its free memory; name it in launch.gpus to use it"
+        return f"GPU {gpu.index} does not report its free memory; name it in launch.gpus to use it"
     if not gpu.has_memory(job):
         free, needed = gibibytes(gpu.free_bytes or 0), gibibytes(job.card_memory_bytes or 0)
         return f"GPU {gpu.index} has {free} free of {needed} needed"
     if not gpu.takes_now(job):
         holder = gpu.leases[0]
         if not holder.pid:
-            return f"job {holder.job_id} was there first"
+            return f"job {holder.job_id} is ahead in the queue"
         alone = ", which does not share it" if job.shares_gpus and not holder.shared else ""
         return f"GPU {gpu.index} is held by job {holder.job_id} ({holder.user}){alone}"
-    return "" if _is_open(job, gpu, reservations) else f"job {reservations[gpu.uuid].job_id} was there first"
+    return "" if _is_open(job, gpu, reservations) else f"job {reservations[gpu.uuid].job_id} is ahead in the queue"

@@ -55,13 +55,11 @@ def refuse_other_rows(control: Control, job: Job, config: JobConfig) -> None:
 def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promise) -> None:
     stored = inspect_shards(folder, field)
     if promise.d_in not in (None, stored.d_in):
-        message = (
-            f"rows in {folder} are {stored.d_in} wide, and job {writer} was to write {promise.d_in}; clone the job"
-        )
+        message = f"rows in {folder} have {stored.d_in} values, but job {writer} promised {promise.d_in}; clone the job"
         raise JobFileError([Problem(field, message)])
     if stored.n_tokens < promise.n_tokens:
-        message = f"{folder} holds {stored.n_tokens:,} rows, and job {writer} was to write {promise.n_tokens:,}"
-        cure = f"give it more text, or train on these by `sae-tui resume {job.id}`"
+        message = f"{folder} holds {stored.n_tokens:,} rows, but job {writer} promised {promise.n_tokens:,}"
+        cure = f"give it more text, or train on these with `sae-tui resume {job.id}`"
         raise JobFileError([Problem(field, f"{message}; {cure}")])
 
 

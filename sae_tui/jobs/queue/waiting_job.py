@@ -124,7 +124,7 @@ class QueueEntry:
         active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
         if self._control.unreadable != self._passed_over:
             self._passed_over = self._control.unreadable
-            note(self._control.problem or "all rows of the list of jobs can be read again")
+            note(self._control.problem or "every row of the job list can be read again")
         others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
         self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
         seen = self._gpus(active, fresh_s)
@@ -155,11 +155,11 @@ class QueueEntry:
             self._tell_silent(job)
 
     def _tell_silent(self, job: Job) -> None:
-        words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
+        words = f"its supervisor (pid {job.supervisor_pid}) does not answer; other jobs go first"
         if job.waits_for == words:
             return
         self._control.update(job.id, waits_for=words)
-        self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
+        self._control.add_event(job.id, "silent", f"is skipped in the queue: {words}", "warning")
         self._silent[job.id] = self._control.job(job.id)
 
     def _report_halted(self) -> None:

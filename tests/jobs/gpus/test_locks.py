@@ -50,7 +50,7 @@ def test_an_insecure_lock_folder_is_reported_and_the_data_folder_is_used_instead
     assert lock_problem(data, "nvml") == ""
     chosen.chmod(0o777)
     assert lock_folder(data, "nvml") == data.locks
-    assert "must have mode 1777; GPUs are reserved where other users do not see it" in lock_problem(data, "nvml")
+    assert "must have mode 1777; other users cannot see GPU reservations" in lock_problem(data, "nvml")
     chosen.rmdir()
     chosen.touch()
     assert f"{chosen} is not a folder" in lock_problem(data, "nvml")

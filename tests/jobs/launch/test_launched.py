@@ -45,6 +45,6 @@ def test_the_message_about_several_jobs_counts_them(box):
 
 def test_the_message_waits_briefly_for_a_state_that_is_not_known_yet(box, monkeypatch):
     job_id = box.record("quick")
-    assert launched.describe_launch(box.data, [job_id], is_over=lambda: True) == "Job 1 is in line."
+    assert launched.describe_launch(box.data, [job_id], is_over=lambda: True) == "Job 1 is queued."
     monkeypatch.setattr(time, "sleep", lambda _: box.control.update(job_id, waits_for="GPU 0 is lost"))
     assert launched.describe_launch(box.data, [job_id]) == "Job 1 is waiting: GPU 0 is lost."

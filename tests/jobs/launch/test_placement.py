@@ -87,9 +87,9 @@ def test_our_own_ended_process_does_not_hold_a_gpu_until_the_next_reading():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"memory_used_bytes": 20 * GIB, "utilization": 98}, "in use (98 %, 20.0 GiB), by whom cannot be seen"),
-        ({"memory_used_bytes": 20 * GIB, "processes": None}, "in use (20.0 GiB), by whom cannot be seen"),
-        ({"memory_used_bytes": None, "utilization": 98}, "in use (98 %), by whom cannot be seen"),
+        ({"memory_used_bytes": 20 * GIB, "utilization": 98}, "in use (98 %, 20.0 GiB) by an unseen process"),
+        ({"memory_used_bytes": 20 * GIB, "processes": None}, "in use (20.0 GiB) by an unseen process"),
+        ({"memory_used_bytes": None, "utilization": 98}, "in use (98 %) by an unseen process"),
         (
             {"memory_used_bytes": 5 * GIB, "processes": (GpuProcess(9, "ann", "Xorg", GIB // 8),)},
             "in use (5.0 GiB), by w",
@@ -110,7 +110,7 @@ def test_a_gpu_whose_processes_cannot_be_listed_is_never_reported_as_idle():
     assert (quiet.state, quiet.may_be_offered) == ("available", True)
     assert quiet.reason == "0.0 GiB in use, its processes cannot be listed"
     assert (blind.state, blind.may_be_offered) == ("available", False)
-    assert blind.reason == "whether it is in use cannot be seen"
+    assert blind.reason == "its use is unknown"
 
 
 def test_unattributed_use_is_counted_for_the_job_that_leased_the_gpu():
@@ -163,9 +163,7 @@ def test_any_gpus_excludes_gpus_with_unknown_free_memory(box):
     blind = [choice(0, None), choice(1)]
     where = place(box.config(gpus="auto:1"), blind, source_cuda=True)
     assert where.any_gpus
-    with pytest.raises(
-        JobFileError, match=r"what is free on GPU 0 cannot be read; name the GPUs to use, as in .*\[0\]"
-    ):
+    with pytest.raises(JobFileError, match=r"the free memory of GPU 0 is unknown; name the GPUs to use, as in .*\[0\]"):
         place(box.config(gpus="auto:2"), blind, source_cuda=True)
     assert place(box.config(gpus=[0]), blind, source_cuda=True).gpus == ((0, "GPU-0"),)
 
@@ -251,9 +249,10 @@ def test_a_shortfall_gives_the_reason_for_every_rejected_gpu():
     recommended = recommend(gpus, 2 * GIB, 3)
     assert recommended.gpus == (0,)
     assert (
-        recommended.shortfall == "only 1 of 3 GPUs can be had (GPU 1: needs 2.0 GiB, 1.0 GiB free; GPU 2: job 4 (run))"
+        recommended.shortfall
+        == "only 1 of 3 GPUs is available (GPU 1: needs 2.0 GiB, 1.0 GiB free; GPU 2: job 4 (run))"
     )
-    assert recommend(gpus[:1], 0, 2).shortfall == "only 1 of 2 GPUs can be had (this machine has 1)"
+    assert recommend(gpus[:1], 0, 2).shortfall == "only 1 of 2 GPUs is available (this machine has 1)"
 
 
 # Placement.
@@ -301,7 +300,7 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
         ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
         ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
         ([0, 1], [choice(0), SLICE], "GPU 1 is a slice of a card, and NCCL cannot connect slices"),
-        ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; slices of cards run a job"),
+        ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; a MIG slice runs a job"),
     ],
 )
 def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, choices, said):

@@ -68,8 +68,8 @@ def test_a_job_takes_no_gpu_with_unknown_processes_or_memory(box, on_driver):
     # GPUs 4 and 5 are the slices of GPU 2.
     assert [tried(in_line(box)) for _ in range(3)] == [(3,), (4,), (5,)]
     waiting = tried(in_line(box))
-    assert "by whom cannot be seen" in waiting
-    assert "GPU 1 does not tell its free memory" in waiting
+    assert "by an unseen process" in waiting
+    assert "GPU 1 does not report its free memory" in waiting
     assert "GPU 2 cannot be used (it is split into MIG slices" in waiting
     named = {"any_gpus": False, "gpu_ids": (1,), "gpu_uuids": (UUIDS[1],), "card_memory_bytes": 1 << 30}
     assert tried(in_line(box, **named)) == (1,)

@@ -234,7 +234,7 @@ def test_a_backfilled_job_ends_before_the_waiting_job_could_start():
     decisions = turns([large, short, long, unknown], board, NOW)
     assert [bool(decisions[number].gpus) for number in (1, 2, 3, 4)] == [False, True, False, False]
     assert decisions[1].waits_for == "3 GPUs: GPU 0 is held by job 90 (bob)"
-    assert "job 1 was there first" in decisions[3].waits_for
+    assert "job 1 is ahead in the queue" in decisions[3].waits_for
 
 
 def test_a_job_that_has_just_been_planned_holds_its_gpus_for_its_expected_time():
@@ -268,7 +268,7 @@ def test_a_sharing_job_may_use_another_users_gpu_if_memory_is_enough():
         (named(1, 0), "GPU 0 is held by job 90 (bob)"),
         (named(1, 0, shares_gpus=True), "GPU 0 is held by job 90 (bob), which does not share it"),
         (named(1, 1), "GPU 1 cannot be used (it is lost)"),
-        (named(1, 4), "1 GPU of it cannot be seen"),
+        (named(1, 4), "1 GPU of this job cannot be read"),
         (named(1, 0, 1), "GPU 0 is held by job 90 (bob) and GPU 1 cannot be used (it is lost)"),
         (job(1, gpus_wanted=4), "4 GPUs: GPU 0 is held by job 90 (bob) and GPU 1 cannot be used (it is lost)"),
     ],
@@ -282,14 +282,14 @@ def test_slices_are_only_for_single_gpu_jobs_and_independent_processes():
     cut = [msgspec.structs.replace(gpu(index), uuid=f"MIG-{index}") for index in (0, 1)]
     alone, connected, apart = job(1), job(1, gpus_wanted=2, mode="ddp"), job(1, gpus_wanted=2, mode="single")
     assert [len(turns([one], cut, NOW)[1].gpus) for one in (alone, connected, apart)] == [1, 0, 2]
-    reason = "2 GPUs: GPU 0 is a slice of a card and GPU 1 is a slice of a card"
+    reason = "2 GPUs: GPU 0 is a MIG slice and GPU 1 is a MIG slice"
     assert turns([connected], cut, NOW)[1].waits_for == reason
 
 
 def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
-    assert turns([job(1, gpus_wanted=2)], [gpu(0)], NOW)[1].waits_for == "2 GPUs: there are not so many here"
-    assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: none can be seen"
-    assert turns([named(1, 0)], [], NOW)[1].waits_for == "1 GPU of it cannot be seen"
+    assert turns([job(1, gpus_wanted=2)], [gpu(0)], NOW)[1].waits_for == "2 GPUs: this machine has fewer"
+    assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: no GPU can be read"
+    assert turns([named(1, 0)], [], NOW)[1].waits_for == "1 GPU of this job cannot be read"
 
 
 class Cluster:
@@ -386,7 +386,7 @@ def test_jobs_with_an_unknown_end_starve_no_other_job(monkeypatch):
 
 def test_a_gpu_with_unknown_free_memory_is_only_for_jobs_that_name_it():
     board = [gpu(0, free_bytes=None)]
-    message = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
+    message = "1 GPU: GPU 0 does not report its free memory; name it in launch.gpus to use it"
     assert turns([job(1)], board, NOW)[1].waits_for == message
     assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GIB)], board, NOW)[1].gpus] == [0]
 
@@ -401,7 +401,7 @@ def test_each_job_takes_only_gpus_that_its_environment_leaves_visible():
     ]
     decisions = turns(line, board, NOW)
     assert [[taken.index for taken in decisions[one.id].gpus] for one in line] == [[3], [], [1], [0]]
-    assert decisions[2].waits_for == "2 GPUs: job 1 was there first"
+    assert decisions[2].waits_for == "2 GPUs: job 1 is ahead in the queue"
 
 
 def test_a_second_vendors_driver_does_not_change_the_visible_gpus_of_a_job(monkeypatch, tmp_path):

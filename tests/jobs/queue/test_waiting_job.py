@@ -60,7 +60,7 @@ def test_exactly_one_of_racing_launchers_gets_the_gpu_in_every_round(box):
 def test_jobs_that_want_the_same_gpu_start_in_launch_order(box):
     first, second = queued(box), queued(box)
     assert not line(box, second).try_start()
-    assert box.control.events(second)[0].message == f"waits: job {first} was there first"
+    assert box.control.events(second)[0].message == f"waits: job {first} is ahead in the queue"
     assert line(box, first).try_start()
 
 
@@ -91,7 +91,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, priority=3)
     second, third = (line(box, queued(box)) for _ in range(2))
     assert not second.try_start()
-    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
     assert [(event.kind, event.level) for event in box.control.events(first)] == [("silent", "warning")]
     assert second.try_start()
     assert not third.try_start()
@@ -103,7 +103,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     box.control.transition(second.job.id, JobState.FINISHED)
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 30.0)
     assert not third.try_start()
-    assert box.job(third.job.id).waits_for == f"job {first} was there first"
+    assert box.job(third.job.id).waits_for == f"job {first} is ahead in the queue"
 
 
 def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_called_silent(box, halted):
@@ -127,7 +127,7 @@ def test_a_job_that_starts_before_a_halted_one_reports_it_despite_a_recent_sign(
     sign.touch()
     second = line(box, queued(box))
     assert [second.try_start(), second.try_start()] == [False, True]
-    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
     assert [event.kind for event in box.control.events(first)] == ["silent"]
     second.locks.release()
 
@@ -146,7 +146,7 @@ def test_a_started_job_reports_a_hanging_one_once_its_last_sign_is_old(box, halt
     os.utime(sign, (1, 1))
     for _ in range(2):
         second.report_silent()
-    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; other jobs go first"
     assert [event.kind for event in box.control.events(first)] == ["silent"]
     second.locks.release()
 
