@@ -90,13 +90,13 @@ def _heat(look: AlertReadings) -> Iterator[MeasuredValue]:
         slows_c = (sample.condition and sample.condition.slowdown_c) or USUAL_SLOWDOWN_C
         now_c = sample.temperature_c
         left_c = None if now_c is None else float(slows_c - now_c)
-        yield _on_gpu(sample, left_c, f"is at {now_c} °C; it slows down at {slows_c} °C", look.held)
+        yield _on_gpu(sample, left_c, f"is at {now_c} °C; it throttles at {slows_c} °C", look.held)
 
 
 def _throttling(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
         reasons = sample.condition.throttled_by if sample.condition else None
-        words = f"is slowed down: {', '.join(reasons or ())}"
+        words = f"is throttled: {', '.join(reasons or ())}"
         yield _on_gpu(sample, None if reasons is None else float(bool(reasons)), words, look.held)
 
 
@@ -131,7 +131,7 @@ def _xid(look: AlertReadings) -> Iterator[MeasuredValue]:
         condition = sample.condition or Condition()
         xid = condition.xid if condition.xid and condition.xid.is_fatal else None
         value = None if sample.condition is None else float(bool(xid or condition.recovery))
-        words = f"reports {xid.words}" if xid else f"needs {condition.recovery}, as its driver says"
+        words = f"reports {xid.words}" if xid else f"needs {condition.recovery}, as its driver reports"
         yield _on_gpu(sample, value, words, look.held)
 
 
@@ -158,7 +158,7 @@ def _disk(look: AlertReadings) -> Iterator[MeasuredValue]:
 
 KINDS = (
     AlertKind("heat", "heat", "alert_heat_c", _heat, "below", raise_s=10, clear_s=60, slack=5),
-    AlertKind("throttling", "slowed down", "alert_throttling_s", _throttling, "flag", clear_s=60),
+    AlertKind("throttling", "throttled", "alert_throttling_s", _throttling, "flag", clear_s=60),
     AlertKind("lost", "unreadable", "alert_lost_s", _lost, "flag", clear_s=10),
     AlertKind("ecc", "memory errors", "alert_errors_s", _ecc, "flag", clear_s=60),
     AlertKind("rows", "failing memory rows", "alert_errors_s", _rows, "flag", clear_s=60),

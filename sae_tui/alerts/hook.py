@@ -36,6 +36,6 @@ def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: flo
 
 _FAILURES = {
     124: f"it took longer than {LIMIT_S} s and was ended",
-    126: "its first word is no program that may be run",
+    126: "its first word is not an executable program",
     127: "its first word names no program; give its path",
 }

@@ -129,7 +129,7 @@ class Alerts:
         if since is None:
             return alert
         at = time.strftime("%H:%M", time.localtime(since))
-        return msgspec.structs.replace(alert, words=f"{alert.words}; not known since {at}")
+        return msgspec.structs.replace(alert, words=f"{alert.words}; unknown since {at}")
 
     def _begin(self, kind: AlertKind, measured: MeasuredValue, *, flaps: bool) -> Alert:
         often = f"{measured.place_words} flaps, {kind.title} {FLAPS_AT} times within an hour: " if flaps else ""
@@ -286,12 +286,12 @@ class AlertWatcher:
                 if not self._lock.acquire():
                     continue
             except Exception as error:
-                self._note(f"alerts are not written down: {error}")
+                self._note(f"alerts are not stored: {error}")
             self._run_command(changed)
             try:
                 write_alerts(self._data, socket.gethostname(), recent)
             except Exception as error:
-                self._note(f"alerts are not written down: {error}")
+                self._note(f"alerts are not stored: {error}")
 
     def _run_command(self, changed: list[Alert]) -> None:
         if not self._settings.on_alert:
@@ -335,7 +335,7 @@ class AlertWatcher:
             self._asked = on_thread(lambda: shutil.disk_usage(self._data.root).free)
         elif self._asked and now > self._asked_at + DISK_LIMIT_S:
             self._free = None
-            self._note(f"the disk of {self._data.root} does not answer; whether it is full is not known")
+            self._note(f"the disk of {self._data.root} does not answer, so its free space is unknown")
         return self._free
 
 
@@ -348,7 +348,7 @@ def as_message(alert: Alert) -> Mapping[str, object]:
 
 def sentence_of(alert: Alert) -> str:
     """Return the message for an alert that begins or has ended."""
-    return alert.words if alert.cleared is None else f"{alert.place_words}: {title_of(alert)} no more"
+    return alert.words if alert.cleared is None else f"{alert.place_words}: {title_of(alert)} (cleared)"
 
 
 def title_of(alert: Alert) -> str:

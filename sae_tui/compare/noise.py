@@ -65,10 +65,10 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
         if paired is not None:
             degrees = len(best.sae.sums.errors) - 1
             if degrees <= 2:
-                return math.inf, f"the rows are of {degrees + 1} texts, and no error can be known from so few"
+                return math.inf, f"the rows come from {degrees + 1} texts, too few to estimate an error"
             # With few texts the error itself is uncertain; use the standard deviation of Student's t.
             of_few = math.sqrt(degrees / (degrees - 2))
-            return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
+            return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, paired by text"
     if best.error is None or other.error is None:
         return None
     return LEAD * math.hypot(best.error, other.error), f"{LEAD:g} standard errors of both together"
@@ -84,7 +84,7 @@ def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[f
             groups[_without_seed(one.sae)][repr(one.sae.settings.get(_SEED))] = one.value
     of_seeds = [list(values.values()) for values in groups.values() if len(values) >= FEWEST_SEEDS]
     if not of_seeds:
-        few = f"{SEED_SHARE:.0%}, which another seed can make (compare {FEWEST_SEEDS} seeds to measure it)"
+        few = f"{SEED_SHARE:.0%}, which another seed can cause (compare {FEWEST_SEEDS} seeds to measure it)"
         return SEED_SHARE * abs(top), few
     degrees = sum(len(values) - 1 for values in of_seeds)
     spread = math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in of_seeds) / degrees)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _FAN_MOST = 255
 # The Python module reports only whether a limit throttles the GPU, not which one.
-LIMITED = "a limit of power, current or heat is reached"
+LIMITED = "power, current or temperature limit reached"
 # The fields that MI300 and later report instead.
 VIOLATIONS = {
     "active_ppt_pwr": "power limit reached",

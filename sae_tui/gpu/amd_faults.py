@@ -18,7 +18,7 @@ DRIVER_NOT_LOADED = 34
 STALE = frozenset({31, 32, DRIVER_NOT_LOADED})
 SILENT = "no sensor of the GPU answers any more; see `sudo dmesg | grep amdgpu`"
 SPLIT = (
-    "it is a part of a split GPU (%s), and ROCm's UUIDs do not tell the parts apart; "
+    "it is a part of a split GPU (%s), whose parts share one UUID in ROCm; "
     "`sudo amd-smi set -C SPX` makes it one GPU again"
 )
 CARD = {
@@ -58,7 +58,7 @@ INSTALL = "install ROCm's package amd-smi-lib, or amdsmi of ROCm's version with 
 
 def gpu(code: int) -> str:
     """Return why a GPU cannot be read."""
-    return CARD.get(code, f"the driver answers error {code} for this GPU")
+    return CARD.get(code, f"the driver reports error {code} for this GPU")
 
 
 def sensor(code: int) -> str:
@@ -68,7 +68,7 @@ def sensor(code: int) -> str:
 
 def source(code: int) -> SourceUnavailable:
     """Return the error for a driver that can read no GPU, with a remedy."""
-    other = (f"AMD SMI answers error {code}", "see `amd-smi list` and `sudo dmesg | grep amdgpu`")
+    other = (f"AMD SMI reports error {code}", "see `amd-smi list` and `sudo dmesg | grep amdgpu`")
     return SourceUnavailable(*SOURCE.get(code, other), is_broken=True)
 
 
@@ -94,5 +94,5 @@ def of_driver() -> tuple[DriverFault, ...]:
     """Return the faults that keep PyTorch from using GPUs that AMD SMI can read."""
     if not os.path.exists(COMPUTE_FILE) or os.access(COMPUTE_FILE, os.R_OK | os.W_OK):
         return ()
-    sentence = f"no permission to use {COMPUTE_FILE}, without which PyTorch sees no GPU of AMD"
+    sentence = f"no permission to use {COMPUTE_FILE}, without which PyTorch sees no AMD GPU"
     return (DriverFault(sentence, JOIN_GROUPS),)

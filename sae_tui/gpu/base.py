@@ -106,7 +106,7 @@ class Condition:
             remedy = "" if "reset" in self.xid.words else "; it needs a reset"
             return f"the GPU is failing, {self.xid.words}{remedy}", f"failing: Xid {self.xid.number}"
         if self.recovery:
-            return f"the GPU needs {self.recovery}, as its driver says", f"needs {self.recovery}"
+            return f"the GPU needs {self.recovery}, as its driver reports", f"needs {self.recovery}"
         if self.rows_pending:
             return "the GPU needs a reset: rows of its memory wait to be replaced", "needs a reset"
         if n_errors:

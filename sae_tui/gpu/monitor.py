@@ -63,7 +63,7 @@ class Monitor:
         if self._sampler.problem:
             return str(self._sampler.problem)
         if self.opening and time.monotonic() - self._started > OPENING_S:
-            return "the GPU driver does not answer; restart the machine if it stays so"
+            return "the GPU driver does not answer; restart the machine if this persists"
         samples = self._sampler.latest()
         answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
         if answered and not visible(samples, self.source_name):

@@ -18,20 +18,20 @@ WORDS = {
     43: "a kernel hung or was reset; its program ends",
     45: "a program was ended while it computed",
     46: "the GPU stopped computing; reset the GPU",
-    48: "the memory lost bits that could not be corrected; reset the GPU",
+    48: "the memory had errors that could not be corrected; reset the GPU",
     61: "the GPU's firmware failed",
     62: "the GPU's firmware halted",
     63: "a row of the memory was replaced",
     64: "a row of the memory could not be replaced",
     68: "the video engine failed",
     74: "NVLink failed",
-    79: "the card has fallen off the bus",
-    92: "many errors of the memory were corrected",
-    94: "an error of the memory ended one program; the others go on",
-    95: "an error of the memory that was not contained; reset the GPU",
-    119: "the firmware of the card does not answer",
-    120: "the firmware of the card failed",
-    140: "errors of the memory that could not be corrected",
+    79: "the GPU has fallen off the bus",
+    92: "many memory errors were corrected",
+    94: "a memory error ended one program; the others continue",
+    95: "a memory error was not contained; reset the GPU",
+    119: "the GPU's firmware does not answer",
+    120: "the GPU's firmware failed",
+    140: "memory errors could not be corrected",
 }
 
 
@@ -40,7 +40,7 @@ FATAL = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140})
 
 
 def in_words(number: int) -> str:
-    """Return `Xid 79: the card has fallen off the bus`."""
+    """Return `Xid 79: the GPU has fallen off the bus`."""
     words = WORDS.get(number)
     return f"Xid {number}: {words}" if words else f"Xid {number}, see NVIDIA's list of Xid errors"
 

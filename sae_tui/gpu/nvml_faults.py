@@ -18,7 +18,7 @@ MISMATCH = 18  # the versions of the library and the driver differ
 # Codes for a function that this driver or pynvml lacks, or whose arguments have another layout.
 MISSING = frozenset({13, 25})
 
-SPLIT = "it is split into MIG slices, which are GPUs of their own"
+SPLIT = "it is split into MIG slices, which count as separate GPUs"
 UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
 # Codes after which NVML must be reopened: the driver was reloaded, or does not know a handle or an index.
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
@@ -36,7 +36,7 @@ CARD = {
     15: LOST,
     16: "the GPU needs a reset: nvidia-smi --gpu-reset",
     17: "the operating system blocks this GPU (container or cgroup)",
-    MISMATCH: "the driver was updated; start sae-tui again if this stays so",
+    MISMATCH: "the driver was updated; start sae-tui again if this persists",
     28: "the driver no longer knows this GPU",
     999: "the driver reports an unknown error for this GPU",
 }
@@ -72,15 +72,15 @@ _OTHER_MAKERS = {"0x8086": "Intel", "0x106b": "Apple", "0x1ed5": "Moore Threads"
 NO_PEER = {
     1: "the chipset does not support it",
     2: "these GPUs do not support it",
-    3: "the way between them does not support it",
-    4: "the driver is told not to",
+    3: "the link between them does not support it",
+    4: "the driver's settings forbid it",
     5: "it is not supported",
 }
 
 
 def gpu(code: int) -> str:
     """Return why a GPU cannot be read."""
-    return CARD.get(code, f"the driver answers error {code} for this GPU")
+    return CARD.get(code, f"the driver reports error {code} for this GPU")
 
 
 def sensor(code: int) -> str:
@@ -109,7 +109,7 @@ def source(code: int) -> SourceUnavailable:
     """Return the error for a driver that can read no GPU, with a remedy."""
     if code == NO_LIBRARY:
         return no_library()
-    other = (f"the NVIDIA driver answers error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
+    other = (f"the NVIDIA driver reports error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
     return SourceUnavailable(*SOURCE.get(code, other), is_broken=True)
 
 

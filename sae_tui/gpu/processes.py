@@ -234,8 +234,8 @@ SIGNALS = {
     signal.SIGINT: "interrupt it, as ctrl+c does",
     signal.SIGTERM: "ask it to end",
     signal.SIGKILL: "end it at once: it saves nothing",
-    signal.SIGSTOP: "halt it; it keeps its memory",
-    signal.SIGCONT: "let it go on",
+    signal.SIGSTOP: "pause it; it keeps its memory",
+    signal.SIGCONT: "resume it",
 }
 
 
@@ -247,18 +247,20 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
     """
     what = f"process {process.pid}"
     if process.identity is None:
-        raise UserError(f"{what} cannot be seen from here, so no signal can be sent to it; it may be of a container")
+        raise UserError(
+            f"{what} cannot be seen from here, so no signal can be sent to it; it may belong to a container"
+        )
     try:
         owner = os.stat(f"/proc/{process.pid}").st_uid
     except OSError:
         raise UserError(f"{what} has ended already") from None
     if os.geteuid() not in (0, owner):
-        raise UserError(f"{what} is {process.user}'s; only {process.user} or root may send it a signal")
+        raise UserError(f"{what} is {process.user}'s; only {process.user} or root can send it a signal")
     if in_container() and not _has_open(process.pid, _driver_files(source_name)):
         raise UserError(f"{what} here has no GPU open; the driver means a process of another container")
     if not process.identity.send(number):
         raise UserError(f"{what} has ended already")
-    return f"{number.name} is sent to {what}"
+    return f"{number.name} was sent to {what}"
 
 
 def _driver_files(source_name: str) -> frozenset[str]:

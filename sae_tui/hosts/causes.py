@@ -28,7 +28,7 @@ def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause
     if exit_code == NO_SAE_TUI:
         return Cause("has no sae-tui on its PATH; install it there, with a link to it in ~/.local/bin")
     if re.search("invalid choice: '?stream", told):
-        return Cause("has a sae-tui that is too old for this; update it there")
+        return Cause("has a sae-tui that is too old for this; update sae-tui there")
     return Cause(f"ended sae-tui: {_last(complaints) or f'exit code {exit_code}'}")
 
 
@@ -39,19 +39,21 @@ def other_protocol(theirs: int, version: str, ours: int) -> Cause:
 
 
 def no_message(reason: str) -> Cause:
-    return Cause(f"sent what sae-tui does not send: {reason}", _REFUSED_AGAIN_S)
+    return Cause(f"sent an invalid message: {reason}", _REFUSED_AGAIN_S)
 
 
 def _of_ssh(host: str, told: str, complaints: Sequence[str]) -> Cause:
     if "IDENTIFICATION HAS CHANGED" in told:
         return Cause(
-            f"has another host key than before: if that is meant, run ssh-keygen -R {bare(host)}", _REFUSED_AGAIN_S
+            f"has a different host key than before: if you expect that, run ssh-keygen -R {bare(host)}",
+            _REFUSED_AGAIN_S,
         )
     if "Host key verification failed" in told or "host key is known" in told:
-        return Cause(f"is not known to ssh yet; run ssh {host} once and look at its key", _REFUSED_AGAIN_S)
+        return Cause(f"is not known to ssh yet; run ssh {host} once and check its key", _REFUSED_AGAIN_S)
     if "Permission denied" in told or "Too many authentication failures" in told:
         return Cause(
-            f"takes none of your keys; let ssh {host} work without a password, as by ssh-add", _REFUSED_AGAIN_S
+            f"accepts none of your keys; let ssh {host} work without a password, for example with ssh-add",
+            _REFUSED_AGAIN_S,
         )
     if "Could not resolve" in told:
         return Cause("is not found; correct its name or add it to ~/.ssh/config")

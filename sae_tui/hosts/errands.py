@@ -48,14 +48,14 @@ class Errands:
             self._running.discard(process)
             code = end(process, _LEAVE_S)
         if is_late:
-            raise UserError(f"host {host} did not answer within {LIMIT_S:.0f} s; look there with ssh {host}")
+            raise UserError(f"host {host} did not answer within {LIMIT_S:.0f} s; check it with ssh {host}")
         return _outcome(host, code, [printable(line) for line in answer.decode(errors="replace").splitlines() if line])
 
     def _start(self, host: str, words: Sequence[str], given: str) -> subprocess.Popen[bytes]:
         argv = ssh_argv(host, words, self._ssh)
         with tempfile.TemporaryFile() as file, self._lock:
             if self._is_over:
-                raise UserError(f"host {host} was not asked, since sae-tui is ending")
+                raise UserError(f"host {host} was not contacted, since sae-tui is ending")
             file.write(given.encode())
             file.seek(0)
             process = subprocess.Popen(

@@ -120,7 +120,7 @@ class HostFollower:
             self._silence = None
             link = self._link = Link(self._argv, self._judge_silence)
         except OSError as error:
-            return Cause(f"cannot be asked: {self._argv[0]}: {error.strerror}; install an ssh client")
+            return Cause(f"cannot be contacted: {self._argv[0]}: {error.strerror}; install an ssh client")
         if self._stopped.is_set():
             link.stop()
         greeted = False

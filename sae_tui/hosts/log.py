@@ -41,7 +41,7 @@ class FarLogReader:
         try:
             link = self._link = Link(self._argv)
         except OSError as error:
-            return f"cannot be asked: {self._argv[0]}: {error.strerror}"
+            return f"cannot be contacted: {self._argv[0]}: {error.strerror}"
         if self._stopped.is_set():
             link.stop()
         greeted, code = False, 0

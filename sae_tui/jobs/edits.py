@@ -127,7 +127,7 @@ def stop(data: DataDir, job_id: int) -> str:
         job_id,
         "stop",
         queued=_stop_message,
-        running=_of_kind("saves a checkpoint and stops at its next step", "stops; its whole shards stay"),
+        running=_of_kind("saves a checkpoint and stops at its next step", "stops; its complete shards stay"),
     )
 
 
@@ -161,7 +161,7 @@ def kill(data: DataDir, job_id: int) -> str:
         job_id,
         "kill",
         queued=_stop_message,
-        running=_of_kind("is ended within 5 s, saved or not", "is ended within 5 s; its whole shards stay"),
+        running=_of_kind("is ended within 5 s, saved or not", "is ended within 5 s; its complete shards stay"),
     )
 
 
@@ -174,7 +174,7 @@ def pause(data: DataDir, job_id: int) -> str:
         queued=_pause_message,
         running=_of_kind(
             "saves a checkpoint at its next step and is paused, its GPUs free for others",
-            "is paused, its GPUs free for others; its whole shards stay",
+            "is paused, its GPUs free for others; its complete shards stay",
         ),
     )
 

@@ -47,7 +47,7 @@ _PAGE = """\
 <body>
 <div class="textual-terminal" data-session-websocket-url="{address}look" data-font-size="16"></div>
 <p class="notice opening">Opening…</p>
-<p class="notice closed">This look has ended. Reload the page for another.</p>
+<p class="notice closed">This session has ended. Reload the page to open another.</p>
 <noscript><p class="notice">A terminal in a browser needs JavaScript.</p></noscript>
 </body>
 </html>
@@ -64,7 +64,9 @@ def read_assets() -> Mapping[str, Asset]:
     try:
         brought = {name: (kind, (folder / file).read_bytes()) for name, (file, kind) in _BROUGHT.items()}
     except OSError as error:
-        raise UserError(f"textual-serve is not as it is known: {error}; pip install 'sae-tui[web]'") from None
+        raise UserError(
+            f"this version of textual-serve is not supported: {error}; run pip install 'sae-tui[web]'"
+        ) from None
     own = {"page.css": ("text/css", _STYLE.encode()), "page.js": ("text/javascript", _SCRIPT.encode())}
     return brought | own
 

@@ -90,7 +90,7 @@ def _listen(port: int) -> socket.socket:
         listening.listen()
         return listening
     except OSError as error:
-        reason = f"port {port} of {LOOPBACK} cannot be had: {error.strerror}"
+        reason = f"port {port} of {LOOPBACK} cannot be opened: {error.strerror}"
         raise UserError(f"{reason}; choose another with --port") from None
 
 
@@ -164,10 +164,10 @@ class Looks:
         await browser.prepare(request)
         _stay(request)
         if self._closed:
-            return await _refuse(browser, "This server is ending.")
+            return await _refuse(browser, "This server is shutting down.")
         if len(self._open) >= MOST_LOOKS:
             return await _refuse(
-                browser, f"{MOST_LOOKS} looks are open already; close one of them and reload this page."
+                browser, f"{MOST_LOOKS} sessions are open already; close one of them and reload this page."
             )
         try:
             look = AppProcess(self._argv, _cells(request, "width", 80), _cells(request, "height", 24))
@@ -179,7 +179,7 @@ class Looks:
             await _run_until_first([_show(look, browser), _type(look, browser)])
         finally:
             if complaint := await look.close():
-                self._warn(f"a look has ended: {complaint}")
+                self._warn(f"a session has ended: {complaint}")
             self._open.discard(look)
             await browser.close()
         return browser

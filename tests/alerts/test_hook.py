@@ -56,7 +56,7 @@ def test_a_command_that_exceeds_its_limit_is_killed_with_its_children(tmp_path):
     ("command", "says"),
     [
         (["/no/such/program"], "names no program"),
-        (["/etc/passwd"], "no program that may be run"),
+        (["/etc/passwd"], "is not an executable program"),
         (["sh", "-c", "exit 3"], "sh ended with exit code 3"),
         (["a\0b"], "null byte"),
     ],

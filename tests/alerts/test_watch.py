@@ -65,14 +65,14 @@ def gpus(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100
         (
             gpus(replace(FINE, temperature_c=87)),
             10,
-            "GPU 3 is at 87 °C; it slows down at 90 °C",
+            "GPU 3 is at 87 °C; it throttles at 90 °C",
             gpus(FINE),
             60,
         ),
         (
             gpus(replace(FINE, condition=Condition(slowed_by=("power limit reached", THROTTLING[1])))),
             60,
-            "GPU 3 is slowed down: too hot (driver limit)",
+            "GPU 3 is throttled: too hot (driver limit)",
             gpus(replace(FINE, condition=Condition(slowed_by=("power limit reached",)))),
             60,
         ),
@@ -135,7 +135,7 @@ def test_each_alert_begins_and_ends_after_its_delay(bad, after_s, words, good, o
     assert len(days.alerts.active) == 1
     assert days.last(over_s, good) == []
     (over,) = days.last(1, good)
-    assert over.endswith(" no more")
+    assert over.endswith(" (cleared)")
     assert days.alerts.active == ()
 
 
@@ -155,9 +155,9 @@ def test_normal_or_unknown_readings_raise_no_alert(look):
 def test_a_gpu_that_needs_a_reset_raises_the_fatal_error_alert_until_it_is_reset():
     days = Days()
     wanted = gpus(replace(FINE, condition=replace(SOUND, recovery="a reset")))
-    assert days.last(3, wanted) == ["GPU 3 needs a reset, as its driver says"]
+    assert days.last(3, wanted) == ["GPU 3 needs a reset, as its driver reports"]
     assert [alert.kind for alert in days.alerts.active] == ["xid"]
-    assert days.last(62, gpus(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error no more"]
+    assert days.last(62, gpus(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error (cleared)"]
 
 
 def test_a_value_that_swings_around_the_threshold_is_one_alert():
@@ -166,13 +166,13 @@ def test_a_value_that_swings_around_the_threshold_is_one_alert():
     said = days.last(12, hot)
     for _ in range(50):
         said += days.last(3, warm) + days.last(3, hot)
-    assert said == ["GPU 3 is at 87 °C; it slows down at 90 °C"]
+    assert said == ["GPU 3 is at 87 °C; it throttles at 90 °C"]
 
 
 def test_the_alert_of_a_removed_gpu_ends():
     days = Days()
     days.last(20, gpus(replace(FINE, healthy=False, reason=faults.LOST)))
-    assert days.last(12, gpus(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
+    assert days.last(12, gpus(replace(FINE, index=4))) == ["GPU 3: unreadable (cleared)"]
 
 
 def lost(*indices: int, of: int = 64) -> AlertReadings:
@@ -186,7 +186,7 @@ def test_gpus_that_are_lost_together_share_one_alert():
     said = days.last(5, lost()) + days.last(60, lost(*range(64)))
     assert said == [f"GPUs 0-63 cannot be read: {faults.LOST}"]
     assert len(days.alerts.active) == 64
-    assert days.last(60, lost()) == ["GPUs 0-63: unreadable no more"]
+    assert days.last(60, lost()) == ["GPUs 0-63: unreadable (cleared)"]
     assert days.alerts.active == ()
 
 
@@ -211,7 +211,7 @@ def test_the_message_to_a_script_has_the_number_of_gpus():
 
 def test_an_alert_for_gpus_with_different_faults_describes_the_last_one():
     hot = gpus(*(replace(FINE, index=index, temperature_c=86 + index) for index in range(3)))
-    assert Days().last(60, hot) == ["GPUs 0-2: heat; GPU 2 is at 88 °C; it slows down at 90 °C"]
+    assert Days().last(60, hot) == ["GPUs 0-2: heat; GPU 2 is at 88 °C; it throttles at 90 °C"]
 
 
 def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
@@ -222,8 +222,8 @@ def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
     assert len(said) == 5
     assert said[-1] == f"GPU 1 flaps, unreadable 3 times within an hour: GPU 1 cannot be read: {faults.LOST}"
     assert {one.place for one in days.alerts.active} == {"gpu-0", "gpu-1"}
-    assert days.last(20, lost(of=2)) == ["GPU 0: unreadable no more"]
-    assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable no more"]
+    assert days.last(20, lost(of=2)) == ["GPU 0: unreadable (cleared)"]
+    assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable (cleared)"]
 
 
 def test_an_alert_whose_sensor_stops_answering_shows_since_when():
@@ -232,9 +232,9 @@ def test_an_alert_whose_sensor_stops_answering_shows_since_when():
     assert days.last(1000, gpus(replace(FINE, temperature_c=None))) == []
     since = time.strftime("%H:%M", time.localtime(BEGIN + 20))
     assert [one.words for one in days.alerts.active] == [
-        f"GPU 3 is at 95 °C; it slows down at 90 °C; not known since {since}"
+        f"GPU 3 is at 95 °C; it throttles at 90 °C; unknown since {since}"
     ]
-    assert days.last(61, gpus(FINE)) == ["GPU 3: heat no more"]
+    assert days.last(61, gpus(FINE)) == ["GPU 3: heat (cleared)"]
 
 
 def test_a_clock_that_is_temporarily_far_ahead_deletes_no_alert():
@@ -274,7 +274,7 @@ def test_a_stored_alert_continues_after_a_restart_and_is_not_reported_twice():
     days = Days(stored=(alert(), alert(host="elsewhere")))
     assert days.last(30, gpus(replace(FINE, temperature_c=88))) == []
     assert len(days.alerts.active) == 1
-    assert days.last(61, gpus(FINE)) == ["GPU 3: heat no more"]
+    assert days.last(61, gpus(FINE)) == ["GPU 3: heat (cleared)"]
     assert [one.cleared is None for one in days.alerts.recent] == [False]
 
 
@@ -310,7 +310,7 @@ def test_no_alert_ends_before_its_gpu_has_answered_or_without_a_driver():
     assert days.last(59, unknown) == []
     assert {one.kind for one in days.alerts.active} == {"lost", "idle"}
     gone = days.last(300, gpus(replace(FINE, index=4)))
-    assert sorted(gone) == ["GPU 3: held and idle no more", "GPU 3: unreadable no more"]
+    assert sorted(gone) == ["GPU 3: held and idle (cleared)", "GPU 3: unreadable (cleared)"]
 
 
 def test_a_script_learns_the_gpu_and_the_job_and_whether_the_alert_begins():
@@ -451,5 +451,5 @@ def test_an_unwritable_file_is_reported_once_and_alerts_continue(watch, data):
     data.alerts(alert().host).mkdir()
     watcher = watch()
     wait_until(lambda: len(watcher.problems) > 1)
-    assert watcher.problems[1].startswith("alerts are not written down: ")
+    assert watcher.problems[1].startswith("alerts are not stored: ")
     assert len(watcher.active) == 1

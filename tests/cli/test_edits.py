@@ -87,7 +87,7 @@ def test_invalid_use_is_one_error_line(shell, arguments, code, said):
 def test_text_that_is_not_utf_8_is_rejected_in_one_line(shell, command):
     record(shell)
     (line,) = shell.errors(*command, os.fsdecode(b"caf\xe9"), code=1)
-    assert "names, tags and notes are UTF-8" in line
+    assert "names, tags and notes must be UTF-8" in line
 
 
 def test_end_of_input_at_the_confirmation_deletes_nothing(shell):
@@ -144,7 +144,7 @@ def test_a_lost_store_is_repaired_from_the_run_folders(shell):
     for file in shell.data.root.glob("control.db*"):
         file.unlink()
     (line,) = shell.errors("jobs", code=1)
-    assert "`sae-tui repair` makes it again" in line
+    assert "`sae-tui repair` rebuilds the list" in line
     assert f"job {job_id} (from-the-shell) is in the list again, stopped" in shell.run("repair").stdout
     assert (row(shell, job_id)["state"], row(shell, job_id)["tags"]) == ("stopped", ["mine"])
     assert shell.json("repair") == {"done": []}

@@ -73,7 +73,7 @@ def test_a_killed_stopped_and_resumed_extraction_writes_the_same_rows(
     assert 0 < stopped["step"] < N_ROWS
     assert stopped["output_path"] == str(rows)
     assert n_stored in range(1024, N_ROWS, 1024)
-    said = f"resumes after the {n_stored:,} rows of its whole shards"
+    said = f"resumes after the {n_stored:,} rows of its complete shards"
     assert said in shell.run("resume", 1, "--wait").stdout
     finished = shell.json("job", 1)
     assert (finished["state"], finished["step"]) == ("finished", N_ROWS)

@@ -96,7 +96,7 @@ def test_missing_features_are_reported_in_one_line(shell: Shell, job_id: int, tm
     refusals = {
         ("features", 9): "there is no job 9",
         ("features", "9" * 5000): f"has no {FEATURES}",
-        ("features", other): f"job {other}: `sae-tui eval {other}` finds out",
+        ("features", other): f"job {other}: `sae-tui eval {other}` finds its max-activating examples",
         ("features", made_up): f"job {made_up}: it has no max-activating examples, since its data has no token",
         ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `sae-train eval` of the run writes it",
         ("features", job_id, 2): "there is no latent 2",

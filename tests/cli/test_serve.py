@@ -25,7 +25,7 @@ def test_a_port_in_use_is_reported_in_one_line(shell) -> None:
         port = taken.getsockname()[1]
         (line,) = shell.errors("serve", "--port", port, code=1)
     assert line == (
-        f"sae-tui: error: port {port} of 127.0.0.1 cannot be had: Address already in use; choose another with --port"
+        f"sae-tui: error: port {port} of 127.0.0.1 cannot be opened: Address already in use; choose another with --port"
     )
 
 

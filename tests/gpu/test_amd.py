@@ -72,7 +72,7 @@ def test_a_healthy_gpu_has_every_field(on_amd: Run) -> None:
     assert process["user"]
     assert used["condition"] == {
         "sm_clock_mhz": 1987, "fan_percent": 40, "slowdown_c": 100, "performance_state": None, "xid": None,
-        "slowed_by": ["a limit of power, current or heat is reached"],
+        "slowed_by": ["power, current or temperature limit reached"],
         "compute_mode": None, "ecc_uncorrected": 0, "rows_pending": None, "rows_failed": None,
         "recovery": None,
     }  # fmt: skip
@@ -265,7 +265,7 @@ def test_a_user_without_compute_permission_is_warned_even_if_gpus_can_be_read(
     assert source.facts().faults == ()
     monkeypatch.setattr(amd_faults.os, "access", lambda *_: False)
     (fault,) = source.facts().faults
-    assert "without which PyTorch sees no GPU of AMD" in fault.sentence
+    assert "without which PyTorch sees no AMD GPU" in fault.sentence
     assert "usermod -aG render,video" in fault.remedy
     monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(amdsmi_get_processor_handles=[]))
     with pytest.raises(SourceUnavailable, match="no permission to use the AMD driver"):

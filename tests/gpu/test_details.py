@@ -102,7 +102,7 @@ def test_a_reported_error_is_shown_in_words_and_with_its_number(on_nvml) -> None
     gpu, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
     xid = gpu["xid"]
     assert xid["number"] == 48
-    assert xid["words"] == "Xid 48: the memory lost bits that could not be corrected; reset the GPU"
+    assert xid["words"] == "Xid 48: the memory had errors that could not be corrected; reset the GPU"
     assert abs(time.time() - xid["timestamp"]) < 60
     assert unheard_of["xid"]["words"] == "Xid 999, see NVIDIA's list of Xid errors"
     assert (well["xid"], deaf["xid"]) == (None, None)

@@ -39,7 +39,7 @@ def test_measurements_of_a_physical_gpu_are_not_reported_for_its_slices(read_all
     assert split["temperature_c"] is not None
     # The memory is counted only once, for the slices.
     assert split["memory_total_bytes"] is None
-    assert split["unusable"].startswith("it is split into MIG slices, which are GPUs of their own")
+    assert split["unusable"].startswith("it is split into MIG slices, which count as separate GPUs")
 
 
 def test_a_slice_must_not_be_used_if_its_physical_gpu_must_not(on_nvml: Run) -> None:

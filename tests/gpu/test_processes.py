@@ -123,7 +123,7 @@ def test_a_signal_reaches_only_the_process_that_was_shown(spinning) -> None:
     with pytest.raises(UserError, match="has ended already"):
         send_signal(replace(one, identity=replace_start(one)), signal.SIGKILL, "simulated")
     assert spinning.poll() is None
-    assert send_signal(one, signal.SIGTERM, "simulated") == f"SIGTERM is sent to process {spinning.pid}"
+    assert send_signal(one, signal.SIGTERM, "simulated") == f"SIGTERM was sent to process {spinning.pid}"
     assert spinning.wait(10) == -signal.SIGTERM
     with pytest.raises(UserError, match="has ended already"):
         send_signal(one, signal.SIGTERM, "simulated")
@@ -132,7 +132,7 @@ def test_a_signal_reaches_only_the_process_that_was_shown(spinning) -> None:
 def test_only_the_owner_or_root_may_send_a_signal(spinning, monkeypatch) -> None:
     one = read(GpuProcess(spinning.pid, None, None, GIB))
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(UserError, match="may send it a signal"):
+    with pytest.raises(UserError, match="can send it a signal"):
         send_signal(one, signal.SIGKILL, "simulated")
     assert spinning.poll() is None
 

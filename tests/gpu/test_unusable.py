@@ -34,7 +34,7 @@ FAULTS = {
     "ecc=7": "7 uncorrected memory errors",
     "xid=79": "Xid 79",
     "xid=95": "Xid 95",
-    "recovery=1": "the GPU needs a reset, as its driver says",
+    "recovery=1": "the GPU needs a reset, as its driver reports",
     "recovery=2": "needs a reboot of the machine",
     "recovery=4,{index}:recovery_type=3": "needs its programs to end, and a reset",
     "recovery=7,{index}:idle": "needs a reboot of the machine",

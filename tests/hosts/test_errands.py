@@ -75,7 +75,7 @@ def test_stopping_also_ends_an_errand_that_is_just_starting(monkeypatch) -> None
         with pytest.raises(UserError):
             asked.result(20)
     wait_until(lambda: not runs(f"sleep {mark}"))
-    with pytest.raises(UserError, match="host far was not asked, since sae-tui is ending"):
+    with pytest.raises(UserError, match="host far was not contacted, since sae-tui is ending"):
         wrapped.run("far", "stop", "7")
 
 
@@ -97,7 +97,7 @@ def runs(command: str) -> bool:
         ("sys.stderr.write('sae-tui: error: there is no job 7\\n'); sys.exit(1)", "^on far: there is no job 7$"),
         (
             "sys.stderr.write('x: Permission denied (publickey).\\n'); sys.exit(255)",
-            "^host far takes none of your keys",
+            "^host far accepts none of your keys",
         ),
         ("sys.exit(127)", "^host far has no sae-tui on its PATH"),
         ("[say('x' * 99) for _ in range(10**6)]", "^on far: x+$"),

@@ -91,12 +91,12 @@ def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: P
     ("program", "sentence"),
     [
         ('say(HELLO | {"protocol": 2, "version": "9.9"}); stay()', "has sae-tui 9.9, which is newer than the one here"),
-        ("say(HELLO); say('<html>'); stay()", "sent what sae-tui does not send: JSON is malformed"),
+        ("say(HELLO); say('<html>'); stay()", "sent an invalid message: JSON is malformed"),
         ('say(HELLO); say({"type": "jobs", "jobs": [JOB | {"id": -1}]}); stay()', "`$.jobs[0].id`"),
-        ('say({"type": "jobs", "jobs": [JOB]}); stay()', "sent what sae-tui does not send: no greeting"),
+        ('say({"type": "jobs", "jobs": [JOB]}); stay()', "sent an invalid message: no greeting"),
         ("sys.stderr.write('sh: sae-tui: not found\\n'); sys.exit(127)", "has no sae-tui on its PATH"),
         ("sys.stderr.write(\"error: invalid choice: 'stream'\\n\"); sys.exit(2)", "has a sae-tui that is too old"),
-        ("sys.stderr.write('me: Permission denied (publickey).\\n'); sys.exit(255)", "takes none of your keys"),
+        ("sys.stderr.write('me: Permission denied (publickey).\\n'); sys.exit(255)", "accepts none of your keys"),
     ],
 )
 def test_the_reason_why_a_host_cannot_be_followed_is_one_sentence(tmp_path: Path, program, sentence) -> None:

@@ -124,9 +124,9 @@ def test_a_job_may_depend_on_one_whose_own_dependency_was_deleted(box):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        (edits.stop, "job 1 stops; its whole shards stay"),
-        (edits.pause, "job 1 is paused, its GPUs free for others; its whole shards stay"),
-        (edits.kill, "job 1 is ended within 5 s; its whole shards stay"),
+        (edits.stop, "job 1 stops; its complete shards stay"),
+        (edits.pause, "job 1 is paused, its GPUs free for others; its complete shards stay"),
+        (edits.kill, "job 1 is ended within 5 s; its complete shards stay"),
     ],
 )
 def test_an_extraction_is_not_promised_a_checkpoint(box, what, said):

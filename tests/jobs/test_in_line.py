@@ -96,7 +96,7 @@ def test_a_job_after_a_deleted_job_starts_only_if_that_job_had_finished(box):
     box.control.transition(finished, JobState.STARTING)
     box.control.transition(finished, JobState.FINISHED)
     box.control.transition(failed, JobState.FAILED)
-    warning = f"job {third} comes after job {failed} and would not start automatically any more"
+    warning = f"job {third} comes after job {failed} and would no longer start automatically"
     assert waiting_for(box.control.jobs(), [finished, failed]) == warning
     assert waiting_for(box.control.jobs(), [finished]) == ""
     trash.throw_all_away(box.data, [finished, failed])

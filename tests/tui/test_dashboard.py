@@ -298,7 +298,7 @@ async def test_f_opens_the_features_of_a_job_that_has_some(make_app, data) -> No
         await wait_until(pilot, lambda: "n New job" in text(app, Footer))
         assert "f Features" not in text(app, Footer)
         await pilot.press("f")
-        assert "`sae-tui eval 2` finds out" in str([*app.notices][-1].message)
+        assert "`sae-tui eval 2` finds its max-activating examples" in str([*app.notices][-1].message)
         await pilot.press("down")
         await wait_until(pilot, lambda: "f Features" in text(app, Footer))
         await pilot.press("f")

@@ -103,7 +103,7 @@ async def test_only_a_few_sessions_are_open_at_a_time_and_one_more_gets_a_messag
         for look in looks:
             await look.wait_for("here")
         async with served.look() as late:
-            await late.wait_for(f"{MOST_LOOKS} looks are open already")
+            await late.wait_for(f"{MOST_LOOKS} sessions are open already")
             await late.wait_until_closed()
         assert len(served.below) == MOST_LOOKS
         await looks[0].socket.close()
@@ -200,4 +200,4 @@ async def test_the_server_reports_why_an_app_could_not_start(serve_fake: ServeFa
     served = serve_fake("sys.exit('no \\x1b[31msuch thing')")
     async with served.look() as look:
         await look.wait_until_closed()
-    assert served.process.stderr.readline() == "sae-tui: a look has ended: no �[31msuch thing\n"
+    assert served.process.stderr.readline() == "sae-tui: a session has ended: no �[31msuch thing\n"

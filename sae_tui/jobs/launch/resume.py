@@ -68,7 +68,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
         """The predicate that follows "job 5": `resumes from step 501`."""
         if self.counts == "row":
             begins = f"starts from the first row: {NO_SHARD}"
-            return f"resumes after the {self.step:,} rows of its whole shards" if self.step else begins
+            return f"resumes after the {self.step:,} rows of its complete shards" if self.step else begins
         if self.waits:
             return f"is queued again; it {self.waits}"
         if not self.has_checkpoint:

@@ -22,7 +22,7 @@ def comes_after(job_ids: Iterable[int]) -> str:
 def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
     """Describe the queued jobs that depend on unfinished jobs, if these are deleted; return "" if there are none.
 
-    Example: `job 2 comes after job 1 and would not start automatically any more`.
+    Example: `job 2 comes after job 1 and would no longer start automatically`.
     """
     jobs, gone = list(jobs), {*deleted}
     unfinished = {job.id for job in jobs if job.id in gone and job.state not in DONE}
@@ -33,7 +33,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
     which = join_words([f"job {job_id}" for job_id in sorted(waiting)])
     come = "come" if len(waiting) > 1 else "comes"
     after = join_words([f"job {job_id}" for job_id in before])
-    return f"{which} {come} after {after} and would not start automatically any more"
+    return f"{which} {come} after {after} and would no longer start automatically"
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:

@@ -48,7 +48,7 @@ TICK_S = 0.25
 # Seconds to wait for the driver's own error after a GPU failure; conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
 FOLDER_GONE = "its run folder was deleted"
-NO_METRICS = "its SAE was trained, but none of its metrics could be stored, as on a full disk; free some and clone it"
+NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone it"
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -214,9 +214,9 @@ class OneAttempt:
         odd, file = attempt.describe(), self._paths.attempt(self._job.attempt) / "stacks.txt"
         try:
             attempt.dump_stacks(file)
-            where = f"where its ranks are is in {file}"
+            where = f"{file} has the stacks of its ranks"
         except OSError as error:
-            where = f"where its ranks are could not be written: {error}"
+            where = f"the stacks of its ranks could not be written: {error}"
         self._tell("stacks", f"{odd}; {where}" if odd else where, "warning")
 
     def _must_end(self, watch: Watch) -> bool:
@@ -262,7 +262,7 @@ class OneAttempt:
     def _is_complete(self) -> bool:
         """Return whether the training had written all its output before the ranks were ended."""
         beat, job = self._heartbeat(), self._job
-        with tolerate("reading how many steps it was to make"):
+        with tolerate("reading its number of steps"):
             # A run that was asked to finish early makes fewer steps than planned.
             job = self._control.job(job.id)
         is_last = beat is not None and beat.is_complete(job.total_steps or 0)

@@ -170,7 +170,7 @@ class Watch:
         """Ask rank 0 to save and stop, as a user would."""
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
-            self._move(JobState.STOPPING, "its supervisor was told to end; the ranks save and stop")
+            self._move(JobState.STOPPING, "its supervisor was asked to end; the ranks save and stop")
             self._is_stopping = True
             self.requests.add("stop")
 

@@ -192,7 +192,7 @@ class Supervisor:
     def _apply_requests(self, crash: Outcome) -> Outcome:
         """Turn a crash into a stop or a pause if that was requested between the crash and its restart."""
         asked: set[RequestKind] = set()
-        with tolerate("looking what was asked for"):
+        with tolerate("checking for requests"):
             asked = self._control.open_requests(self._job.id) & ENDING
         if not (asked or self._orders.to_end_since):
             return crash
@@ -253,8 +253,8 @@ class Supervisor:
         except UserError as error:
             return msgspec.structs.replace(ending, error=f"was asked to pause, but is stopped: {error}")
         self._job = msgspec.structs.replace(self._job, state=JobState.QUEUED, **fields)
-        with tolerate("telling that it is paused"):
-            retry("telling that it is paused", self._tell_paused)
+        with tolerate("reporting that it is paused"):
+            retry("reporting that it is paused", self._tell_paused)
         self._line.locks.release()
         self._line = QueueEntry(self._data, self._control, self._job, self._installed.restart_if_replaced)
         write_record(self._paths, self._job)
@@ -298,7 +298,7 @@ class Supervisor:
         except StoreError:
             raise
         except UserError as error:
-            note(f"{error}; the run is recorded beside it")
+            note(f"{error}; the run folder has the record")
         return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:

@@ -43,7 +43,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
     stores: tuple[tuple[Path, Schema], ...] = ((data.control_db, "control"), (data.gpu_db, "gpu"))
     for path, schema in stores:
         if backup := _put_aside_if_corrupt(path, schema):
-            yield f"{path.name} was corrupt; it is kept as {backup.name}, and made again"
+            yield f"{path.name} was corrupt; it is kept as {backup.name}, and rebuilt"
     # Done before the run folders are read, since an interrupted deletion leaves part of its job in the trash.
     try:
         if freed := trash.empty(data):
@@ -59,7 +59,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
             job_id = int(folder.name)
             if job_id not in listed_ids and (job := _recover_job(data, job_id)):
                 control.restore(job)
-                control.add_event(job_id, "repaired", "its row was made again from its run folder", "warning")
+                control.add_event(job_id, "repaired", "its row was rebuilt from its run folder", "warning")
                 yield f"job {job_id} ({job.name}) is in the list again, {describe_state(job).word}"
         active = {job.id for job in control.active_jobs()}
     for folder in _runs(data):
@@ -81,7 +81,7 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
     for job_id in sorted(control.unreadable):
         recovered = _recover_job(data, job_id) if 0 < job_id <= LARGEST_ID else None
         job = control.mend(job_id, recovered or _unknown_job(job_id), above=data.last_id())
-        control.add_event(job.id, "repaired", "its row could not be read, and was made again", "warning")
+        control.add_event(job.id, "repaired", "its row could not be read, and was rebuilt", "warning")
         yield f"the row of job {job_id} could not be read; it is job {job.id} ({job.name}), {describe_state(job).word}"
 
 
@@ -89,7 +89,7 @@ def _unknown_job(job_id: int) -> Job:
     """Return a placeholder for a lost job; some columns of its row may still be readable and replace these values."""
     return Job(
         id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
-        device="cpu", gpu_source="none", created=time.time(), error="how it ended is not known: its row was lost",
+        device="cpu", gpu_source="none", created=time.time(), error="its outcome is unknown: its row was lost",
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _guess_job(paths: RunPaths, job_id: int) -> Job | None:
         device=device, gpu_source="auto", gpu_uuids=spec.gpu_uuids if spec else (),
         gpu_ids=tuple(range(len(spec.gpu_uuids))) if spec else (), distributed=n_devices > 1, world_size=n_devices,
         attempt=spec.attempt if spec else 0, created=made, queued=made,
-        error="how it ended is not known: its store was lost",
+        error="its outcome is unknown: its store was lost",
     )  # fmt: skip
 
 

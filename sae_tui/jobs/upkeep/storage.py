@@ -13,4 +13,4 @@ def store_warning(data: DataDir) -> str:
     # No files can be created in these two.
     if name in (None, "proc", "sysfs"):
         return ""
-    return f"{data.root} is on {name}, where reading and writing jobs wait for each other; better a local --data-dir"
+    return f"{data.root} is on {name}, where reading and writing jobs wait for each other; choose a local --data-dir"

@@ -92,7 +92,7 @@ def put_back(data: DataDir, job_id: int) -> str:
     data.refuse_links(job_id)
     thrown = _read(data, job_id)
     if thrown is None:
-        raise UserError(f"job {job_id} is not in the trash any more")
+        raise UserError(f"job {job_id} is no longer in the trash")
     with open_control(data) as control:
         if left := _put_back(data, control, thrown):
             raise UserError("; ".join(left))
@@ -249,7 +249,7 @@ def _move_all_back(data: DataDir, job_id: int) -> list[str]:
 
 def _move_back(source: Path, target: Path) -> str:
     """Move a folder back; return why that failed, or ""."""
-    reason = "something is in its place"
+    reason = "its place is taken"
     try:
         _move(source, target)
     except OSError as error:

@@ -80,7 +80,7 @@ def waits(job: Job) -> str:
         return str(silent)
     if job.state != JobState.QUEUED:
         return ""
-    reason = _held_reason(job) if job.held else (job.waits_for or "in line")
+    reason = _held_reason(job) if job.held else (job.waits_for or "in the queue")
     return f"priority {job.priority} · {reason}" if job.priority else reason
 
 

@@ -112,7 +112,9 @@ def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
         return ""
     if extracts(job.config):
         n_rows = rows_stored(job)
-        return f"resumes it after the {n_rows:,} rows of its whole shards" if n_rows else f"starts it again: {NO_SHARD}"
+        return (
+            f"resumes it after the {n_rows:,} rows of its complete shards" if n_rows else f"starts it again: {NO_SHARD}"
+        )
     step = _saved_step(paths)
     if step is None:
         return ""

@@ -372,7 +372,7 @@ def _lost_list_problem(data: DataDir) -> str:
     """Return a message if there are runs but no list of jobs; "" otherwise."""
     if os.path.exists(data.control_db) or not data.last_id():
         return ""
-    return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
+    return f"the job list is missing, but {data.root} has runs; `sae-tui repair` rebuilds the list"
 
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:

@@ -64,4 +64,4 @@ def test_the_memory_for_a_model_on_another_machine_is_unknown(job: ExtractJob) -
     elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
     look = outlook_of_extraction(elsewhere, ())
     assert extraction.need(elsewhere, look, FreeMemory(), cuda=False) is None
-    assert extraction.summary(elsewhere, look).endswith("is not known: its model is not on this disk")
+    assert extraction.summary(elsewhere, look).endswith("memory unknown: the model is not downloaded yet")

@@ -85,7 +85,7 @@ def test_sbatch_output_gives_the_job_id_and_a_refusal_is_reported(program) -> No
     program("sbatch", "echo '12;cluster'")
     assert SlurmJob.submit(["sbatch"]).id == "12"
     program("sbatch", "echo 'Welcome to the cluster'")
-    with pytest.raises(SlurmError, match='sbatch answered "Welcome to the cluster", not with a job\'s number'):
+    with pytest.raises(SlurmError, match='sbatch printed "Welcome to the cluster", not a job id'):
         SlurmJob.submit(["sbatch"])
     program("sbatch", "echo 'sbatch: error: Invalid account' >&2; exit 1")
     with pytest.raises(SlurmError, match="SLURM refused it: sbatch: error: Invalid account"):

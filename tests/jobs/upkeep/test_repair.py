@@ -58,7 +58,7 @@ def test_the_list_of_jobs_is_restored_completely(box, two_jobs, damage):
     damage(box)
     messages = list(repair(box.data))
     assert [box.job(job_id) for job_id in two_jobs] == before
-    assert box.messages(two_jobs[0], "repaired") == ["its row was made again from its run folder"]
+    assert box.messages(two_jobs[0], "repaired") == ["its row was rebuilt from its run folder"]
     backups = list(box.data.root.glob("control.db.corrupt-1"))
     assert (len(backups), messages[0].startswith("control.db was corrupt; it is kept as")) == (
         (0, False) if damage is lost else (1, True)
@@ -82,7 +82,7 @@ def test_a_job_without_its_record_is_reconstructed_from_its_job_file_and_its_end
         JobState.FINISHED, "steps=10", 10, 1, str(box.data.sae(first)),
     )  # fmt: skip
     job = box.job(second)
-    assert (job.state, job.error) == (JobState.LOST, "how it ended is not known: its store was lost")
+    assert (job.state, job.error) == (JobState.LOST, "its outcome is unknown: its store was lost")
     assert box.resume(second).step == 0
     edits.stop(box.data, second)
     assert box.wait_ended(second).state == JobState.STOPPED

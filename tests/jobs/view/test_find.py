@@ -144,7 +144,7 @@ def test_the_architectures_of_a_job_file_are_found_without_parsing_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({}, "in line"),
+        ({}, "in the queue"),
         ({"waits_for": "GPU 0 is held by job 3 (ann)"}, "GPU 0 is held by job 3 (ann)"),
         ({"held": True, "waits_for": "GPU 0"}, "until released"),
         ({"held": True, "waits_for": "held"}, "until released"),

@@ -70,7 +70,7 @@ def test_a_killed_extraction_resumes_after_its_stored_rows_not_its_reported_ones
     Path(extraction.extract.output).mkdir()
     state = {"job": identity(extraction), "shards": [[{"n_tokens": 65_536}, {"n_tokens": 65_536}]] * 2}
     (file := Path(extraction.extract.output) / STATE).write_text(json.dumps(state))
-    rows = "after the 131,072 rows of its whole shards"
+    rows = "after the 131,072 rows of its complete shards"
     assert promised(0) == promised(140_000) == (f"resumes it {rows}", f"resumes {rows}")
     file.write_text(json.dumps(state | {"job": {"text.context": 1}}))
     assert promised(140_000) == none
