@@ -282,7 +282,7 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
     """Return the largest lead that counts as the same, the lead that would count, and the reason."""
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
-    counts = f"only more than {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"
+    counts = f"only a lead above {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"
     return (
         f"{line.title}: {names} are equal, as {saes[top].label} is {number(lead.lead)} ahead and {counts}: {lead.why}"
     )

@@ -13,10 +13,10 @@ _CRITICAL = 8  # event type
 _MOST_AT_ONCE = 100
 # NVIDIA's "XID Errors" lists about 150; these are the ones that occur in training.
 WORDS = {
-    13: "a kernel failed: an address or instruction it may not use",
-    31: "a kernel read or wrote memory that is not its own",
+    13: "a kernel used an illegal address or instruction",
+    31: "a kernel accessed memory that it may not use",
     43: "a kernel hung or was reset; its program ends",
-    45: "a program was ended while it computed",
+    45: "a program was ended during a computation",
     46: "the GPU stopped computing; reset the GPU",
     48: "the memory had errors that could not be corrected; reset the GPU",
     61: "the GPU's firmware failed",

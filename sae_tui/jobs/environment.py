@@ -1,6 +1,6 @@
-"""What the environment of another Python has to train with: it is run and asked, in a process with a time limit.
+"""Checks whether another Python can train: runs it in a process with a time limit and reads its versions and packages.
 
-Answers are kept as long as neither the Python nor one of its folders of packages changes.
+An answer is cached until the Python or one of its package folders changes.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
-# What leads a Python to packages that are not its own: it may be of another version, and of other versions of them.
+# Variables that lead a Python to packages of another Python, which may have other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
-# Any other program would be run with what is meant for a Python: `sh -c` runs it line by line.
+# Any other program would run the arguments for a Python: `sh -c` would run the code as a shell script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 
 def command(python: str | None, *words: str) -> list[str]:
-    """Return the argv that runs the trainer, or `words` that begin with `-c`, by this Python, "" for the app's.
+    """Return the argv that runs the trainer, or `words` that begin with `-c`, with this Python, "" for the app's.
 
     -P, since a `trainer` or `torch` in the working folder would be imported instead.
     """
@@ -40,7 +40,7 @@ def unset_line() -> str:
 
 
 def whole(python: str | None) -> str:
-    """Return the path with `~` replaced; links are kept, since those of an environment say which it is."""
+    """Return the path with `~` replaced; links are kept, since the link identifies the environment."""
     return os.path.expanduser(python) if python else ""
 
 

@@ -163,7 +163,7 @@ def test_a_torch_without_cuda_is_reported_before_the_launch(box: Box, drivers: P
     argv = [sys.executable, "-m", "sae_tui", "--gpu-source", "nvml", "validate", str(path)]
     done = subprocess.run(argv, env=box.env | env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "launch.gpus: PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs" in done.stdout
+    assert "launch.gpus: PyTorch 2.9.0+cpu is built without CUDA, so no job can use the GPUs" in done.stdout
 
     terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **env)
     terminal.press("n")

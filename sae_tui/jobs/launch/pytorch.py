@@ -27,15 +27,15 @@ def cuda_problem(vendors: Collection[str] = ()) -> str:
 
 
 def without_cuda(version: str, gpus: str, vendors: Sequence[Vendor] = ()) -> str:
-    """Return `2.9.0+cpu is built without CUDA, so that no job can use the 2 GPUs`, or the same for another vendor."""
+    """Return `2.9.0+cpu is built without CUDA, so no job can use the 2 GPUs`, or the same for another vendor."""
     runtimes = " and ".join(dict.fromkeys(vendor.runtime_words for vendor in vendors)) or "CUDA"
-    return f"{version} is built without {runtimes}, so that no job can use the {gpus}"
+    return f"{version} is built without {runtimes}, so no job can use the {gpus}"
 
 
 def for_another_vendor(version: str, runtime: str, vendor: Vendor) -> str:
     """Return a message about a build for another vendor, with its remedy: `2.9.0+cu128 is built for CUDA, ...`."""
     words = next((one.runtime_words for one in VENDORS.values() if one.torch_runtime == runtime), runtime)
-    reason = f"{version} is built for {words}, so that no job can use the GPUs of {vendor.words}"
+    reason = f"{version} is built for {words}, so no job can use the GPUs of {vendor.words}"
     return f"{reason}; {remedy_for(vendor)}"
 
 

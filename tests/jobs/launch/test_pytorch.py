@@ -32,13 +32,13 @@ def test_only_a_build_without_cuda_is_reported_as_such(tmp_path, version_file, t
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {ASK}"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert bool(output) == tells
-    assert not tells or output.startswith("PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs; ")
+    assert not tells or output.startswith("PyTorch 2.9.0+cpu is built without CUDA, so no job can use the GPUs; ")
 
 
 def test_a_build_for_another_vendors_gpus_is_reported_with_a_remedy(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.launch.pytorch.installed_build", lambda: Build("2.9.0+cu128", "cuda"))
     assert cuda_problem({"nvml"}) == cuda_problem({"nvml", "amdsmi"}) == ""
     assert cuda_problem({"amdsmi"}) == (
-        "PyTorch 2.9.0+cu128 is built for CUDA, so that no job can use the GPUs of AMD; install a build of torch for "
+        "PyTorch 2.9.0+cu128 is built for CUDA, so no job can use the GPUs of AMD; install a build of torch for "
         'ROCm; pytorch.org/get-started has the command, or choose "cpu"'
     )
