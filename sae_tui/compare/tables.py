@@ -284,7 +284,8 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
     counts = f"only a lead above {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"
     return (
-        f"{line.title}: {names} are equal, as {saes[top].label} is {number(lead.lead)} ahead and {counts}: {lead.why}"
+        f"{line.title}: {names} are the same, as {saes[top].label} is {number(lead.lead)} ahead and "
+        f"{counts}: {lead.why}"
     )
 
 

@@ -60,7 +60,7 @@ def test_the_paired_error_finds_a_lead_that_separate_errors_hide() -> None:
     assert line_of(*(run(*each) for each in values)).best == {0}
     apart = line_of(run(*values[0]), run(2, other.fvu, 0.005, sums_of(1.03, rows="b")))
     assert apart.same == {0, 1}
-    assert apart.why.startswith("report card FVU: 1 and 2 are equal, as 1 is 0.00")
+    assert apart.why.startswith("report card FVU: 1 and 2 are the same, as 1 is 0.00")
     assert apart.why.endswith("2 standard errors of both together")
 
 
