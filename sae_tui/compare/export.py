@@ -47,7 +47,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
     """Raise `UserError` if one of these files exists."""
     for path in paths:
         if path.exists():
-            raise UserError(f"{path} is there already; choose another name, or on the command line --force")
+            raise UserError(f"{path} exists already; choose another name, or use --force on the command line")
 
 
 def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:

@@ -24,7 +24,7 @@ def load_pynvml() -> Any:
     except Exception as error:  # another package of that name can fail in any way
         raise faults.broken_pynvml(str(error)) from None
     if not hasattr(module, "nvmlMemory_v2"):
-        raise faults.broken_pynvml("it is not the one of nvidia-ml-py")
+        raise faults.broken_pynvml("it does not come from nvidia-ml-py")
     return module
 
 

@@ -94,13 +94,13 @@ def _judge_silent(data: DataDir, control: Control, away: Iterable[Job]) -> Itera
         if heard.is_certain:
             yield _end_elsewhere(data, control, job)
         elif heard.is_long:
-            yield f"job {job.id} ({job.name}) is left as it is: {elsewhere(data, job)}"
+            yield f"job {job.id} ({job.name}) is unchanged: {elsewhere(data, job)}"
 
 
 def _end_elsewhere(data: DataDir, control: Control, job: Job) -> str:
     heard = silence(data, job)
     if not heard.is_long:
-        return f"job {job.id} is left alone: its host {job.host} {heard.words}; stop it instead"
+        return f"job {job.id} is unchanged: its host {job.host} {heard.words}; stop it instead"
     fields, has_finished = _final_progress(data, job)
     reason = f"its host {job.host} {heard.words}"
     if has_finished:

@@ -81,7 +81,7 @@ def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     # As if another process had created the folder after the job's id was chosen.
     monkeypatch.setattr(DataDir, "last_id", lambda self: 1)
     (shell.data.sae(2) / "precious").mkdir(parents=True)
-    with pytest.raises(UserError, match="the SAE could not be put into"):
+    with pytest.raises(UserError, match="the SAE could not be copied into"):
         import_sae(shell.data, foreign, SAMPLE, (), gpu_source="none", tags=())
     assert (shell.data.sae(2) / "precious").is_dir()
     assert not shell.data.run(2).root.exists()

@@ -108,14 +108,14 @@ def test_a_request_to_a_job_on_a_live_host_is_recorded_and_names_the_host(box, o
     )
     assert box.control.open_requests(job_id) == {"stop"}
     assert list(end_jobs_elsewhere(box.data, "gpu7")) == [
-        f"job {job_id} is left alone: its host gpu7 was active 5 s ago; stop it instead"
+        f"job {job_id} is unchanged: its host gpu7 was active 5 s ago; stop it instead"
     ]
 
 
 def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_network):
     job_id = away(box, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-7",))
     other = away(box, state=JobState.RUNNING, host="gpu8")
-    assert len([step for step in repair(box.data) if "is left as it is: its host gpu" in step]) == 2
+    assert len([step for step in repair(box.data) if "is unchanged: its host gpu" in step]) == 2
     with pytest.raises(UserError, match="there is no job of host gpu9 to end, only jobs of gpu7 and gpu8"):
         list(repair(box.data, "gpu9"))
     assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in repair(box.data, "gpu7"))

@@ -81,7 +81,7 @@ def import_sae(
                     try:
                         _place(data, staged, job, undo)
                     except (UserError, OSError) as error:
-                        raise UserError(f"the SAE could not be put into {data.root}: {sentence(error)}") from None
+                        raise UserError(f"the SAE could not be copied into {data.root}: {sentence(error)}") from None
                     return job
 
                 job_id = control.create_job(job, above=data.last_id(), prepare=place)

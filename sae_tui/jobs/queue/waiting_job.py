@@ -219,7 +219,7 @@ class QueueEntry:
         try:
             room = {gpu.uuid: gpu.free_bytes for gpu in chosen if gpu.free_bytes is not None}
             if not self._control.lease(self.job, gpus, room, **fields):
-                return "it is not queued any more"
+                return "it is no longer queued"
         except LeaseConflict as conflict:
             # The holder's lock is free, so its supervisor and ranks are gone: its row has to be corrected.
             reconcile(self._data)
