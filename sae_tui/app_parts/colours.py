@@ -27,12 +27,12 @@ class Colours:
         session.settings = msgspec.structs.replace(session.settings, theme=name)
         self.show()
         if session.readonly:
-            self._app.notify("The theme is kept until you leave: settings are only shown here.", markup=False)
+            self._app.notify("The theme lasts until you quit: settings are read-only here.", markup=False)
             return
         try:
             change_settings(session.data.settings_file, {"theme": name})
         except (UserError, OSError) as error:
-            self._app.notify(sentence(error), title="Theme not kept", severity="error", markup=False)
+            self._app.notify(sentence(error), title="Theme not saved", severity="error", markup=False)
 
     def show(self) -> None:
         """Show the theme that is in the settings now."""

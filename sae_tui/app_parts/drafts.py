@@ -49,7 +49,7 @@ class Drafts:
         if kept and kept.is_extraction and (kept.changed or not self._is_outdated):
             self._open_kept(kept)
         elif kept or not self._open_left(ExtractJob.kind):
-            self._replace_by("the form of an extraction", LaunchScreen(self._session, preset=extraction_preset()))
+            self._replace_by("an extraction form", LaunchScreen(self._session, preset=extraction_preset()))
 
     def _open_left(self, kind: str) -> bool:
         """Open the draft of this kind of job that was saved when the app ended; return False if none was saved."""

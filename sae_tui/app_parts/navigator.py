@@ -132,4 +132,4 @@ class Navigator:
 
         written = getattr(self._app._driver, "n_written", 0)
         cost = own_cost(written, self._session.monitor.readings_s())
-        self._app.push_screen(TextScreen("What this app costs", functools.partial(cost_lines, cost)))
+        self._app.push_screen(TextScreen("Resource use of this app", functools.partial(cost_lines, cost)))

@@ -34,11 +34,11 @@ class Total:
     ceiling: float | None = None
 
     def words(self, *, short: bool) -> str:
-        """Return `298.7 / 842.4 GiB · 6 of 8 cards`; if short, without "cards"; no count if all GPUs report."""
+        """Return `298.7 / 842.4 GiB · 6 of 8 GPUs`; if short, without `GPUs`; no count if all GPUs report."""
         if self.counted in (0, self.gpu_count):
             return self.text
         part = f"{self.counted} of {self.gpu_count}"
-        return f"{self.text} · {part}" if short else f"{self.text} · {part} cards"
+        return f"{self.text} · {part}" if short else f"{self.text} · {part} GPUs"
 
 
 class AggregatePanel(LineView):

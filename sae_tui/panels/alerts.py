@@ -18,7 +18,7 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> list[Line]:
     lasting = [alert for alert in alerts if alert.cleared is None]
     over = [alert for alert in alerts if alert.cleared is not None]
     lines: list[Line] = []
-    for title, some in (("Now", lasting), ("Over", over)):
+    for title, some in (("Now", lasting), ("Cleared", over)):
         if some:
             lines += [((title, "title"),), *(line for alert in some for line in _alert_lines(alert, width)), ()]
     return lines[:-1]

@@ -42,7 +42,7 @@ def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
     for other in postmortem.others[:3]:
         lines += _beside_sign(" ", other, width, "dim")
     if postmortem.stacks:
-        lines += _beside_sign(" ", f"where its ranks hung: {postmortem.stacks}", width, "dim")
+        lines += _beside_sign(" ", f"stack traces of the hung ranks: {postmortem.stacks}", width, "dim")
     room = max(2, most - len(lines) - 1)
     if postmortem.traceback:
         lines.append(((fit(" exception", width), "title"),))

@@ -93,7 +93,7 @@ class DifferencesPanel(SaeTable):
     heading = "SETTING"
 
     def lines_of(self, saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
-        self.empty = "All settings are the same." if len(saes) > 1 else "One SAE alone: nothing to differ from."
+        self.empty = "All settings are the same." if len(saes) > 1 else "Only one SAE: nothing to compare."
         return differences(saes)
 
 

@@ -49,7 +49,7 @@ class FarGpus(LineView, can_focus=True):
     BINDINGS = [
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("down,j", "move(1)", "Down", show=False),
-        Binding("enter", "choose", "Processes", id="hosts.processes", tooltip="Who computes on the GPUs of this host"),
+        Binding("enter", "choose", "Processes", id="hosts.processes", tooltip="GPU processes of this host"),
     ]
 
     _hosts: tuple[FarHost, ...] = ()
@@ -163,7 +163,7 @@ def process_lines(view: HostView, width: int) -> list[Line]:
         head = f"GPU {gpu.index} {short_name(gpu.name)}"
         lines.append(((fit(head, min(width, cell_len(head) + 2)), "title"), (gpu.holder, "dim")))
         lines += [((fit(f"  {_of_process(one)}", width), "text"),) for one in gpu.processes]
-    return lines or [(("Of its GPUs nothing is known.", "dim"),)]
+    return lines or [(("No GPU data from this host.", "dim"),)]
 
 
 def _of_process(process: FarProcess) -> str:

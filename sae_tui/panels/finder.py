@@ -29,13 +29,13 @@ class JobsFinder(Filtered):
 
     BINDINGS = [
         Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter", group=_FIND,
-                tooltip="Show the jobs that all words match: name, #tag, state, architecture, user, note, id"),
+                tooltip="Show jobs that match all words: name, #tag, state, architecture, user, note, id"),
         Binding("escape", "clear_filter", "All", show=False, id="jobs.all", group=_FIND, tooltip="Show all jobs again"),
         Binding("o", "next_order", "Order", show=False, id="jobs.order", group=_FIND,
                 tooltip="Sort by the next of: " + ", ".join(orders())),
         Binding("space", "mark", "Mark", id="jobs.mark", group=_FIND,
                 tooltip="Mark the job, to compare or tag several"),
-        Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Take all marks away"),
+        Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Remove all marks"),
     ]  # fmt: skip
     PLACEHOLDER = "words, #tag, state:failed"
 

@@ -117,7 +117,7 @@ class GpuDetailsView(LineView):
         yield from _entry("holder", holder, style, width)
         yield from _entry("memory free", gibibytes(sample.memory_free_bytes), "text", width)
         if details is None:
-            yield from _entry("", "reading the card…", "dim", width)
+            yield from _entry("", "reading the GPU…", "dim", width)
             return
         for group in facts(sample, details):
             yield ((" " * width, "text"),)
@@ -161,7 +161,7 @@ def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
     kilowatt_hours = None if details.energy_j is None else details.energy_j / 3.6e6
     return [
         ("temperature", celsius(sample.temperature_c), "bad" if hot else "text"),
-        ("slows from", celsius(details.slowdown_c), "text"),
+        ("slows at", celsius(details.slowdown_c), "text"),
         ("fan", percent(details.fan_percent), "text"),
         ("energy", "" if kilowatt_hours is None else f"{kilowatt_hours:.1f} kWh", "text"),
     ]
@@ -188,7 +188,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
         ("uncorrected", "" if uncorrected is None else count(uncorrected), "bad" if uncorrected else "text"),
         ("rows", "" if rows is None else f"{rows} remapped", "warn" if rows else "text"),
         ("", "a row could not be remapped; the GPU is failing" if details.remapping_failed else "", "bad"),
-        ("", "rows wait to be remapped; reset the GPU" if details.remapping_pending else "", "bad"),
+        ("", "row remapping is pending; reset the GPU" if details.remapping_pending else "", "bad"),
         ("needs", details.recovery or "", "bad"),
     ]
 
@@ -210,7 +210,7 @@ def _modes(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]
     kept = {True: "on", False: "off: the first call after a pause takes seconds", None: ""}[details.persistence]
     return [
         ("persistence", kept, "text"),
-        ("computing", details.compute_mode or "", "bad" if details.compute_mode == NO_COMPUTING else "text"),
+        ("compute mode", details.compute_mode or "", "bad" if details.compute_mode == NO_COMPUTING else "text"),
         ("memory", "shared with the host" if sample.is_memory_shared else "", "text"),
         ("reserved", "" if not details.memory_reserved_bytes else gibibytes(details.memory_reserved_bytes), "text"),
         *(("MIG", _instance(part), "text") for part in details.instances),

@@ -36,9 +36,9 @@ class GpuPicker(KeyedTable):
     """Space toggles a GPU, `a` takes all that are available, `r` the recommended ones; a busy GPU asks first."""
 
     BINDINGS = [
-        Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Choose this GPU, or leave it"),
-        Binding("a", "available", "All free", id="picker.available", tooltip="Choose every GPU that is free"),
-        Binding("r", "recommended", "Best", id="picker.recommended", tooltip="Choose as recommended"),
+        Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Select or deselect this GPU"),
+        Binding("a", "available", "All free", id="picker.available", tooltip="Select every free GPU"),
+        Binding("r", "recommended", "Best", id="picker.recommended", tooltip="Select the recommended GPUs"),
     ]
     DEFAULT_CSS = "GpuPicker { height: auto; max-height: 11; }"
 
@@ -122,9 +122,7 @@ class GpuPicker(KeyedTable):
         elif choice.state == "unhealthy":
             self.notify(f"GPU {choice.index} cannot be used: {choice.reason}", severity="warning", markup=False)
         elif choice.state == "busy":
-            question = (
-                f"GPU {choice.index} is busy: {choice.reason}. Choose it all the same? The job waits for it in line."
-            )
+            question = f"GPU {choice.index} is busy: {choice.reason}. Choose it anyway? The job queues for it."
             self.app.push_screen(
                 Confirm(question, yes="Choose it"), lambda yes: self._add(choice.index) if yes else None
             )
@@ -186,9 +184,9 @@ class GpuPicker(KeyedTable):
 
     def _any_row(self) -> Row:
         count = self.any_gpus
-        words = "whichever fit first, waits for them; space for one more" if count else "space to wait for any that fit"
+        words = "queues for the first that fit; space for one more" if count else "space to queue for any that fit"
         if self.elsewhere:
-            words = f"of each node, which {self.elsewhere} chooses; space for one more"
+            words = f"per node, chosen by {self.elsewhere}; space for one more"
         mark, which = ("[x]", f"any {count}") if count else ("[ ]", "any")
         cells = (mark, which, "", "", "", words)
         return Row(_ANY, tuple((text, "title" if count and text == which else "dim") for text in cells))

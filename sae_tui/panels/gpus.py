@@ -33,7 +33,7 @@ class GpuPanel(LineView, can_focus=True):
         Binding("down,j", "move(0, 1)", "Down", show=False),
         Binding("left,h", "move(-1, 0)", "Left", show=False),
         Binding("right,l", "move(1, 0)", "Right", show=False),
-        Binding("enter", "choose", "Open", id="gpus.open", tooltip="The GPU over the whole window"),
+        Binding("enter", "choose", "Open", id="gpus.open", tooltip="The GPU in full screen"),
     ]
 
     class Chosen(Message):

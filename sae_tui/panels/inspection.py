@@ -13,10 +13,10 @@ _STYLES = {"error": "bad", "warning": "warn"}
 
 def inspection_lines(place: str, told: Inspected, width: int) -> list[Line]:
     """Return the inspection wrapped to a width, with every finding in full."""
-    looked = "all" if told.n_looked_at == told.n_tokens else f"{told.n_looked_at:,} of them looked at"
+    looked = "all" if told.n_looked_at == told.n_tokens else f"{told.n_looked_at:,} of them checked"
     facts = (
         f"{told.n_tokens:,} rows ({looked}), d_in {told.d_in}, {told.dtype}",
-        f"norm {told.median_norm:.4g} in the median, {told.largest_norm:.4g} at most; gamma {told.gamma:.2f}",
+        f"median norm {told.median_norm:.4g}, largest {told.largest_norm:.4g}; gamma {told.gamma:.2f}",
     )
     lines: list[Line] = [((fit(place, width), "title"),)]
     lines += [((text, "text"),) for fact in facts for text in _wrap(fact, width)]
@@ -24,7 +24,7 @@ def inspection_lines(place: str, told: Inspected, width: int) -> list[Line]:
         remedy = f"; {one.remedy}" if one.remedy else ""
         style = _STYLES.get(one.severity, "text")
         lines += [(), *(((text, style),) for text in _wrap(f"{one.severity}: {one.sentence}{remedy}", width))]
-    return lines if told.findings else [*lines, (), (("Nothing is wrong with them.", "good"),)]
+    return lines if told.findings else [*lines, (), (("No problems found.", "good"),)]
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -85,11 +85,11 @@ class JobsPanel(KeyedTable):
 def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> list[Line]:
     """Return the first steps for a new user, each with its key, in lines of at most 78 cells."""
     if has_gpus:
-        see = _step("See", "0…9", ": one GPU in full · ", "t", ": who computes on them · ", "v", ": other views")
+        see = _step("See", "0…9", ": one GPU · ", "t", ": GPU processes · ", "v", ": other views")
     else:
         see = _step("See", "", "no GPU here, so jobs run on the CPU; key ", ",", " adds GPUs of other hosts")
     if readonly:
-        return [see, _step("Launch", "", "not from here: this was started with --readonly")]
+        return [see, _step("Launch", "", "read-only: the app was started with --readonly")]
     if not has_torch:
         remedy = "PyTorch is missing: ", "pip install 'sae-tui[train]'"
         return [see, _step("Extract", "", *remedy), _step("Train", "", *remedy)]

@@ -32,13 +32,13 @@ def _facts(process: ProcessDetails, around: Surroundings) -> Iterator[tuple[str,
     yield "SM", percent(process.sm_percent)
     yield "CPU", percent(process.cpu_percent)
     yield "host memory", gibibytes(process.host_memory_bytes)
-    yield "runs", "" if process.started is None else f"{duration(runs)}, since {clock_time(process.started)}"
+    yield "run time", "" if process.started is None else f"{duration(runs)}, since {clock_time(process.started)}"
     yield "container", process.container
     yield "folder", around.folder
     yield "program", around.program
     for place, parent in enumerate(process.ancestors):
         words = " ".join(filter(None, [str(parent.pid), parent.user, parent.command]))[:_MOST_OF_A_PARENT]
-        yield ("and that by" if place else "started by"), words
+        yield ("its parent" if place else "started by"), words
 
 
 def _entry(name: str, value: str, width: int) -> Iterator[Line]:

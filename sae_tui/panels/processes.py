@@ -26,7 +26,7 @@ class ProcessTable(KeyedTable):
             Column("SM", 5, right=True),
             Column("CPU", 6, right=True, drop=1),
             Column("HOST MEM", 9, right=True, drop=2),
-            Column("RUNS", 8, right=True, drop=3),
+            Column("TIME", 8, right=True, drop=3),
             Column("COMMAND", 10, grow=True),
         )
         super().__init__(columns, id=id)

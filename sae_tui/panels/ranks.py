@@ -15,7 +15,7 @@ from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
 # The columns with their widths. A panel shows the columns that leave space for the history of the speed.
-COLUMNS = (("tokens/s", RATE, 10), ("own ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
+COLUMNS = (("tokens/s", RATE, 10), ("busy ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
 LEAST_SPARK, SIGN = 3, 5
 
 

@@ -46,6 +46,6 @@ def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
     shown: list[str] = []
     for number, lines in enumerate(wrapped):
         if len(shown) + len(lines) > n_lines - 1:
-            return [*shown, f"… {len(wrapped) - number} more; ctrl+l tells all"]
+            return [*shown, f"… {len(wrapped) - number} more; ctrl+l shows all"]
         shown += lines
     return shown

@@ -24,12 +24,13 @@ class CardScreen(Evaluates, FramedScreen):
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="card.back", tooltip="To the job"),
-        Binding("m", "next_member(1)", "SAE", id="card.member", tooltip="The card of the next SAE of a sweep"),
-        Binding("M", "next_member(-1)", "SAE before", show=False, id="card.member_before",
-                tooltip="The card of the SAE of the sweep before"),
-        Binding("f", "open_features", "Features", id="card.features", tooltip="What the latents of its SAE fire on"),
+        Binding("m", "next_member(1)", "SAE", id="card.member", tooltip="The report card of the next SAE in the sweep"),
+        Binding("M", "next_member(-1)", "Previous SAE", show=False, id="card.member_before",
+                tooltip="The report card of the previous SAE in the sweep"),
+        Binding("f", "open_features", "Features", id="card.features",
+                tooltip="The texts that activate its latents most"),
         Binding("e", "evaluate", "Evaluate", id="card.evaluate",
-                tooltip="Asks what to measure: rows, in the model, probes"),
+                tooltip="Choose what to measure: rows, in the model, probes"),
     ]  # fmt: skip
 
     class Found(Message):

@@ -49,18 +49,18 @@ class CompareScreen(FramedScreen):
     """Shows one view at a time on a small terminal; on a large one, all of them until one is chosen twice."""
 
     BINDINGS = [
-        Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To where you were"),
+        Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To the previous screen"),
         *[
             Binding(str(key), f"view('{name}')", title, show=False, id=f"compare.{name}",
-                    tooltip="This view; once more for it alone, or for all again")
+                    tooltip="This view; press again to switch between this view and all")
             for key, (name, title) in enumerate(VIEWS.items(), 1)
         ],
         Binding("m", "next_metric(1)", "Metric", id="compare.metric", tooltip="Curves of the next metric"),
-        Binding("M", "next_metric(-1)", "Metric before", show=False, id="compare.metric_before",
-                tooltip="Curves of the metric before"),
+        Binding("M", "next_metric(-1)", "Previous metric", show=False, id="compare.metric_before",
+                tooltip="Curves of the previous metric"),
         Binding("a", "next_axis", "Axis", id="compare.axis", tooltip="Curves over steps, tokens or time"),
         Binding("w", "next_smoothing", "Smooth", id="compare.smooth", tooltip="Smooth the curves: off, 0.6, 0.9, 0.97"),
-        Binding("l", "toggle_log", "Log", id="compare.log", tooltip="A logarithmic or a linear scale"),
+        Binding("l", "toggle_log", "Log", id="compare.log", tooltip="Logarithmic or linear scale"),
         Binding("E", "export", "Export", id="compare.export", tooltip="Write the curves as SVG and all values as CSV"),
     ]  # fmt: skip
     DEFAULT_CSS = """
@@ -224,7 +224,7 @@ class CompareScreen(FramedScreen):
         refuse_existing([picture, table])
         write_picture(picture, self.comparison, msgspec.structs.replace(self.view, metric=self.comparison.metric))
         write_table(table, self._runs)
-        return f"{picture} and {table.name} are written"
+        return f"Wrote {picture} and {table.name}"
 
 
 def is_sweep(job: Job) -> bool:

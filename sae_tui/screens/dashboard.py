@@ -67,42 +67,44 @@ class Dashboard(FramedScreen):
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
                 tooltip="GPUs as lines, cards or a map"),
         *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
-                  key_display="0…9", tooltip="The GPU of this number over the whole window" if index == 0 else "")
+                  key_display="0…9", tooltip="The GPU with this number in full screen" if index == 0 else "")
           for index in range(10)),
         Binding("left_square_bracket", "scroll_gpus(-1)", "GPUs up", key_display="[", show=False, group=GPUS,
-                id="dashboard.gpus_up", tooltip="The GPUs above those that are shown"),
+                id="dashboard.gpus_up", tooltip="Scroll to the GPUs above"),
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
-                id="dashboard.gpus_down", tooltip="The GPUs below those that are shown"),
+                id="dashboard.gpus_down", tooltip="Scroll to the GPUs below"),
         # + and - belong to the jobs while their table has the focus.
         *span_keys("dashboard", GPUS, (">", "<"), show=False),
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
-                tooltip="Who computes on the GPUs: user, memory, command, and signals to them"),
+                tooltip="GPU processes: user, memory, command; send signals"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
                 tooltip="Choose GPUs and launch a training"),
         Binding("e", "app.new_extraction", "Extract", id="dashboard.extract", group=JOBS,
-                tooltip="Activations of a language model, to train on"),
+                tooltip="Extract activations of a language model to train on"),
         Binding("enter", "open_job", "Open", id="dashboard.open", group=JOBS,
                 tooltip="Curves, events and log of the job"),
         Binding("s", "stop_job", "Stop", id="dashboard.stop", group=JOBS,
                 tooltip="Save a checkpoint and stop the selected job"),
         Binding("p", "pause_job", "Pause", id="dashboard.pause", group=JOBS,
-                tooltip="Save and free the GPUs until it is resumed"),
+                tooltip="Save a checkpoint and free the GPUs until you resume the job"),
         Binding("g", "continue_job", "Resume", id="dashboard.continue", group=JOBS,
-                tooltip="Resume it where it was, or release it"),
+                tooltip="Resume the job from its checkpoint, or release a held job"),
         Binding("l", "open_log", "Log", id="dashboard.log", group=JOBS,
                 tooltip="The logs of the job: follow, search, filter"),
         Binding("f", "open_features", "Features", id="dashboard.features", group=JOBS,
-                tooltip="What the latents of its SAE fire on"),
+                tooltip="The texts that activate its latents most"),
         Binding("y", "clone_job", "Clone", id="dashboard.clone", group=JOBS, tooltip="A new job like this one"),
-        Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS, tooltip="Delete it, or those marked"),
+        Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS,
+                tooltip="Delete the job, or the marked jobs"),
         Binding("u", "app.undo_delete", "Undo", id="dashboard.undo", group=JOBS,
-                tooltip="Bring back what was deleted"),
+                tooltip="Restore the last deleted jobs"),
         Binding("comma", "app.settings", "Settings", key_display=",", id="dashboard.settings", group=_EVERYWHERE,
                 tooltip="Theme, alerts, other hosts and all else that can be set"),
     ]  # fmt: skip
     HELP = (
-        "GPUs above, jobs below. A job runs on its own: quitting the app, closing the terminal or losing the line "
-        "never touches it. A finished job leaves its SAE in files that SAELens loads, or sparsify a TopK transcoder."
+        "GPUs above, jobs below. A job runs independently: quitting the app, closing the terminal or losing the "
+        "connection does not affect it. A finished job leaves an SAE that SAELens can load; sparsify loads TopK "
+        "transcoders."
     )
 
     AUTO_FOCUS = "JobsPanel"

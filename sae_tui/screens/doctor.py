@@ -29,7 +29,7 @@ class DoctorScreen(FramedScreen):
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
-        Binding("r", "look", "Look again", id="doctor.look", tooltip="Examine everything once more"),
+        Binding("r", "look", "Check again", id="doctor.look", tooltip="Run all checks again"),
         Binding("p", "probe", "Probe", id="doctor.probe", tooltip="Also measure the bus between idle GPUs"),
     ]
     DEFAULT_CSS = """
@@ -115,7 +115,7 @@ class DoctorScreen(FramedScreen):
         table.show_rows(rows)
         if at_top and rows:  # keep the cursor on the worst finding until the user moves it
             table.cursor = rows[0].key
-        self.entitle(table, f"Doctor · {summary(self.findings)}{'' if self.done else ', looking…'}")
+        self.entitle(table, f"Doctor · {summary(self.findings)}{'' if self.done else ', checking…'}")
         self._show_chosen()
 
     def _show_chosen(self) -> None:
@@ -145,4 +145,4 @@ def _all_of(examine: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     try:
         yield from examine()
     except Exception as error:
-        yield Finding("error", "doctor", f"the other checks did not run: {error!r}", "report this as a bug of sae-tui")
+        yield Finding("error", "doctor", f"the other checks did not run: {error!r}", "report this as a bug in sae-tui")

@@ -53,7 +53,7 @@ class ExportDialog(Dialog[None]):
             yield Label("into the folder", markup=False)
             yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
             yield Tick("the checkpoint with the lowest held-out FVU, not the newest", id="best")
-            yield Tick("replace an SAE that is in the folder already", id="force")
+            yield Tick("replace the SAE that is already in the folder", id="force")
             yield Label("", markup=False, id="answer")
             with Horizontal():
                 yield Button("Close (esc)", id="close", compact=True)
@@ -83,7 +83,7 @@ class ExportDialog(Dialog[None]):
             self._show(f"{out} cannot be used: {sentence(error)}")
             return
         if is_used:
-            self._show(f"{out} is not empty. Name another folder, or tick the line above.")
+            self._show(f"{out} is not empty. Name another folder, or tick the box above.")
             return
         self._is_going = True
         self._show("Exporting …")

@@ -64,15 +64,15 @@ class FeaturesScreen(Evaluates, FramedScreen):
     """Shows the latents of one SAE at a time."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="features.back", tooltip="Ends a search, or back to the job"),
+        Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go back to the job"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents with these words in their texts; first those that fire on them"),
+                tooltip="Only latents whose texts contain these words; latents that fire on them first"),
         Binding("s", "next_order", "Sort", id="features.sort",
                 tooltip="0.01 to 1 % first, by density, by largest activation, by number"),
-        Binding("g", "go_to", "Go to", id="features.go", tooltip="To the latent of a number"),
+        Binding("g", "go_to", "Go to", id="features.go", tooltip="To a latent by its index"),
         Binding("n", "go_to_nearest", "Nearest", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
-        Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE of a sweep"),
+        Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE in the sweep"),
     ]  # fmt: skip
     DEFAULT_CSS = """
     FeaturesScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }
@@ -188,7 +188,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._show(latent)
 
     def action_search(self) -> None:
-        self.app.push_screen(Ask("Find in the texts", "words, or a part of one", self.words), self._search)
+        self.app.push_screen(Ask("Find in the texts", "words or parts of words", self.words), self._search)
 
     def _search(self, words: str | None) -> None:
         if words is None or self._features is None:
@@ -202,14 +202,14 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._list(*apart, None)
 
     def action_go_to(self) -> None:
-        self.app.push_screen(Ask("Go to latent", "its number"), self._go_to)
+        self.app.push_screen(Ask("Go to latent", "its index"), self._go_to)
 
     def _go_to(self, text: str | None) -> None:
         features = self._features
         if not text or features is None:
             return
         if not text.isdecimal() or int(text[:18]) >= features.n_latents:
-            message = f"There is no latent {text}; they go from 0 to {features.n_latents - 1:,}."
+            message = f"There is no latent {text}; the indices go from 0 to {features.n_latents - 1:,}."
             self.notify(message, severity="warning", markup=False)
         elif int(text) not in (latents := features.order(self.order)):
             self.notify(f"Latent {int(text)} has not fired.", severity="warning")

@@ -31,18 +31,18 @@ class GpuScreen(FramedScreen):
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="gpu.back", tooltip="To the dashboard"),
         Binding("right_square_bracket", "next_gpu(1)", "Next GPU", key_display="]", id="gpu.next",
-                tooltip="The GPU after this one"),
-        Binding("left_square_bracket", "next_gpu(-1)", "GPU before", key_display="[", show=False, id="gpu.before",
-                tooltip="The GPU before this one"),
+                tooltip="The next GPU"),
+        Binding("left_square_bracket", "next_gpu(-1)", "Previous GPU", key_display="[", show=False, id="gpu.before",
+                tooltip="The previous GPU"),
         *span_keys("gpu"),
         Binding("left", "read_out(-1)", "Read out", priority=True, id="gpu.back_in_time",
-                tooltip="Read the values of an earlier time, and which job ran then"),
+                tooltip="Show the values at an earlier time, and the job that ran then"),
         Binding("right", "read_out(1)", "Later", show=False, priority=True, id="gpu.later",
-                tooltip="Read the values of a later time"),
+                tooltip="Show the values at a later time"),
         Binding("shift+left", "read_out(-10)", show=False),
         Binding("shift+right", "read_out(10)", show=False),
     ]  # fmt: skip
-    HELP = "One GPU: what it does and did, its clocks, links and faults, and who computes on it."
+    HELP = "One GPU: current and past load, clocks, links, faults and processes."
     DEFAULT_CSS = """
     GpuScreen #gpu-top { height: 1fr; }
     GpuScreen GpuDetailsView { width: 46; height: 1fr; }
@@ -99,7 +99,7 @@ class GpuScreen(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
         self._show_history(sample)
         self.query_one(GpuDetailsView).show_gpu(sample, details, holder, style)
-        nothing = f"No process is seen: {holder}." if sample.healthy else f"✗ {sample.reason}"
+        nothing = f"No visible process: {holder}." if sample.healthy else f"✗ {sample.reason}"
         self.query_one(ProcessList).show_samples([sample], nothing)
 
     def _show_history(self, sample: GpuSample) -> None:
@@ -173,5 +173,5 @@ class GpuScreen(FramedScreen):
     def _title(self) -> None:
         sample = self.sample
         name = f"GPU {self.index}" + (f" · {short_name(sample.name)}" if sample else "")
-        for panel, title in (("gpu-history", name), ("gpu-facts", "Particulars"), ("gpu-processes", "Processes")):
+        for panel, title in (("gpu-history", name), ("gpu-facts", "Details"), ("gpu-processes", "Processes")):
             entitle(self.query_one(f"#{panel}"), title)

@@ -37,7 +37,7 @@ class HelpScreen(TextScreen):
     """Shows the introduction of a screen, if it has one, and its keys; escape closes it."""
 
     BINDINGS = [
-        Binding("escape,question_mark,f1,q", "dismiss", "Close", id="help.close", tooltip="Back to where you were")
+        Binding("escape,question_mark,f1,q", "dismiss", "Close", id="help.close", tooltip="Back to the previous screen")
     ]
 
     def __init__(self, about: Screen[object]) -> None:

@@ -30,17 +30,17 @@ class JobEdits(JobsFinder):
         Binding("c", "compare", "Compare", id="jobs.compare", group=JOBS,
                 tooltip="Compare the marked jobs: curves, settings, results"),
         Binding("number_sign", "tag", "Tags", key_display="#", show=False, id="jobs.tag", group=JOBS,
-                tooltip="Give tags to the marked jobs, or to this one, or take them away"),
-        Binding("R", "rename", "Rename", show=False, id="jobs.rename", group=JOBS, tooltip="Give the job another name"),
+                tooltip="Add or remove tags on the marked jobs, or on this job"),
+        Binding("R", "rename", "Rename", show=False, id="jobs.rename", group=JOBS, tooltip="Rename the job"),
         Binding("N", "note", "Note", show=False, id="jobs.note", group=JOBS, tooltip="Write a note to the job"),
         Binding("plus", "prioritise(1)", "Sooner", key_display="+", id="jobs.sooner", group=QUEUE,
-                tooltip="A higher priority for the job in line"),
+                tooltip="Raise the priority of the queued job"),
         Binding("minus", "prioritise(-1)", "Later", key_display="-", show=False, id="jobs.later", group=QUEUE,
-                tooltip="A lower priority for the job in line"),
+                tooltip="Lower the priority of the queued job"),
         Binding("A", "come_after", "After", id="jobs.after", group=QUEUE,
-                tooltip="Let the job in line start when others have finished"),
+                tooltip="Start the queued job after other jobs have finished"),
         Binding("h", "hold", "Hold", id="jobs.hold", group=QUEUE,
-                tooltip="Keep the job in line from starting, or release it"),
+                tooltip="Hold the queued job, or release it"),
     ]  # fmt: skip
 
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
@@ -63,7 +63,7 @@ class JobEdits(JobsFinder):
 
         ids = self.targets
         if len(ids) > MOST_RUNS:
-            self.notify(f"{len(ids)} jobs are marked; {MOST_RUNS} can be compared.", severity="warning")
+            self.notify(f"{len(ids)} jobs are marked; unmark some to compare at most {MOST_RUNS}.", severity="warning")
         elif len(ids) > 1 or any(is_sweep(job) for job in self.session.jobs if job.id in ids):
             self.session.go.switch_to(CompareScreen(self.session, ids))
         else:
@@ -113,7 +113,7 @@ class JobEdits(JobsFinder):
                 return
             words = text.replace(",", " ").split()
             if not all(word.isdecimal() for word in words):
-                self.notify(f'Give ids of jobs like "7 12", not "{text}".', severity="error", markup=False)
+                self.notify(f'Enter job ids like "7 12", not "{text}".', severity="error", markup=False)
                 return
             self.session.actions.edit(
                 [job.id], lambda data, control, job_id: edits.come_after(data, control, job_id, map(int, words))
@@ -129,7 +129,7 @@ class JobEdits(JobsFinder):
         if job and self.session.actions.refused():
             return None
         if job and job.state != JobState.QUEUED:
-            self.notify(f"Job {job.id} {stands(job)}; only a job in line waits for its turn.", severity="warning")
+            self.notify(f"Job {job.id} {stands(job)}; only a queued job can be moved or held.", severity="warning")
             return None
         return job
 

@@ -55,21 +55,21 @@ class LaunchScreen(FramedScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
         Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the job, detached", priority=True),
-        Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="A job for each SAE of a sweep"),
-        Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show the settings rarely changed"),
+        Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="Launch one job for each SAE of the sweep"),
+        Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show rarely changed settings"),
         Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
         Binding("ctrl+e", "edit_text", "Edit", id="launch.edit", tooltip="Edit the job file in $EDITOR"),
         Binding("ctrl+s", "save_file", "Save", id="launch.save", tooltip="Write the form to a job file"),
         Binding("ctrl+f", "find_setting", "Find", show=False, id="launch.find",
-                tooltip="Go to a setting by a part of its name"),
+                tooltip="Go to a setting by part of its name"),
         Binding("ctrl+r", "reset", "Reset", show=False, id="launch.reset",
-                tooltip="Take back what was changed since the preset or file"),
+                tooltip="Undo all changes since the preset or file was loaded"),
         Binding("f2,alt+1", "to_gpus", "GPUs", show=False, id="launch.gpus", tooltip="To the GPUs"),
         Binding("f3,alt+2", "to_settings", "Settings", show=False, id="launch.settings", tooltip="To the settings"),
         Binding("f4,alt+3", "to_review", "Review", show=False, id="launch.review",
-                tooltip="To the launch button, or the first setting that is wrong"),
+                tooltip="To the launch button, or the first invalid setting"),
         Binding("f5", "inspect", "Inspect", show=False, id="launch.inspect",
-                tooltip="What is wrong with the stored activations, and what to do about it"),
+                tooltip="Problems in the stored activations, and their remedies"),
         Binding("f6", "launch_there", "On host", show=False, id="launch.there",
                 tooltip="Start the job on another host, which checks it itself"),
         Binding("up", "app.focus_previous", show=False),
@@ -123,7 +123,7 @@ class LaunchScreen(FramedScreen):
 
         def take(text: str | None) -> None:
             if text:
-                self.form.replace(f"what is in {text}", lambda: self.form.fill(_path(text)))
+                self.form.replace(f"the content of {text}", lambda: self.form.fill(_path(text)))
 
         self.app.push_screen(Ask("Job file to open", "path of a .toml file"), take)
 
@@ -151,7 +151,7 @@ class LaunchScreen(FramedScreen):
         """Name the settings to correct, in one line that soon disappears. More text would cover the review."""
         wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
         which = list(dict.fromkeys(wrong))
-        why = f"correct {join_words(which)} first" if which else "its Python is still being asked what it has"
+        why = f"correct {join_words(which)} first" if which else "its Python is still being checked"
         self.notify(f"Not {what}: {why}.", severity="warning", markup=False)
 
     def _launch(self, review: Review) -> None:
@@ -185,7 +185,7 @@ class LaunchScreen(FramedScreen):
             self._launch(review)
             return
         jobs = job_form.each_alone(review.job)
-        question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
+        question = f"Launch {len(jobs)} jobs, one for every SAE? They queue for GPUs."
         self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
 
     def action_launch_there(self) -> None:
@@ -221,7 +221,7 @@ class LaunchScreen(FramedScreen):
         elif not isinstance(job, JobConfig) or (place := getattr(job.data.settings, "folders", None)) is None:
             self.notify("Only stored activations can be inspected; this job makes its own.", severity="warning")
         else:
-            self.notify(f"Looking at {place} …", markup=False)
+            self.notify(f"Inspecting {place} …", markup=False)
             look = functools.partial(self._look, str(place), job.launch.python)
             self.run_worker(look, thread=True, exclusive=True, group="inspect", exit_on_error=False)
 
@@ -253,9 +253,11 @@ class LaunchScreen(FramedScreen):
             with give_away(self.app):
                 table = edit_by_hand(text, wrong)
         except SuspendNotSupported:
-            self.notify("There is no terminal to edit in.", severity="error")
+            self.notify(
+                "There is no terminal to edit in; save the form with ctrl+s and edit the file.", severity="error"
+            )
         except UserError as error:
-            self.notify(str(error), title="Not taken over", severity="error", markup=False)
+            self.notify(str(error), title="Not applied", severity="error", markup=False)
         else:
             if table is not None:
                 self.form.put_in(table)
@@ -274,7 +276,7 @@ class LaunchScreen(FramedScreen):
 
     def _save(self, path: Path, job: AnyJob) -> None:
         if os.path.exists(path):
-            question = f"{path} exists. Write over it?"
+            question = f"{path} exists. Overwrite it?"
             self.app.push_screen(Confirm(question, yes="Write"), lambda yes: self._write(path, job) if yes else None)
         else:
             self._write(path, job)

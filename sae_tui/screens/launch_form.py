@@ -215,13 +215,13 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if not self.changed:
             self.notify("No setting was changed.")
             return
-        question = f"Take back your {plural(len(self.changed), 'changed setting')}?"
+        question = f"Reset your {plural(len(self.changed), 'changed setting')}?"
         self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
 
     def tell_draft(self) -> None:
         """Notify that the draft was kept, and how many of its settings differ from the start values."""
         if self._kept.is_left and not self.changed:
-            self.notify("The draft that was left is back; pick a preset to start anew.")
+            self.notify("Your draft is restored; pick a preset to start over.")
         elif self.changed:
             self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
 
@@ -259,7 +259,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if indices:
             asked = ", ".join(f"GPU {index}" for index in indices)
             whose = f"Job {self.origin.job_id} had" if self.origin else "The job file asks for"
-            self.notify(f"{whose} {asked}, not available now.", severity="warning", markup=False)
+            self.notify(
+                f"{whose} {asked}, which is not available now; choose others.", severity="warning", markup=False
+            )
 
     @on(Menu.Picked, "#preset")
     def _preset_picked(self, event: Menu.Picked) -> None:

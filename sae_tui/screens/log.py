@@ -34,17 +34,15 @@ class LogScreen(FramedScreen):
     """Follows the end of the log until the user scrolls up; searching keeps the position."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="logs.back", tooltip="Ends a search, or back to the job"),
+        Binding("escape", "back", "Back", id="logs.back", tooltip="End the search, or go back to the job"),
         Binding(
-            "r", "next_source", "Rank", id="logs.rank", tooltip="The log of the next rank, of the supervisor, of all"
+            "r", "next_source", "Rank", id="logs.rank", tooltip="The log of the next rank, the supervisor or all ranks"
         ),
-        Binding("slash", "search", "Search", key_display="/", id="logs.search", tooltip="Look for a text"),
-        Binding("n", "jump(1)", "Next", id="logs.next", tooltip="Down to the next line that has it"),
-        Binding(
-            "N", "jump(-1)", "Previous", show=False, id="logs.previous", tooltip="Up to the line before that has it"
-        ),
-        Binding("ampersand", "only", "Only", key_display="&", id="logs.only", tooltip="Only the lines that have it"),
-        Binding("f", "follow", "Follow", id="logs.follow", tooltip="To the end, and on with it"),
+        Binding("slash", "search", "Search", key_display="/", id="logs.search", tooltip="Search for text"),
+        Binding("n", "jump(1)", "Next", id="logs.next", tooltip="Down to the next match"),
+        Binding("N", "jump(-1)", "Previous", show=False, id="logs.previous", tooltip="Up to the previous match"),
+        Binding("ampersand", "only", "Only", key_display="&", id="logs.only", tooltip="Show only matching lines"),
+        Binding("f", "follow", "Follow", id="logs.follow", tooltip="Go to the end and follow new lines"),
     ]
     DEFAULT_CSS = """
     LogScreen > Input { display: none; dock: bottom; margin-bottom: 1; }
@@ -72,7 +70,7 @@ class LogScreen(FramedScreen):
     def compose(self) -> ComposeResult:
         yield HeadingLine(id="log-title")
         yield LogView(id="log-view").add_class("panel")
-        yield Input(placeholder="a text", compact=True, id="log-search")
+        yield Input(placeholder="text to find", compact=True, id="log-search")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -133,7 +131,7 @@ class LogScreen(FramedScreen):
             view = self.query_one(LogView)
             view.append([(line.source, line.text) for line in event.lines])
             view.say_if_empty(
-                "nobody has written anything" if self.source == ALL else f"{self._whose} has written nothing"
+                "no process has written anything" if self.source == ALL else f"{self._whose} has written nothing"
             )
             self._title()
 
@@ -184,7 +182,7 @@ class LogScreen(FramedScreen):
             self.action_search()
         elif not view.jump(direction):
             way = "further down (N: up)" if direction > 0 else "further up (n: down)"
-            self.notify(f"No match {way}." if view.n_found else "No line has it.", severity="warning")
+            self.notify(f"No match {way}." if view.n_found else "No line matches.", severity="warning")
 
     def action_only(self) -> None:
         self._only = not self._only

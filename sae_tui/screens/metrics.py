@@ -41,26 +41,27 @@ class MetricsScreen(FramedScreen):
     """Shows all metrics of the job that is being followed."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="metrics.back", tooltip="To the job; first from one metric to all"),
+        Binding("escape", "back", "Back", id="metrics.back", tooltip="Back to all metrics, then to the job"),
         Binding("slash", "filter", "Find", key_display="/", id="metrics.find",
-                tooltip="Show the metrics whose name a regular expression finds: fvu|loss, ^held, rank 1"),
+                tooltip="Show metrics whose name matches a regular expression: fvu|loss, ^held, rank 1"),
         Binding("enter", "alone", "Alone", id="metrics.alone", tooltip="Show the marked metric alone, or all again"),
         Binding("tab", "choose(1)", "Next", id="metrics.next", tooltip="Mark the next metric"),
-        Binding("shift+tab", "choose(-1)", "Before", show=False, id="metrics.before", tooltip="Mark the metric before"),
+        Binding("shift+tab", "choose(-1)", "Previous", show=False, id="metrics.before",
+                tooltip="Mark the previous metric"),
         Binding("plus", "zoom(1)", "Zoom", key_display="+", id="metrics.zoom",
-                tooltip="Half of the steps, round the cursor or up to the newest"),
+                tooltip="Half the steps, around the cursor or up to the newest"),
         Binding("minus", "zoom(-1)", "Wider", key_display="-", id="metrics.wider", tooltip="Twice the steps"),
         Binding("left", "read_out(-1)", "Read out", id="metrics.read_out",
-                tooltip="Read the values of an earlier step"),
+                tooltip="Show the values of an earlier step"),
         Binding("right", "read_out(1)", "Later", show=False, id="metrics.later",
-                tooltip="Read the values of a later step"),
+                tooltip="Show the values of a later step"),
         Binding("shift+left", "read_out(-10)", show=False),
         Binding("shift+right", "read_out(10)", show=False),
-        Binding("down,pagedown,j", "page(1)", "Next page", show=False, id="metrics.page", tooltip="More metrics"),
-        Binding("up,pageup,k", "page(-1)", "Page before", show=False, id="metrics.page_before",
-                tooltip="The metrics before these"),
+        Binding("down,pagedown,j", "page(1)", "Next page", show=False, id="metrics.page", tooltip="The next metrics"),
+        Binding("up,pageup,k", "page(-1)", "Previous page", show=False, id="metrics.page_before",
+                tooltip="The previous metrics"),
     ]  # fmt: skip
-    HELP = "Every metric of the job over its steps; what is typed after / is a regular expression."
+    HELP = "Every metric of the job over its steps; / takes a regular expression."
     DEFAULT_CSS = """
     MetricsScreen MetricPlot.-chosen { border-title-color: $text-accent; }
     MetricsScreen.-framed MetricPlot.-chosen { border: round $accent; }
@@ -119,7 +120,7 @@ class MetricsScreen(FramedScreen):
         """Return why a job has no metric."""
         if job.state is JobState.IMPORTED:
             return "its SAE was imported and has not trained here, so it has no curves; e on the job measures it"
-        return "it has measured nothing" if job.state.is_final else "no values yet"
+        return "it has no measurements" if job.state.is_final else "no values yet"
 
     def _found(self, pattern: str) -> tuple[list[MetricSeries], str]:
         """Return the metrics that the expression matches, or all while it is invalid, and the error in it."""

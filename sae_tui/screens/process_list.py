@@ -37,7 +37,7 @@ class ProcessPage(TextScreen):
 
     BINDINGS = [
         Binding("v", "show_values", "Values", id="process.values", group=_GROUP,
-                tooltip="Show the values of all variables, or hide those again that may be secrets"),
+                tooltip="Show all variables, or hide the values that may be secret"),
     ]  # fmt: skip
 
     def __init__(self, process: ProcessDetails, *, may_show: bool) -> None:
@@ -66,13 +66,13 @@ class ProcessList(Filtered):
 
     BINDINGS = [
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
-                tooltip="Interrupt, end or halt the process under the cursor, after a question"),
+                tooltip="Interrupt, end or halt the process under the cursor, after a confirmation"),
         Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=_GROUP,
-                tooltip="Show those that all words match: command, user:ada, gpu:1, job:12, pid, container"),
+                tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, pid, container"),
         Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
                 tooltip="Sort by the next of: " + ", ".join(ORDERS)),
         Binding("t", "toggle_tree", "Tree", id="processes.tree", group=_GROUP,
-                tooltip="Each process below those that started it, or ranks folded under their job"),
+                tooltip="Show each process below its parent, or ranks folded under their job"),
         Binding("space", "fold", "Fold", show=False, id="processes.fold", group=_GROUP,
                 tooltip="Show or hide the ranks of the job under the cursor"),
     ]  # fmt: skip
@@ -210,10 +210,10 @@ class ProcessList(Filtered):
             return
         offered = [(number.name.removeprefix("SIG"), words) for number, words in SIGNALS.items()]
         if entry.job:
-            offered.insert(0, (_JOB, f"stop job {entry.job.id}, which saves what it has first"))
+            offered.insert(0, (_JOB, f"stop job {entry.job.id}, which saves a checkpoint first"))
         if entry.n_below:
             offered = offered[:1]
-        self.app.push_screen(Find(f"What is to be done to {_name(entry)}?", offered), partial(self._confirm, entry))
+        self.app.push_screen(Find(f"Send a signal to {_name(entry)}?", offered), partial(self._confirm, entry))
 
     def _confirm(self, entry: ProcessRow, name: str | None) -> None:
         actions = self.session.actions

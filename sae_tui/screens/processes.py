@@ -20,8 +20,8 @@ class ProcessesScreen(FramedScreen):
         Binding("escape", "app.pop_screen", "Back", id="processes.back", tooltip="To the dashboard"),
     ]
     HELP = (
-        "The processes on the GPUs, with what the machine knows of each; ranks are folded under their job. A signal is "
-        "sent only to the process that was shown, never to another that has got its pid."
+        "The processes on the GPUs, with their details; ranks are folded under their job. A signal is sent only to "
+        "the process that was shown, never to another process with the same pid."
     )
 
     def __init__(self, session: Session) -> None:

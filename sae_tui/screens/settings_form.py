@@ -29,15 +29,19 @@ class SettingsScreen(FramedScreen):
     """
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="settings.back", tooltip="To where you were; what is not saved is kept"),
-        Binding("ctrl+s", "save", "Save", id="settings.save", tooltip="Write what was changed to the settings file",
+        Binding("escape", "back", "Back", id="settings.back",
+                tooltip="To the previous screen; unsaved changes are kept"),
+        Binding("ctrl+s", "save", "Save", id="settings.save", tooltip="Write the changes to the settings file",
                 priority=True),
         Binding("ctrl+r", "reset", "Reset", id="settings.reset",
-                tooltip="This setting as it is saved; if it is so, its default"),
+                tooltip="Reset this setting to its saved value, then to its default"),
         Binding("ctrl+f", "find_setting", "Find", id="settings.find", priority=True,
-                tooltip="Go to a setting by a part of its name"),
+                tooltip="Go to a setting by part of its name"),
     ]  # fmt: skip
-    HELP = "What differs from its default says so. Only what you change is written to the file; its comments stay."
+    HELP = (
+        "Settings that differ from their default are marked. Only your changes are written to the file; its comments "
+        "stay."
+    )
 
     def __init__(self, session: Session, draft: dict[str, str]) -> None:
         super().__init__(name="settings")
@@ -121,7 +125,7 @@ class SettingsScreen(FramedScreen):
     def _entitle(self) -> None:
         count = len(self._draft)
         unsaved = f"{count} changed · ctrl+s saves" if count else ""
-        hint = "the file is broken, so nothing is saved" if self._broken else unsaved
+        hint = "the file is broken: correct it in an editor" if self._broken else unsaved
         self.entitle(self.query_one("#form-scroll"), f"Settings · {self._path}", hint)
 
     def action_back(self) -> None:
@@ -170,8 +174,8 @@ class SettingsScreen(FramedScreen):
     def _tell_saved(self, changes: dict[str, Any], meanwhile: list[str]) -> None:
         late = sorted(AT_START & changes.keys())
         parts = [f"Saved: {join_words(list(changes))}"]
-        parts += [f"{join_words(late)} counts from the next start on"] if late else []
-        parts += [f"the file said otherwise of {join_words(meanwhile)} meanwhile"] if meanwhile else []
+        parts += [f"{join_words(late)}: active from the next start"] if late else []
+        parts += [f"replaced newer values of {join_words(meanwhile)} in the file"] if meanwhile else []
         self.notify("; ".join(parts) + ".", severity="warning" if meanwhile else "information", markup=False)
 
 

@@ -39,7 +39,7 @@ class Confirm(Dialog[bool]):
     BINDINGS = [
         Binding("escape,n", "answer(False)", "No", id="confirm.no", tooltip="Leave everything as it is"),
         Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Go ahead"),
-        Binding("f", "take_other", "Finish", id="confirm.also", tooltip="Take the other way that is offered"),
+        Binding("f", "take_other", "Finish", id="confirm.also", tooltip="Choose the other option"),
         Binding("left,right", "app.focus_next", show=False),
         Binding("up", "scroll(-1)", show=False),
         Binding("down", "scroll(1)", show=False),

@@ -16,9 +16,9 @@ class Filter(Input):
     """The filter's input: Enter keeps the text and returns to the table, Escape clears it."""
 
     BINDINGS = [
-        Binding("escape", "leave(False)", "Clear", id="filter.clear", tooltip="All rows again"),
+        Binding("escape", "leave(False)", "Clear", id="filter.clear", tooltip="Show all rows again"),
         Binding("enter,down", "leave(True)", "Keep", key_display="⏎", id="filter.keep",
-                tooltip="Back to the table, the filter kept"),
+                tooltip="Back to the table; the filter stays"),
     ]  # fmt: skip
 
     def action_leave(self, keep: bool) -> None:

@@ -18,7 +18,7 @@ class Find(Dialog[str | None]):
     """Returns the key of the item chosen with Enter, None for Escape; `things` are (key, description) pairs."""
 
     BINDINGS = [
-        Binding("escape", "dismiss(None)", "Cancel", id="find.cancel", tooltip="Back to where you were"),
+        Binding("escape", "dismiss(None)", "Cancel", id="find.cancel", tooltip="Back to the previous screen"),
         Binding("down", "move(1)", "Down", show=False),
         Binding("up", "move(-1)", "Up", show=False),
     ]

@@ -38,7 +38,7 @@ class TextScreen(Dialog[None]):
     """Shows the lines that `lines` returns for the width; Escape closes it."""
 
     BINDINGS = [
-        Binding("escape,enter,q", "dismiss", "Close", id="reading.close", tooltip="Back to where you were"),
+        Binding("escape,enter,q", "dismiss", "Close", id="reading.close", tooltip="Back to the previous screen"),
     ]
     DEFAULT_CSS = """
     TextScreen { align: center middle; }

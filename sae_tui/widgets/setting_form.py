@@ -207,7 +207,9 @@ class SettingForm(Vertical):
     """
 
     BINDINGS = [
-        Binding("up", "app.focus_previous", "Field before", show=False, id="form.up", tooltip="To the field before"),
+        Binding(
+            "up", "app.focus_previous", "Previous field", show=False, id="form.up", tooltip="To the previous field"
+        ),
         Binding("down", "app.focus_next", "Next field", show=False, id="form.down", tooltip="To the next field"),
     ]
     DEFAULT_CSS = """

@@ -30,7 +30,7 @@ SCREENS = {
     "launch (n)": ("n", "Review"),
     "job (Enter)": ("\r", "Log of rank 0"),
     "log (l)": ("l", "& Only"),
-    "doctor (d)": ("d", "Look again"),
+    "doctor (d)": ("d", "Check again"),
     "help (?)": ("?", "GPUs above"),
     "commands (ctrl+p)": ("\x10", "Theme: light"),
     "question (D)": ("D", "restore them"),

@@ -39,7 +39,7 @@ def test_a_screen_can_be_reopened_as_fast_as_keys_are_typed(box: Box) -> None:
     terminal.send("d" * 4)
     for _ in range(3):
         terminal.press(ESC, "d", gap_s=0.05)
-    terminal.wait_for("Look again")
+    terminal.wait_for("Check again")
     terminal.press(ESC, gap_s=0.3)
     terminal.press("\r", "l", ESC, "l", ESC, "l", gap_s=0.05)
     terminal.wait_for("log of rank 0")

@@ -128,7 +128,7 @@ def test_launching_a_job_that_must_wait_for_memory_asks_with_full_numbers(box: B
     terminal.wait_for("needs 0.9 GiB")
     open_file(terminal, job_file(box, "later", 600_000, "[1]"), "1 GPU, single")
     terminal.press(HOME, DOWN, DOWN, DOWN, " ")
-    terminal.wait_for("Choose it all the same?")
+    terminal.wait_for("Choose it anyway?")
     terminal.send("y")
     shown = terminal.wait_for("2 GPUs, ")
     shown = terminal.wait_for("GPU 3 has 2.1 GiB free of ")

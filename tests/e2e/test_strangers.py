@@ -241,7 +241,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     for label in ("jobs.name", "setting", "theme", "far card", "far holder"):
         visit.to(core(label))
     goes("v", to="Utilisation")
-    goes("0", to="Particulars")
+    goes("0", to="Details")
     visit.to(core("process"))
     goes(ESC, to="Utilisation")
     goes("t", to="Processes on 2 GPUs")

@@ -30,7 +30,7 @@ def lines(alerts, width: int = 80) -> list[str]:
 
 def test_active_alerts_come_first_and_ended_ones_show_their_duration():
     shown = [line[14:] if line[:1].isdigit() else line for line in lines([OVER, HOT])]
-    assert shown == ["Now", f"⚠ {HOT.words}", "", "Over", "[b]little[/b] left (for 60 s)"]
+    assert shown == ["Now", f"⚠ {HOT.words}", "", "Cleared", "[b]little[/b] left (for 60 s)"]
 
 
 def test_a_long_alert_is_wrapped_to_the_right_of_its_time():

@@ -87,7 +87,7 @@ async def test_a_sweep_can_be_compared_alone_and_at_most_eight_jobs_at_once(make
         await pilot.pause()
         await pilot.press("home", *["space"] * 9, "c")
         assert app.screen.id == "dashboard"
-        assert any("9 jobs are marked; 8 can be compared" in note.message for note in app._notifications)
+        assert any("9 jobs are marked; unmark some to compare at most 8." in note.message for note in app._notifications)
 
 
 async def test_a_small_terminal_shows_one_view_and_a_large_one_all_of_them(make_app, jobs) -> None:
@@ -270,7 +270,7 @@ async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(
         assert app.screen.query_one("Input").value == "compare-1-2-heldout_fvu"
         app.screen.query_one("Input").value = str(base)
         await pilot.press("enter")
-        await wait_until(pilot, lambda: any("are written" in note.message for note in app._notifications))
+        await wait_until(pilot, lambda: any(note.message.startswith("Wrote ") for note in app._notifications))
         assert ElementTree.parse(f"{base}.svg").getroot().tag.endswith("svg")
         with open(f"{base}.csv") as stream:
             rows = list(csv.DictReader(stream))

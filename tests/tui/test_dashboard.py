@@ -136,8 +136,8 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
         assert lines[3].startswith(" 3")
         assert "4 GPUs, 1 lost · 0 running" in text(app, StatusLine)
         sums = text(app, AggregatePanel)
-        assert "23.7 / 58.0 GiB · 3 of 4 cards" in sums
-        assert "W / 700 W · 2 of 4 cards" in sums
+        assert "23.7 / 58.0 GiB · 3 of 4 GPUs" in sums
+        assert "W / 700 W · 2 of 4 GPUs" in sums
         await pilot.resize_terminal(80, 24)
         await pilot.pause()
         assert "23.7 / 58.0 GiB · 3 of 4 " in text(app, AggregatePanel)
@@ -258,7 +258,7 @@ async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_a
     none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs of other hosts"
     assert await steps(NoGpus()) == [none, extract, train]
     assert await steps(StillMonitor(8)) == [
-        "See      0…9: one GPU in full · t: who computes on them · v: other views", extract, train
+        "See      0…9: one GPU · t: GPU processes · v: other views", extract, train
     ]  # fmt: skip
     assert "not from here" in (await steps(NoGpus(), readonly=True))[1]
     monkeypatch.setattr(dashboard, "missing_of_trainer", lambda: ["torch"])
@@ -282,7 +282,7 @@ async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_a_questio
         app.screen.query_one("#row-name Input").value = "mine"
         await pilot.press("escape", "e")
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
-        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it by the form of an extraction?"
+        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it by an extraction form?"
         await pilot.press("y")
         await wait_until(pilot, shows("gpt2-activations"))
 

@@ -33,7 +33,7 @@ async def test_findings_appear_one_by_one_while_the_app_stays_responsive(make_ap
         await wait_until(pilot, lambda: screen.findings == [WELL])
         assert "disk" in text(app, "#findings")
         assert "logout" not in text(app, "#findings")
-        assert "1 ok, looking…" in title_of(screen.query_one("#findings"))
+        assert "1 ok, checking…" in title_of(screen.query_one("#findings"))
         go_on.set()
         await wait_until(pilot, lambda: screen.done)
         assert "logout" in text(app, "#findings")

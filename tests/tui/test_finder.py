@@ -151,7 +151,7 @@ async def test_a_queued_job_shows_its_reason_to_wait_and_keys_move_and_hold_it(m
         await pilot.press("h")
         await wait_until(pilot, lambda: not stored(data, 3).held)
         await pilot.press("down", "h")
-        assert any("only a job in line" in note.message for note in app._notifications)
+        assert any("only a queued job" in note.message for note in app._notifications)
         assert not stored(data, 2).held
 
 

@@ -52,7 +52,7 @@ async def test_a_digit_opens_a_gpu_and_brackets_move_to_the_next(make_app, data)
         await pilot.press("left_square_bracket", "left_square_bracket")
         await shown(pilot, 2)
         assert app.session.monitor.looked_at == 2
-        assert "No process is seen: idle." in text(app, ProcessTable)
+        assert "No visible process: idle." in text(app, ProcessTable)
         await pilot.press("escape")
         assert app.screen is app.navigator.dashboard
         await wait_until(pilot, lambda: app.session.monitor.looked_at is None)

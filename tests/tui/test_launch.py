@@ -292,7 +292,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
     assert left.stat().st_mode & 0o777 == 0o600
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        assert any("The draft that was left is back" in one.message for one in app._notifications)
+        assert any("Your draft is restored" in one.message for one in app._notifications)
         assert [screen.query_one(f"#row-{one}", SettingRow).text for one in ("sae-k", "train-lr")] == ["24", "auto"]
     assert left.exists()
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
@@ -890,7 +890,7 @@ async def test_a_key_reports_problems_of_the_stored_activations(make_app, monkey
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         await opened(pilot, app)
-        for words in ("warning: 3 rows are odd; leave them out", "Nothing is wrong with them."):
+        for words in ("warning: 3 rows are odd; leave them out", "No problems found."):
             await pilot.press("f5")
             await wait_until(pilot, lambda words=words: on_page(app, words))
             await pilot.press("escape")
@@ -942,7 +942,7 @@ async def test_another_python_is_asked_in_the_background_and_its_answer_is_revie
         screen = await opened(pilot, app)
         await reviewed(pilot, screen, f"launch.python: {python} is being checked")
         await pilot.press("ctrl+l")
-        await wait_until(pilot, lambda: "still being asked" in " ".join(one.message for one in app._notifications))
+        await wait_until(pilot, lambda: "still being checked" in " ".join(one.message for one in app._notifications))
         (tmp_path / "gate").write_text("\n")
         await reviewed(pilot, screen, " · by Python 3.12.1, sae-tui ", "torch 2.9.0+cpu, built without CUDA")
         assert job_of(screen).launch.python == str(python)

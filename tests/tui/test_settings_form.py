@@ -126,7 +126,7 @@ async def test_a_draft_is_kept_and_saved_without_losing_other_changes_to_the_fil
         await pilot.press("ctrl+s")
         await wait_until(pilot, lambda: app.session.settings.currency == "CHF")
         assert file.read_text() == 'theme = "light"\ncurrency = "CHF"\n# new\n'
-        assert "Saved: currency; the file said otherwise of currency meanwhile." in told(app)
+        assert "Saved: currency; replaced newer values of currency in the file." in told(app)
         assert (row_of(app, "theme").text, app.session.settings.theme) == ("light", "light")
         assert app.screen._draft == {}
 
@@ -141,7 +141,7 @@ async def test_an_invalid_line_of_the_file_is_shown_and_kept_when_others_are_sav
         await put(pilot, notify="off", look="plain")
         await pilot.press("ctrl+s")
         await wait_until(pilot, lambda: app.session.settings.notify == "off")
-        assert "look counts from the next start on" in told(app)
+        assert "look: active from the next start" in told(app)
         assert (
             file.read_text() == 'theme = "[pink=\\u001b[2J]"\nhistory_hours = "long"\nnotify = "off"\nlook = "plain"\n'
         )
