@@ -174,7 +174,9 @@ class SettingsScreen(FramedScreen):
     def _tell_saved(self, changes: dict[str, Any], meanwhile: list[str]) -> None:
         late = sorted(AT_START & changes.keys())
         parts = [f"Saved: {join_words(list(changes))}"]
-        parts += [f"{join_words(late)}: active from the next start"] if late else []
+        parts += (
+            [f"{join_words(late)} {'takes' if len(late) == 1 else 'take'} effect at the next start"] if late else []
+        )
         parts += [f"replaced newer values of {join_words(meanwhile)} in the file"] if meanwhile else []
         self.notify("; ".join(parts) + ".", severity="warning" if meanwhile else "information", markup=False)
 

@@ -87,7 +87,9 @@ async def test_a_sweep_can_be_compared_alone_and_at_most_eight_jobs_at_once(make
         await pilot.pause()
         await pilot.press("home", *["space"] * 9, "c")
         assert app.screen.id == "dashboard"
-        assert any("9 jobs are marked; unmark some to compare at most 8." in note.message for note in app._notifications)
+        assert any(
+            "9 jobs are marked; unmark some to compare at most 8." in note.message for note in app._notifications
+        )
 
 
 async def test_a_small_terminal_shows_one_view_and_a_large_one_all_of_them(make_app, jobs) -> None:

@@ -118,7 +118,9 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         await wait_until(pilot, lambda: view.latent == 0)
         for wrong in ("2", "x", "9" * 40):
             await ask(pilot, app, "g", wrong)
-            await wait_until(pilot, lambda wrong=wrong: f"no latent {wrong}; the indices go from 0 to 1." in last_notice(app))
+            await wait_until(
+                pilot, lambda wrong=wrong: f"no latent {wrong}; the indices go from 0 to 1." in last_notice(app)
+            )
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen.name == "job")
 

@@ -141,7 +141,7 @@ async def test_an_invalid_line_of_the_file_is_shown_and_kept_when_others_are_sav
         await put(pilot, notify="off", look="plain")
         await pilot.press("ctrl+s")
         await wait_until(pilot, lambda: app.session.settings.notify == "off")
-        assert "look: active from the next start" in told(app)
+        assert "look takes effect at the next start" in told(app)
         assert (
             file.read_text() == 'theme = "[pink=\\u001b[2J]"\nhistory_hours = "long"\nnotify = "off"\nlook = "plain"\n'
         )
