@@ -71,7 +71,7 @@ class Drafts:
     def _replace_by(self, what: str, form: LaunchScreen) -> None:
         """Open a form; ask first if changes in another form would be lost."""
         if kept := self._kept and self._kept.changed:
-            question = f"A draft with {plural(len(kept), 'changed setting')} is kept. Replace it by {what}?"
+            question = f"A draft with {plural(len(kept), 'changed setting')} is kept. Replace it with {what}?"
             self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._open(form) if yes else None)
         else:
             self._open(form)

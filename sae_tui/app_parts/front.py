@@ -99,7 +99,7 @@ class AppFront:
 
     def _report_delay(self) -> None:
         why = f"no thread could start, and {threading.active_count()} are running"
-        self._app.notify(f"Your last action has not started yet: {why}. Start the app again.", severity="error")
+        self._app.notify(f"Your last action has not started yet: {why}. Restart the app.", severity="error")
 
     def _tell(self, outcome: str, severity: SeverityLevel = "information") -> None:
         text = outcome[:1].upper() + outcome[1:]

@@ -32,7 +32,7 @@ class JobsFinder(Filtered):
                 tooltip="Show jobs that match all words: name, #tag, state, architecture, user, note, id"),
         Binding("escape", "clear_filter", "All", show=False, id="jobs.all", group=_FIND, tooltip="Show all jobs again"),
         Binding("o", "next_order", "Order", show=False, id="jobs.order", group=_FIND,
-                tooltip="Sort by the next of: " + ", ".join(orders())),
+                tooltip="Next sort order: " + ", ".join(orders())),
         Binding("space", "mark", "Mark", id="jobs.mark", group=_FIND,
                 tooltip="Mark the job, to compare or tag several"),
         Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Remove all marks"),

@@ -1,4 +1,4 @@
-"""GPUs in a card view: cards of 2 to 5 lines, in as many columns as fit."""
+"""GPUs in a card view: 2 to 5 lines per GPU, in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CardGrid:
 
 
 def card_grid(count: int, width: int, room: int) -> CardGrid:
-    """Return the grid of the card view; each card is as tall as the space allows, from 2 to 5 lines."""
+    """Return the grid of the card view; each GPU gets as many lines as the space allows, from 2 to 5."""
     columns = max(1, min(count, width // CARD_WIDTH))
     bands = -(-count // columns)
     return CardGrid(columns, max(2, min(5, room // max(1, bands))), bands)

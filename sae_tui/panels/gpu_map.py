@@ -12,7 +12,7 @@ from sae_tui.panels.gpu_cards import CardGrid
 from sae_tui.panels.gpu_row import GpuRow, blank, heat, memory_share, memory_short
 from sae_tui.widgets.lines import Line, Span
 
-LEGEND = "▶ ours  ● taken  ▲ hot  ✗ lost"
+LEGEND = "▶ job  ● in use  ▲ hot  ✗ lost"
 TALLEST = 4  # lines: utilisation; memory; temperature and power; holder
 _LEAST_WIDTH = 10  # cells: index, two signs, utilisation and the gap to the next tile
 _OF_A_NODE = 8  # GPUs per machine; a row of tiles holds whole machines

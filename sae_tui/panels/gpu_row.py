@@ -1,4 +1,4 @@
-"""The data of one GPU, and the texts and bars shared by lines, cards and maps."""
+"""The data of one GPU, and the texts and bars shared by lines, card view and map."""
 
 from __future__ import annotations
 

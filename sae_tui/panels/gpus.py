@@ -1,4 +1,4 @@
-"""All GPUs: one or two lines each, or a card or a tile each, in as many columns as fit."""
+"""All GPUs: one or two lines each, or a card view or a map of tiles in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape = Literal["lines", "cards", "map"]
 
 
 class GpuPanel(LineView, can_focus=True):
-    """Draws GPUs as lines, cards or a map; it is one widget, so that a tick of 8 GPUs costs one repaint.
+    """Draws GPUs as lines, as a card view or as a map; it is one widget, so that a tick of 8 GPUs costs one repaint.
 
     If not all GPUs fit, the last line counts the hidden GPUs above and below. While the panel has the focus, one GPU
     has the cursor.
@@ -56,7 +56,7 @@ class GpuPanel(LineView, can_focus=True):
 
         In the shape "lines" each GPU has `lines_each` lines.
         """
-        # One line per GPU is more useful than a few large cards with no space for the others.
+        # One line per GPU is more useful than a card view with space for only a few GPUs.
         is_crowded = shape == "cards" and len(rows) <= room < 2 * card_grid(len(rows), self.width, room).bands
         self._rows, self._shape = tuple(rows), "lines" if is_crowded else shape
         self._room, self._lines_each = room, lines_each

@@ -88,7 +88,7 @@ def _cells(line: Line) -> int:
 def _imported(job: JobView) -> Line:
     """Return the figures of an imported SAE's report card; without a report card, the key that creates it."""
     if job.heldout_fvu is None:
-        return ((" not evaluated yet; e measures FVU and L0", "dim"),)
+        return ((" not evaluated yet; press e to measure FVU and L0", "dim"),)
     figures = [f"trained on {count(job.tokens)} tokens"] if job.tokens else []
     figures += [f"FVU {number(job.heldout_fvu)}"]
     figures += [] if job.heldout_l0 is None else [f"L0 {number(job.heldout_l0)}"]

@@ -49,7 +49,7 @@ class ParetoPanel(Chart):
         below = legend(
             [self._entry(at, at in best, points[at]) for at in range(len(points))], width, max(1, height // 3)
         )
-        note = "no front before an evaluation" if names == OF_BATCHES else f"{BEST} Pareto front"
+        note = "no Pareto front before an evaluation" if names == OF_BATCHES else f"{BEST} Pareto front"
         heading: Line = (f"{names[1]} against {names[0]} ", "title"), (note, "label")
         n_lines = height if self.has_title else height - 1
         drawn = _plot(known_points, best, names[0], width, n_lines - 1 - len(below))

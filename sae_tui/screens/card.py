@@ -81,7 +81,7 @@ class CardScreen(Evaluates, FramedScreen):
     def _draw(self) -> None:
         self.refresh_bindings()
         self._title()
-        none_yet = f"Job {self.job_id} has no report card yet; once it has ended, e makes one."
+        none_yet = f"Job {self.job_id} has no report card yet; press e after the job has ended to make one."
         self.query_one(CardPanel).show_card(self._cards.get(self.member) or none_yet)
 
     def _title(self) -> None:

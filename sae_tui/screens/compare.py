@@ -215,7 +215,7 @@ class CompareScreen(FramedScreen):
             if name:
                 self.session.actions.do(lambda: self._export(name))
 
-        self.app.push_screen(Ask(question, "a name", name), take)
+        self.app.push_screen(Ask(question, "file name", name), take)
 
     def _export(self, name: str) -> str:
         base = working_folder() / os.path.expanduser(name)

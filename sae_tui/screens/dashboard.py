@@ -65,7 +65,7 @@ class Dashboard(FramedScreen):
 
     BINDINGS = [
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
-                tooltip="GPUs as lines, cards or a map"),
+                tooltip="GPUs as lines, as a card view or as a map"),
         *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
                   key_display="0…9", tooltip="The GPU with this number in full screen" if index == 0 else "")
           for index in range(10)),
@@ -255,7 +255,7 @@ class Dashboard(FramedScreen):
         )
         if (rows, view) != self._arranged:
             self._rows, self._arranged = rows, (rows, view)
-            self.set_class(rows.beside, "-beside")
+            self.set_class(rows.beside, "-side-by-side")
             for name, inside in (("aggregate", rows.totals), ("gpus", rows.gpus), ("preview", rows.preview)):
                 panel: Widget = self.query_one(f"#{name}")
                 panel.display = inside > 0
@@ -290,7 +290,7 @@ class Dashboard(FramedScreen):
     def _first_steps(self) -> Sequence[Line]:
         monitor = self.session.monitor
         has_gpus = monitor.opening or bool(monitor.latest())
-        # Another Python is only queried for its packages when a job is to be launched.
+        # Another Python is queried for its packages only before a launch.
         has_torch = bool(self.session.settings.python) or not missing_of_trainer()
         return first_steps(has_gpus=has_gpus, has_torch=has_torch, readonly=self.session.readonly)
 

@@ -74,7 +74,7 @@ class ExportDialog(Dialog[None]):
         if self._is_going or self._session.actions.refused():
             return
         if not folder:
-            self._show("Name a folder to write it to.")
+            self._show("Enter the folder to write the SAE to.")
             return
         out, force = working_folder() / os.path.expanduser(folder), self.query_one("#force", Tick).value
         try:
@@ -83,7 +83,7 @@ class ExportDialog(Dialog[None]):
             self._show(f"{out} cannot be used: {sentence(error)}")
             return
         if is_used:
-            self._show(f"{out} is not empty. Name another folder, or tick the box above.")
+            self._show(f"{out} is not empty. Enter another folder, or tick the box above.")
             return
         self._is_going = True
         self._show("Exporting …")

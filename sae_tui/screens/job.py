@@ -75,8 +75,8 @@ class JobScreen(Evaluates, FramedScreen):
     JobScreen SettingsPanel { display: none; }
     JobScreen.-settings SettingsPanel { display: block; }
     JobScreen.-settings #live { display: none; }
-    JobScreen.-settings.-beside SettingsPanel { width: 42; }
-    JobScreen.-settings.-beside #live { display: block; width: 1fr; }
+    JobScreen.-settings.-side-by-side SettingsPanel { width: 42; }
+    JobScreen.-settings.-side-by-side #live { display: block; width: 1fr; }
     JobScreen #middle { height: 1fr; min-height: 5; max-height: 10; }
     JobScreen.-bare #middle { min-height: 3; max-height: 8; }
     JobScreen #log-box { height: 1fr; min-height: 3; }
@@ -133,7 +133,7 @@ class JobScreen(Evaluates, FramedScreen):
 
     def _arrange(self) -> None:
         """Put the settings next to the other panels, or in place of them if the window is too narrow for both."""
-        self.set_class(self.size.width >= _BESIDE_FROM, "-beside")
+        self.set_class(self.size.width >= _BESIDE_FROM, "-side-by-side")
         self.set_class(self.shows_settings, "-settings")
 
     def show_gpus(self) -> None:
@@ -180,7 +180,7 @@ class JobScreen(Evaluates, FramedScreen):
         hidden |= set() if job.world_size > 1 else {"job.rank"}
         words = {f"job.{verb}": word for verb, word in verbs.items()}
         words["job.metrics"] = "Compare" if is_sweep(job) else "Curve"
-        words["job.settings"] = "Settings" if self.has_class("-beside") else "Info"
+        words["job.settings"] = "Settings" if self.has_class("-side-by-side") else "Info"
         return FooterOffer(_KEYS, frozenset(hidden), words)
 
     def action_stop_job(self) -> None:

@@ -71,7 +71,7 @@ class LaunchScreen(FramedScreen):
         Binding("f5", "inspect", "Inspect", show=False, id="launch.inspect",
                 tooltip="Problems in the stored activations, and their remedies"),
         Binding("f6", "launch_there", "On host", show=False, id="launch.there",
-                tooltip="Start the job on another host, which checks it itself"),
+                tooltip="Start the job on another host; that host checks the settings"),
         Binding("up", "app.focus_previous", show=False),
         Binding("down", "app.focus_next", show=False),
     ]  # fmt: skip
@@ -277,7 +277,9 @@ class LaunchScreen(FramedScreen):
     def _save(self, path: Path, job: AnyJob) -> None:
         if os.path.exists(path):
             question = f"{path} exists. Overwrite it?"
-            self.app.push_screen(Confirm(question, yes="Write"), lambda yes: self._write(path, job) if yes else None)
+            self.app.push_screen(
+                Confirm(question, yes="Overwrite"), lambda yes: self._write(path, job) if yes else None
+            )
         else:
             self._write(path, job)
 

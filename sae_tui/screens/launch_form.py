@@ -135,7 +135,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
-        """Draw the GPUs as they are now. When the first GPUs appear, tick those that the settings select."""
+        """Draw the GPUs as they are now. When the first GPUs appear, tick the GPUs that the settings select."""
         for picker in self.query(GpuPicker):
             if picker.elsewhere:
                 self._show_memory(picker)
@@ -173,7 +173,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if not self.changed:
             fill()
             return
-        question = f"Replace your {plural(len(self.changed), 'changed setting')} by {what}?"
+        question = f"Replace your {plural(len(self.changed), 'changed setting')} with {what}?"
         self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
 
     def fill(self, path: Path) -> None:
@@ -259,9 +259,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if indices:
             asked = ", ".join(f"GPU {index}" for index in indices)
             whose = f"Job {self.origin.job_id} had" if self.origin else "The job file asks for"
-            self.notify(
-                f"{whose} {asked}, which is not available now; choose others.", severity="warning", markup=False
-            )
+            self.notify(f"{whose} {asked}, not available now; choose other GPUs.", severity="warning", markup=False)
 
     @on(Menu.Picked, "#preset")
     def _preset_picked(self, event: Menu.Picked) -> None:

@@ -119,7 +119,7 @@ class MetricsScreen(FramedScreen):
     def _why_empty(job: JobView) -> str:
         """Return why a job has no metric."""
         if job.state is JobState.IMPORTED:
-            return "its SAE was imported and has not trained here, so it has no curves; e on the job measures it"
+            return "its SAE was imported, so it has no curves; press e on the job to evaluate it"
         return "it has no measurements" if job.state.is_final else "no values yet"
 
     def _found(self, pattern: str) -> tuple[list[MetricSeries], str]:

@@ -70,7 +70,7 @@ class ProcessList(Filtered):
         Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=_GROUP,
                 tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, pid, container"),
         Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
-                tooltip="Sort by the next of: " + ", ".join(ORDERS)),
+                tooltip="Next sort order: " + ", ".join(ORDERS)),
         Binding("t", "toggle_tree", "Tree", id="processes.tree", group=_GROUP,
                 tooltip="Show each process below its parent, or ranks folded under their job"),
         Binding("space", "fold", "Fold", show=False, id="processes.fold", group=_GROUP,

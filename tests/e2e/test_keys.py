@@ -163,7 +163,7 @@ def test_a_draft_is_discarded_only_after_a_question_and_ctrl_r_resets_it(box: Bo
     terminal.wait_for("1 changed · ctrl+r resets")
     terminal.wait_for("F1 Help")
     terminal.press("\x1b[A", "\r", "\r")
-    terminal.wait_for("Replace your 1 changed setting by preset quick?")
+    terminal.wait_for("Replace your 1 changed setting with preset quick?")
     terminal.send("n")
     terminal.wait_for(lambda text: "Replace your" not in text and "other" in text)
     terminal.send(ESC)

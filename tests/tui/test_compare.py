@@ -235,7 +235,7 @@ async def test_the_pareto_front_is_marked(make_app, data) -> None:
 async def test_values_of_training_batches_form_no_pareto_front(make_app, data) -> None:
     ids = [record_job(data, name, JobState.FINISHED, fvu=0.1, l0=k) for name, k in (("one", 8.0), ("two", 9.0))]
     drawn = await drawn_pareto(make_app, ids)
-    assert "batch FVU against batch L0 no front before an evaluation" in drawn
+    assert "batch FVU against batch L0 no Pareto front before an evaluation" in drawn
     assert "★" not in drawn
 
 

@@ -282,7 +282,7 @@ async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_a_questio
         app.screen.query_one("#row-name Input").value = "mine"
         await pilot.press("escape", "e")
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
-        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it by an extraction form?"
+        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it with an extraction form?"
         await pilot.press("y")
         await wait_until(pilot, shows("gpt2-activations"))
 

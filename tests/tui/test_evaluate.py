@@ -137,7 +137,7 @@ async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_ca
         app.session.go.open_job(imported)
         await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == imported)
         await wait_until(pilot, lambda: any("not evaluated" in one.plain for one in app.screen.query(Headline)))
-        assert "not evaluated yet; e measures FVU and L0" in app.screen.query_one(Headline).plain
+        assert "not evaluated yet; press e to measure FVU and L0" in app.screen.query_one(Headline).plain
         await pilot.press("a")
         await wait_until(pilot, lambda: "its SAE was imported" in app.screen.query_one(Found).plain)
         put_card(data.sae(imported))

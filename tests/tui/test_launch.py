@@ -821,7 +821,7 @@ async def test_choosing_the_current_preset_again_resets_the_form_after_a_questio
             screen.query_one("#preset").focus()
             await pilot.press("enter", "enter")
             await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
-            assert app.screen.question == "Replace your 2 changed settings by preset quick?"
+            assert app.screen.question == "Replace your 2 changed settings with preset quick?"
             await pilot.press(answer)
             await wait_until(pilot, lambda kept=kept: screen.query_one("#row-sae-k", SettingRow).text == kept)
         assert screen.form.changed == []
