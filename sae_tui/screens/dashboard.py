@@ -65,7 +65,7 @@ class Dashboard(FramedScreen):
 
     BINDINGS = [
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
-                tooltip="GPUs as lines, as a card view or as a map"),
+                tooltip="Lines, card view or map"),
         *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
                   key_display="0…9", tooltip="The GPU with this number in full screen" if index == 0 else "")
           for index in range(10)),

@@ -39,7 +39,7 @@ def test_a_slow_gpus_plot_is_as_wide_as_others_and_silent_gpus_are_not_summed(bo
     terminal.resize(120, 40)
     terminal.wait_for("Utilisation")
     terminal.send("?")
-    terminal.wait_for("A job runs on its own")
+    terminal.wait_for("A job runs independently")
     # The newest columns of a plot, to the right of the dialog.
     behind = [line[110:] for line in terminal.screen.display[2:11]]
     terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)

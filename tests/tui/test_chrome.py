@@ -202,14 +202,14 @@ async def test_help_lists_the_keys_of_its_screen_by_topic(make_app) -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")
         assert [topic.title for topic in app.screen.topics] == ["Jobs", "Queue", "Find", "GPUs", "Everywhere"]
-        assert "A job runs on its own" in app.screen.query_one("Page").plain
+        assert "A job runs independently" in app.screen.query_one("Page").plain
         first = app.screen.topics[0].keys[0]
         assert first[:2] == ("n", "New job")
         await pilot.press("escape", "n")
         await wait_until(pilot, lambda: app.screen.name == "launch")
         await pilot.press("f1")
         assert [topic.title for topic in app.screen.topics] == ["GPUs", "Launch", "Everywhere"]
-        assert "A job runs on its own" not in app.screen.query_one("Page").plain
+        assert "A job runs independently" not in app.screen.query_one("Page").plain
 
 
 # The palette.

@@ -260,7 +260,7 @@ async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_a
     assert await steps(StillMonitor(8)) == [
         "See      0…9: one GPU · t: GPU processes · v: other views", extract, train
     ]  # fmt: skip
-    assert "not from here" in (await steps(NoGpus(), readonly=True))[1]
+    assert "read-only: the app was started with --readonly" in (await steps(NoGpus(), readonly=True))[1]
     monkeypatch.setattr(dashboard, "missing_of_trainer", lambda: ["torch"])
     remedy = "PyTorch is missing: pip install 'sae-tui[train]'"
     assert await steps(NoGpus()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
@@ -459,7 +459,7 @@ async def test_help_lists_every_key_of_the_screen(make_app) -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")
         shown = app.screen.query_one("Page").plain
-        assert "GPUs as lines, cards or a map" in shown
+        assert "Lines, card view or map" in shown
         assert "Choose GPUs and launch a training" in shown
         await pilot.press("escape")
         assert app.screen.id == "dashboard"

@@ -837,7 +837,7 @@ async def test_a_clone_replaces_a_changed_draft_only_after_a_question(make_app, 
         await type_into(pilot, screen, "sae.k", "8")
         await pilot.press("escape", "y")
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
-        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it by the clone?"
+        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it with the clone?"
         await pilot.press("n", "n")
         assert app.screen is screen
         await pilot.press("escape", "y", "y")
