@@ -48,7 +48,7 @@ def card_lines(card: Card, width: int) -> list[Line]:
         lines.append(((f" {title:<{column}}", "label"), (first, "text")))
         lines += [((" " * (column + 1), "label"), (line, "text")) for line in others]
     if card.latents:
-        told_of = f" {len(card.latents)} random latents that fire, at their largest activation"
+        told_of = f" {len(card.latents)} random latents that fire, each with its max-activating example"
         lines += [((" ", "text"),), ((fit(told_of, width), "label"),)]
     return lines + [_latent_line(one, width) for one in card.latents]
 

@@ -28,7 +28,7 @@ class CardScreen(Evaluates, FramedScreen):
         Binding("M", "next_member(-1)", "Previous SAE", show=False, id="card.member_before",
                 tooltip="The report card of the previous SAE in the sweep"),
         Binding("f", "open_features", "Features", id="card.features",
-                tooltip="The texts that activate its latents most"),
+                tooltip="Max-activating examples of its latents"),
         Binding("e", "evaluate", "Evaluate", id="card.evaluate",
                 tooltip="Choose what to measure: rows, in the model, probes"),
     ]  # fmt: skip

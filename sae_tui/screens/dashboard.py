@@ -92,7 +92,7 @@ class Dashboard(FramedScreen):
         Binding("l", "open_log", "Log", id="dashboard.log", group=JOBS,
                 tooltip="The logs of the job: follow, search, filter"),
         Binding("f", "open_features", "Features", id="dashboard.features", group=JOBS,
-                tooltip="The texts that activate its latents most"),
+                tooltip="Max-activating examples of its latents"),
         Binding("y", "clone_job", "Clone", id="dashboard.clone", group=JOBS, tooltip="A new job like this one"),
         Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS,
                 tooltip="Delete the job, or the marked jobs"),

@@ -55,7 +55,7 @@ class JobScreen(Evaluates, FramedScreen):
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs in full screen: follow, search, filter"),
         Binding("v", "open_card", "Card", id="job.card", tooltip="The report card of its SAE: all measurements"),
         Binding("f", "open_features", "Features", id="job.features",
-                tooltip="The texts that activate its latents most"),
+                tooltip="Max-activating examples of its latents"),
         Binding("e", "evaluate", "Evaluate", id="job.evaluate",
                 tooltip="Choose what to measure: rows, in the model, probes"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
