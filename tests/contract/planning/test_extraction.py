@@ -124,8 +124,8 @@ def test_an_invalid_model_or_text_or_folder_is_reported_before_the_launch(tmp_pa
         str(problem) for problem in check(extraction_job(other, tmp_path, tmp_path / "rows"), machine(tmp_path, 70))
     ]
     assert told == [
-        f"model.path: {other} is neither a folder nor a .gguf file; give that of a model",
-        f"extract.output: {tmp_path}/rows is in text.path, all files of which are read; choose another",
+        f"model.path: {other} is neither a folder nor a .gguf file; give the folder or file of a model",
+        f"extract.output: {tmp_path}/rows is in text.path, and all files there are read; choose another",
     ]
 
 

@@ -80,7 +80,7 @@ def test_an_unknown_number_of_layers_is_refused(source: str, tmp_path: Path) -> 
     with pytest.raises(JobFileError) as error:
         job.data_shape()
     assert str(error.value.problems[0]) == (
-        'data.hook: "mlp" stands for all layers, and how many there are is not told here; name them, like mlp.0-11'
+        'data.hook: "mlp" stands for all layers, but the number of layers is not known here; list them, like mlp.0-11'
     )
 
 

@@ -161,7 +161,7 @@ def test_folders_of_different_width_are_refused(folders: list[str], make_job: Ma
     save_file({"activations": torch.zeros(10, 3)}, Path(folders[1]) / "x.safetensors")
     with pytest.raises(JobFileError) as caught:
         make_job(data={"path": folders}).data_shape()
-    message = f"{folders[1]} has d_in 3, but {folders[0]} has 16; all folders that are mixed must agree"
+    message = f"{folders[1]} has d_in 3, but {folders[0]} has 16; all mixed folders must have the same width"
     assert str(caught.value) == f"data.path: {message}"
 
 

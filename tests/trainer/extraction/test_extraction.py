@@ -361,7 +361,7 @@ def test_an_output_that_is_a_file_or_a_link_is_refused(make: Make, tmp_path: Pat
 
 
 def test_an_output_inside_the_text_folder_is_refused(make: Make, tmp_path: Path) -> None:
-    shown = f"extract.output: {tmp_path}/activations is in text.path, all files of which are read; choose another"
+    shown = f"extract.output: {tmp_path}/activations is in text.path, and all files there are read; choose another"
     assert refusal(make(text=tmp_path)) == shown
 
 

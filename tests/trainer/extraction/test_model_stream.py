@@ -427,15 +427,15 @@ def test_a_text_that_ends_before_the_run_is_reported(make: Make, corpus: Path, t
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"text": None}, "data.text: is missing; give this or data.dataset"),
-        ({"dataset": "wiki"}, "data.text: is given, and so is data.dataset"),
+        ({"text": None}, "data.text: is missing; set it or data.dataset"),
+        ({"dataset": "wiki"}, "data.text: is set, and so is data.dataset"),
         ({"text": "/nowhere"}, "data.text: there is nothing at /nowhere"),
         ({"model": "/nowhere"}, "data.model: there is nothing at /nowhere"),
         ({"model": "/"}, "data.model: / has no config.json; give the folder of a model, or its .gguf file"),
         ({"text": __file__}, f"data.text: {__file__} must end in .txt, .md,"),
         ({"hook": "blocks.1.hook_z"}, 'data.hook: "blocks.1.hook_z" has no site hook_z; known are'),
         ({"hook": "h.0.mlp"}, "data.d_in: the files of "),
-        ({"model": "nobody/has-this"}, "data.d_in: the files of nobody/has-this do not tell how wide a row"),
+        ({"model": "nobody/has-this"}, "data.d_in: the files of nobody/has-this do not give the width of "),
         ({"context": 65}, "data.context: must be at most 64, which is what the model sees at once, not 65"),
         ({"skip_first": 32}, "data.skip_first: must be below data.context, 32, not 32"),
     ],

@@ -358,7 +358,7 @@ def test_incompatible_hooks_are_refused_in_a_sentence(data: dict[str, Any], prob
 
 def test_a_layer_out_of_range_is_refused_before_the_model_is_loaded(make: Make, long_text: Path) -> None:
     job = parsed(table_of(streamed(make(), long_text, "resid_post.1-3")))
-    with pytest.raises(JobFileError, match=r'^data.hook: "resid_post.3" is in no layer of .*, which has 3 layers'):
+    with pytest.raises(JobFileError, match=r'^data.hook: .* has no "resid_post.3"; it has 3 layers'):
         job.data_shape()
 
 

@@ -28,20 +28,20 @@ FAILURE = typed(
     "Failure",
     Failure,
     {
-        "field": "The flag, argument or setting that is wrong; null where none is named.",
-        "message": "What is wrong, in one sentence.",
-        "fix": "What to do; null where the message says what is allowed.",
+        "field": "The flag, argument or setting that is wrong; null: none.",
+        "message": "The problem, in one sentence.",
+        "fix": "The fix; null: the message says what is allowed.",
     },
 )
 REFUSAL = whole(
-    "What went wrong: the only answer of a command that fails, with an exit code other than 0",
+    "Problems: the only output of a command that fails, with an exit code other than 0",
     fields(
         "",
         {
             name: (FAILURE if name == "error" else list_of(FAILURE), words)
             for name, words in {
-                "error": "The first thing that is wrong.",
-                "others": "All others; left out where there are none.",
+                "error": "The first problem.",
+                "others": "All other problems; omitted if there are none.",
             }.items()
             if name in Refusal.__struct_fields__
         },
@@ -55,7 +55,7 @@ def metric_words(name: str) -> str:
     metric = name.removeprefix(HELD_OUT)
     entry, is_held_out = METRICS[metric], name != metric
     unit = " (0 to 1)" if entry.series.is_share else f" ({entry.series.unit})" if entry.series.unit else ""
-    where = ", on held-out data" if is_held_out else ", of the last batches" if entry.held_out else ""
+    where = ", on held-out data" if is_held_out else ", over the last batches" if entry.held_out else ""
     return f"{entry.summary.removesuffix('.')}{unit}{where}; null: not measured{' yet' * is_held_out}."
 
 
@@ -73,12 +73,12 @@ IMPORT_CHECK: Described = {
             {
                 "rows": "Rows of the data that were read.",
                 "l0": "Latents active per row.",
-                "fvu": "Share of the variance that is unexplained; null: reconstructions are not finite.",
+                "fvu": "Unexplained share of the variance; null: reconstructions are not finite.",
             },
         ),
         "Figures of the SAE on rows of the data.",
     ),
-    "warnings": (list_of(str), "Figures that cannot be right, with the likely reason."),
+    "warnings": (list_of(str), "Implausible figures, with the likely reason."),
 }
 _FIGURES = typed(
     "Figures",
@@ -95,20 +95,20 @@ _FIGURES = typed(
         "explained_variance": "Explained variance by SAEBench's definition; null: not defined.",
         "mse": "Squared error per row, summed over dimensions; null: not defined.",
         "cosine": "Mean cosine of a row and its reconstruction; null: not defined.",
-        "l0": "Mean number of latents active per token; null: not defined.",
-        "l0_quantiles": "Its 5th, 25th, 50th, 75th and 95th percentile.",
-        "l2_ratio": "Norm of the reconstruction over that of the row, on average; null: not defined.",
-        "relative_reconstruction_bias": "Scale by which reconstructions fit best, below 1 where they shrink; null: not"
+        "l0": "Mean number of active latents per token; null: not defined.",
+        "l0_quantiles": "The 5th, 25th, 50th, 75th and 95th percentiles of L0.",
+        "l2_ratio": "Mean norm of the reconstruction divided by the norm of the row; null: not defined.",
+        "relative_reconstruction_bias": "Relative reconstruction bias, below 1 if reconstructions shrink; null: not"
         " defined.",
         "dead": "Share of latents that did not fire on these rows (0 to 1); null: not defined.",
         "dead_error": "Its standard error; null: not defined.",
-        "rare": "Share of latents that fire on at most one row in 10,000 (0 to 1); null: too few rows to say.",
+        "rare": "Share of latents that fire on at most one row in 10,000 (0 to 1); null: too few rows.",
         "dense_1": "Share of latents that fire on more than 1 % of the rows (0 to 1); null: not defined.",
         "dense_10": "Share of latents that fire on more than 10 % of the rows (0 to 1); null: not defined.",
         "density_histogram": "Latents by the logarithm of their density.",
-        "max_decoder_cosine": "Mean over latents of the largest cosine with another decoder direction; null: not"
+        "max_decoder_cosine": "Mean over latents of the largest cosine with any other decoder direction; null: not"
         " defined.",
-        "fvu_all_dimensions": "FVU of raw rows, where the training left out or scaled dimensions; null: it did not.",
+        "fvu_all_dimensions": "FVU of raw rows, if the training left out or scaled dimensions; null: it did not.",
     },
     no_number_is_null=True,
 )
@@ -117,21 +117,21 @@ _TEXT_ROWS = typed(
     TextRows,
     {
         "n_rows": "Rows replaced by reconstructions.",
-        "explained_variance": "Explained share of their variance; null: not defined.",
+        "explained_variance": "Explained share of the variance; null: not defined.",
         "mse": "Squared error per row, summed over dimensions; null: not defined.",
         "cosine": "Cosine of row and reconstruction, on average; null: not defined.",
         "l0": "Latents active per token, on average; null: not defined.",
         "l2_ratio": "Norm of the reconstruction divided by the norm of the row, on average; null: not defined.",
-        "relative_reconstruction_bias": "Below 1 where reconstructions shrink; null: not defined.",
+        "relative_reconstruction_bias": "Below 1 if reconstructions shrink; null: not defined.",
     },
     no_number_is_null=True,
 )
 _LOSSES = {
     "n_tokens": "Tokens that count.",
-    "ce": "Cross-entropy of the model as it is, in nats; null: not defined.",
+    "ce": "Cross-entropy of the unchanged model, in nats; null: not defined.",
     "ce_with_sae": "With reconstructions in place of activations, in nats; null: not defined.",
     "ce_with_zeros": "With zeros in their place, in nats; null: not defined.",
-    "ce_score": "Share of what zeros lose that reconstructions keep; null: not defined.",
+    "ce_score": "Loss recovered: 0 for zeros, 1 for the unchanged model; null: not defined.",
     "ce_score_error": "Its standard error; null: not defined.",
     "kl_with_sae": "KL divergence with reconstructions, in nats; null: not defined.",
     "kl_with_zeros": "KL divergence with zeros, in nats; null: not defined.",
@@ -139,7 +139,7 @@ _LOSSES = {
     "kl_score_error": "Its standard error; null: not defined.",
 }
 _ALL_TOKENS = typed(
-    "Of all tokens, as SAELens",
+    "All tokens, as in SAELens",
     AllTokens,
     _LOSSES | {"rows": "Reconstructions of all rows."},
     {"rows": _TEXT_ROWS},
@@ -151,8 +151,8 @@ _SPLICED = typed(
     _LOSSES
     | {
         "text": "Text of the tokens.",
-        "is_unseen": "Whether none of it was trained on.",
-        "n_texts": "Texts over which errors are taken; 0: not known.",
+        "is_unseen": "Whether the run trained on none of this text.",
+        "n_texts": "Texts that the standard errors are computed over; 0: not known.",
         "left_out": "Tokens with unchanged rows that do not count, such as first tokens; empty: none; null: not known.",
         "ce_with_mean": "With the mean row in their place, in nats; null: not measured.",
         "rows": "Reconstructions of the rows that count; null: not measured.",
@@ -177,11 +177,11 @@ _PROBING = typed(
     "Probing",
     Probing,
     {
-        "n_sets": "Sets of labelled texts.",
-        "n_seeds": "Splits of the texts of each.",
-        "n_texts": "Texts in all.",
-        "k": "By the number of latents that a probe reads.",
-        "dense": "Of probes that read all activations.",
+        "n_sets": "Number of sets of labelled texts.",
+        "n_seeds": "Splits of each set.",
+        "n_texts": "Total number of texts.",
+        "k": "Results by the number of latents that a probe reads.",
+        "dense": "Result of probes that read all activations.",
     },
     {"k": by_name(_AUC), "dense": _AUC},
 )
@@ -192,16 +192,16 @@ _RECIPE = typed(
         "optimizer": "The optimizer.",
         "optimizer_settings": "Its settings, with auto resolved.",
         "lr": "Full learning rate, with auto resolved.",
-        "encoder_follows": "Whether encoders follow their decoders.",
-        "encoder_lr": "The encoders' own rate; null: they do not follow.",
-        "warmup_fraction": "Share of the steps over which the rate rises.",
-        "decay_fraction": "Share of the steps over which it falls.",
+        "encoder_follows": "Whether encoder updates are tied to decoder updates.",
+        "encoder_lr": "Learning rate of tied encoders; null: not tied.",
+        "warmup_fraction": "Share of the steps in which the learning rate rises.",
+        "decay_fraction": "Share of the steps in which the learning rate falls.",
         "batch_tokens": "Tokens per step.",
         "steps": "Steps taken.",
         "planned_steps": "Steps of the whole run.",
         "tokens": "Tokens trained on.",
         "passes": "Passes over the training rows; null: a stream, or not known.",
-        "target_l0": "L0 asked for; null: a fixed penalty decides.",
+        "target_l0": "Requested L0; null: a fixed penalty decides.",
         "auxk_alpha": "Weight of the AuxK loss; null: the architecture has no such loss.",
         "k_aux": "Dead latents that the AuxK loss uses; null: none.",
         "seed": "The seed.",
@@ -213,16 +213,16 @@ _DATA = typed(
     EvaluationData,
     {
         "place": "Folder or source of the rows.",
-        "is_held_out": "Whether the run had held the rows back.",
+        "is_held_out": "Whether the run held out these rows.",
         "gamma": "Distance of the mean from the origin in spreads of the rows; null: not defined.",
-        "outlier_fraction": "Share of rows of enormous norm, which were left out (0 to 1); null: not defined.",
-        "not_finite": "Rows that are not finite, which were left out.",
-        "max_norm": "From how many times the median norm a row is an outlier; null: not defined.",
-        "n_held_out": "Rows that the run has held back; 0: none.",
-        "is_trained_on": "Whether the SAE has seen the rows in its training.",
-        "heavy": 'Dimensions that flatter the FVU, in words; "": none.',
-        "hold_out": 'How rows were held out: "texts", "blocks" or "rows"; "": none were.',
-        "copies": "Share of the held-out rows with an equal training row, as far as compared; null: not compared.",
+        "outlier_fraction": "Share of rows left out for a huge norm (0 to 1); null: not defined.",
+        "not_finite": "Rows left out as not finite.",
+        "max_norm": "A row above this many times the median norm is an outlier; null: not defined.",
+        "n_held_out": "Rows that the run held out; 0: none.",
+        "is_trained_on": "Whether the SAE was trained on these rows.",
+        "heavy": 'Dimensions that make the FVU look better, in words; "": none.',
+        "hold_out": 'How rows were held out: "texts", "blocks" or "rows"; "": no rows were.',
+        "copies": "Share of the compared held-out rows with an equal training row; null: not compared.",
         "dimensions": 'Dimensions that the training left out or scaled down, in words; "": none.',
         "zero_fraction": "Share of rows of zeros (0 to 1); null: not defined.",
         "drops_zero": "Whether rows of zeros were left out.",
@@ -233,13 +233,13 @@ _TRAINING = typed(
     "Training",
     HowFar,
     {
-        "step": "Step at which the weights were taken.",
-        "total_steps": "Steps of the whole run; it is unfinished where `step` is less.",
+        "step": "Step of the measured weights.",
+        "total_steps": "Steps of the whole run; it is unfinished if `step` is less.",
         "lr_share": "Learning rate at this step as a share of the full one; null: no decay, or not known.",
         "passes": "Passes over the training rows; null: a stream, or not known.",
-        "fvu": "FVU of the last batches; null: not known.",
+        "fvu": "FVU over the last batches; null: not known.",
         "heldout_fvu": "FVU of held-out rows; null: not measured.",
-        "best": "The lowest held-out FVU, if it was clearly lower; null: it was not.",
+        "best": "The lowest held-out FVU, if clearly lower than the last; null: it is not.",
         "is_last": "Whether the weights are from the run's last checkpoint.",
     },
     {"best": or_null(by_name({}))},
@@ -252,7 +252,7 @@ _PART = typed(
         "step": "Step of the SAE; 0: not known.",
         "n": "Number of measured units.",
         "unit": "The unit of `n`: rows, tokens, texts or latents.",
-        "text": 'Text or rows that were read; "": not recorded.',
+        "text": 'Measured text or rows; "": not recorded.',
         "model": 'Language model that read the text; "": none.',
         "settings": "Settings that change the figures, by name.",
         "device": '"cpu" or "cuda"; "": not known.',
@@ -269,12 +269,12 @@ _CARD: dict[str, tuple[Any, str]] = {
     "origin": (by_name({}), "What is known of model, hook and text."),
     "data": (_DATA, "What it was measured on."),
     "figures": (_FIGURES, "What was measured."),
-    "recovery": (float | None, "Share of the true directions that were found; null: they are not known."),
-    "spliced": (or_null(_SPLICED), "What its language model loses; null: not measured."),
-    "probing": (or_null(_PROBING), "What its latents tell of labelled texts; null: not measured."),
-    "latents": (list_of(by_name({})), "Latents by chance, with texts in which they fire."),
+    "recovery": (float | None, "Share of the true directions that the SAE found; null: they are not known."),
+    "spliced": (or_null(_SPLICED), "Loss of the patched language model; null: not measured."),
+    "probing": (or_null(_PROBING), "Probes of the latents on labelled texts; null: not measured."),
+    "latents": (list_of(by_name({})), "Random latents, with texts in which they fire."),
     "recipe": (or_null(_RECIPE), "How it was trained; null: not known."),
-    "threshold_set_on": (str, "Rows on which its single threshold was set; empty: it has none."),
+    "threshold_set_on": (str, "Rows on which its single threshold was set; empty: it has no such threshold."),
     "training": (or_null(_TRAINING), "How far its training went; null: not known."),
     "weights": (str, 'Digest of the measured weights; "": not known.'),
     "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),

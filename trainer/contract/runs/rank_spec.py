@@ -60,7 +60,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     @property
     def n_devices(self) -> int:
-        """The number of GPUs of the job: one per rank, plus the GPUs that only run a language model."""
+        """The number of GPUs of the job: one per rank, plus the GPUs that run only the language model."""
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:

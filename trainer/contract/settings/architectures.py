@@ -37,24 +37,27 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
 
 
 # Settings of TopK and the architectures derived from it.
-KAux = Annotated[int, about("Dead latents that try to explain the residual; else d_in / 2.", advanced=True, ge=1)]
+KAux = Annotated[int, about("Dead latents that reconstruct the residual; default d_in / 2.", advanced=True, ge=1)]
 AuxKAlpha = Annotated[
     float, about("Weight of the AuxK loss (1/32 in Gao et al.); 0 turns it off.", advanced=True, ge=0)
 ]
 KAnnealFraction = Annotated[
     float,
     about(
-        "Share of the steps in which k falls to its value (0.1 in llamascopium); 0: never.", advanced=True, ge=0, le=1
+        "Share of the steps in which k is annealed to its value (0.1 in llamascopium); 0: never.",
+        advanced=True,
+        ge=0,
+        le=1,
     ),
 ]
 KAnnealStart = Annotated[
     int,
-    about("The k that falls; else d_in, as in llamascopium and dictionary_learning.", advanced=True, ge=1),
+    about("Initial k of the annealing; default d_in, as in llamascopium and dictionary_learning.", advanced=True, ge=1),
 ]
 ThresholdRate = Annotated[
     float,
     about(
-        "How far a step moves the threshold towards the batch's own (0.01 in SAELens: L0 27 for k 32 in 150 steps).",
+        "Rate at which a step moves the threshold to that of its batch (0.01 in SAELens: L0 27 for k 32 in 150 steps).",
         advanced=True,
         gt=0,
         le=1,
@@ -112,7 +115,7 @@ class MatryoshkaSettings(_Chooses, ArchitectureSettings, frozen=True):
     n_levels: Annotated[
         int,
         about(
-            "Prefixes that reconstruct on their own, each twice as wide as the last (5 in the paper: 1/16 to 1).",
+            "Nested prefixes, each twice as wide as the previous one (5 in the paper: 1/16 to 1).",
             ge=1,
             le=16,
         ),
@@ -129,14 +132,16 @@ class MatryoshkaSettings(_Chooses, ArchitectureSettings, frozen=True):
 
 
 # Settings of the architectures with a sparsity penalty.
-TargetL0 = Annotated[int, about("Latents active per token that the penalty is steered towards.", unit="latents", ge=1)]
+TargetL0 = Annotated[
+    int, about("Target L0: the penalty is steered until k latents are active per token.", unit="latents", ge=1)
+]
 SparsityCoefficient = (
     Annotated[float, about("Weight of the sparsity penalty; auto steers it so that k latents are active.", gt=0)]
     | Literal["auto"]
 )
 SparsityWarmup = Annotated[
     float,
-    about("Share of the steps in which the penalty grows from 0.", advanced=True, ge=0, le=1),
+    about("Share of the steps in which the penalty rises from 0.", advanced=True, ge=0, le=1),
 ]
 
 
@@ -172,14 +177,12 @@ class JumpReLUSettings(ArchitectureSettings, frozen=True):
     sparsity_warmup_fraction: SparsityWarmup = 0.1
     penalty: Annotated[
         Literal["l0", "tanh"],
-        about("What is penalised: that a latent is active, or tanh of how strongly.", advanced=True),
+        about("What is penalised: the number of active latents, or tanh of their activations.", advanced=True),
     ] = "l0"
-    tanh_scale: Annotated[
-        float, about("How steeply tanh rises with an activation (4 in Anthropic's).", advanced=True, gt=0)
-    ] = 4.0
+    tanh_scale: Annotated[float, about("Scale of activations inside tanh (4 at Anthropic).", advanced=True, gt=0)] = 4.0
     bandwidth: Annotated[
         float,
-        about("Width of the window around a threshold in which it learns (data spread: 1).", advanced=True, gt=0),
+        about("Width of the window around a threshold that gives it a gradient (data spread: 1).", advanced=True, gt=0),
     ] = 0.1
 
     @property

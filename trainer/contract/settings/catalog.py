@@ -173,7 +173,7 @@ ARCHITECTURES = {
     ),
     "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
-        "k latents per token on average; outside training a threshold.",
+        "k latents per token on average; a threshold outside training.",
         architectures.BatchTopKSettings,
         per_batch=True,
         encoder_follows=True,
@@ -188,13 +188,13 @@ ARCHITECTURES = {
     ),
     "jumprelu": ArchitectureEntry(
         "trainer.saes.jumprelu:JumpReLU",
-        "A learnt threshold for every latent; k on average by a steered penalty.",
+        "A learnt threshold for every latent; a steered penalty gives k on average.",
         architectures.JumpReLUSettings,
         dense_matrices=5.25,
     ),
     "gated": ArchitectureEntry(
         "trainer.saes.gated:Gated",
-        "Which latents fire and how strongly are read apart; k on average.",
+        "Separate paths decide which latents fire and how strongly; k on average.",
         architectures.GatedSettings,
         transcodes="no",
         dense_matrices=7.25,
@@ -221,7 +221,7 @@ OPTIMIZERS = {
     ),
     "signum": OptimizerEntry(
         "trainer.optimizers.signum:Signum",
-        "Signs of gradients, weights averaged.",
+        "Sign updates with averaged weights.",
         optimizers.SignumSettings,
         state_values=1,
         # The signs of the gradient, if the update cannot be compiled.
@@ -230,7 +230,7 @@ OPTIMIZERS = {
     ),
     "muon": OptimizerEntry(
         "trainer.optimizers.muon:Muon",
-        "Momentum made orthogonal.",
+        "Orthogonalised momentum.",
         optimizers.MuonSettings,
         state_values=1,
         scratch=4,
@@ -240,11 +240,11 @@ OPTIMIZERS = {
 SOURCES = {
     "shards": SourceEntry("trainer.activations.shards:Shards", "Shards on disk, memory-mapped.", sources.ShardSettings),
     "synthetic": SourceEntry(
-        "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", sources.SyntheticSettings
+        "trainer.activations.synthetic:Synthetic", "Synthetic, from a known dictionary.", sources.SyntheticSettings
     ),
     "model": SourceEntry(
         "trainer.extraction.model_stream:ModelStream",
-        "From a language model as it reads, stored nowhere.",
+        "Streamed from a language model, stored nowhere.",
         model_source.ModelSettings,
     ),
 }
@@ -255,7 +255,7 @@ PARALLEL = {
     ),
     "dp": ModeEntry(
         "trainer.parallel.dp:DataParallel",
-        "Replicas in one process, where process groups fail; slower.",
+        "Replicas in one process, if process groups fail; slower.",
     ),
     "ddp": ModeEntry(
         "trainer.parallel.grid:Grid",
@@ -263,15 +263,15 @@ PARALLEL = {
     ),
     "tensor": ModeEntry(
         "trainer.parallel.grid:Grid",
-        "Latents dealt out over the devices, all with the same tokens.",
+        "Latents sharded over the devices, all with the same tokens.",
     ),
     "hybrid": ModeEntry(
         "trainer.parallel.grid:Grid",
-        "Latents dealt out over some devices, replicas on the others.",
+        "Latents sharded over groups of devices, each group a replica.",
     ),
     "sweep": ModeEntry(
         "trainer.parallel.sweep:Sweep",
-        "The SAEs of a sweep dealt out over the devices; nothing exchanged.",
+        "The SAEs of a sweep distributed over the devices; nothing is exchanged.",
     ),
 }
 METRICS = {
@@ -283,7 +283,7 @@ METRICS = {
     ),
     "explained_variance": MetricEntry(
         "trainer.metrics.reconstruction:ExplainedVariance",
-        "Share of variance explained, constant errors aside.",
+        "Explained share of the variance, without constant errors.",
         Series("explained variance", better="higher", curve=None, prominence="minor"),
     ),
     "l0": MetricEntry(
@@ -300,7 +300,7 @@ METRICS = {
     ),
     "dead_fraction": MetricEntry(
         "trainer.metrics.dead:DeadFraction",
-        "Share of latents that have not fired within the tokens after which they count as dead.",
+        "Share of latents that have not fired within the dead-latent window.",
         # The axis reaches at least 1 %: one dead latent among thousands must not look like a cliff.
         Series("dead", "dead", better="lower", format=".1%", curve=CurveAxis(least_top=0.01), prominence="result"),
     ),
@@ -318,7 +318,7 @@ LAUNCH_BACKENDS = {
     ),
     "slurm": BackendEntry(
         "sae_tui.jobs.launchers.slurm:SlurmAttempt",
-        "A batch job on nodes that SLURM chooses.",
+        "Batch job on nodes that SLURM chooses.",
         NoSettings,
         cluster="SLURM",
         check="trainer.contract.settings.slurm:check_slurm",
@@ -331,7 +331,7 @@ MIRRORS = {
         "trainer.reporting.mirrors.tensorboard:TensorBoard", "Event files in the run's folder.", "tensorboard"
     ),
     "wandb": MirrorEntry(
-        "trainer.reporting.mirrors.wandb:WandB", "Weights & Biases; offline where you are not logged in.", "wandb"
+        "trainer.reporting.mirrors.wandb:WandB", "Weights & Biases; offline if you are not logged in.", "wandb"
     ),
     "trackio": MirrorEntry("trainer.reporting.mirrors.trackio:Trackio", "Trackio, on this machine.", "trackio"),
 }
@@ -363,14 +363,14 @@ FORMATS = {
     ),
     "gemma-scope": FormatEntry(
         "trainer.sharing.gemma_scope:GemmaScope",
-        "only read: params.npz, or config.json + params.safetensors",
+        "import only: params.npz, or config.json + params.safetensors",
         "SAE.from_pretrained(release, sae_id)",
         is_read=True,
         is_written=False,
     ),
     "neuronpedia": FormatEntry(
         "trainer.sharing.neuronpedia:Neuronpedia",
-        "what latents fire on, once `eval` has stored it; batch-N.json",
+        "max-activating examples, once `eval` has stored them; batch-N.json",
         "NeuronpediaDashboardBatch(**json.load(file))",
     ),
     "delphi": FormatEntry(
@@ -384,7 +384,7 @@ READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
 # Help texts of both import commands.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
-SAES_CONFIG = "a setting that the SAE's own files lack or have wrong, like trainer.k=32; can be repeated"
+SAES_CONFIG = "a setting that the SAE's files lack or have wrong, like trainer.k=32; can be repeated"
 IS_TRANSCODER = "the SAE is a transcoder, for files that do not say so"
 
 

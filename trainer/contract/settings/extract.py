@@ -29,8 +29,8 @@ PARTS = ".parts"
 class Extract(msgspec.Struct, frozen=True):
     """The rows to keep, and the folder to write them to."""
 
-    n_tokens: Annotated[int, about("Rows to keep for every hook.", unit="tokens", ge=1)] = 1_000_000
-    output: Annotated[str, about("Folder to write, with a folder for every hook.", min_length=1)] = "activations"
+    n_tokens: Annotated[int, about("Rows to store per hook.", unit="tokens", ge=1)] = 1_000_000
+    output: Annotated[str, about("Folder to write, with one subfolder per hook.", min_length=1)] = "activations"
     batch_tokens: BatchTokens = 8192
     max_norm: Annotated[
         float, about("Leaves out rows whose norm exceeds this many times the median; 0: none.", ge=0)
@@ -41,9 +41,9 @@ class Extract(msgspec.Struct, frozen=True):
         Literal["auto", "fp32", "bf16", "fp16"], about("Type of the stored rows; auto: the model's.", advanced=True)
     ] = "auto"
     shard_rows: Annotated[
-        int, about("Rows of a file, which are shuffled among themselves.", unit="tokens", advanced=True, ge=1)
+        int, about("Rows per file, shuffled within the file.", unit="tokens", advanced=True, ge=1)
     ] = 65_536
-    seed: Annotated[int, about("Fixes the order of the rows.", advanced=True, ge=0)] = 0
+    seed: Annotated[int, about("Seed of the order of the rows.", advanced=True, ge=0)] = 0
 
 
 class ExtractJob(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class ExtractJob(msgspec.Struct, frozen=True):
     text: TextSettings
     extract: Extract
     launch: Launch = Launch()
-    name: Annotated[str, about("What the job is called.", min_length=1, max_length=80)] = "activations"
+    name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "activations"
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
@@ -104,7 +104,7 @@ def check_extract(job: ExtractJob) -> list[Problem]:
     """Return problems between settings that are valid individually."""
     problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
-        which = "is missing; give this or text.dataset" if job.text.path is None else "is given, and so is text.dataset"
+        which = "is missing; set it or text.dataset" if job.text.path is None else "is set, and so is text.dataset"
         problems.append(Problem("text.path", which))
     if job.text.context <= job.extract.skip_first:
         most = f"must be below text.context, {job.text.context}, not {job.extract.skip_first}"
@@ -121,7 +121,7 @@ def lack_of_output(job: ExtractJob) -> str:
     if output.exists() and not output.is_dir():
         return f"{output} is not a folder; choose another"
     if job.text.path and output.is_relative_to(job.text.path):
-        return f"{output} is in text.path, all files of which are read; choose another"
+        return f"{output} is in text.path, and all files there are read; choose another"
     return ""
 
 

@@ -37,7 +37,7 @@ def other_place(of_sae: dict[str, Any], of_data: dict[str, Any]) -> str:
     theirs, ours = _places(of_sae), _places(of_data)
     if not theirs or not ours or {*theirs} & {*ours}:
         return ""
-    return f"the SAE says that it is of {theirs[0]}, and the rows are of {ours[0]}"
+    return f"the SAE says that its hook is {theirs[0]}, but the rows are from {ours[0]}"
 
 
 def _places(facts: dict[str, Any]) -> list[str]:

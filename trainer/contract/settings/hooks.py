@@ -142,7 +142,7 @@ def _objection(text: Any) -> str:
     if not isinstance(text, str):
         return f"must be {WANTED}"
     if is_of_all_layers(text):
-        return f"stands for all layers, and how many there are is not told here; name them, like {text}.0-11"
+        return f"stands for all layers, but the number of layers is not known here; list them, like {text}.0-11"
     try:
         parse_hook(text)
     except ValueError as error:

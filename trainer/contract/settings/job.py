@@ -35,7 +35,7 @@ class DataSettings(msgspec.Struct, frozen=True):
         Annotated[
             int,
             about(
-                "Rows held out to measure on, roughly; auto: a 20th, at most 32,768.",
+                "Approximate number of held-out rows for evaluation; auto: a 20th, at most 32,768.",
                 unit="tokens",
                 advanced=True,
                 ge=0,
@@ -51,7 +51,7 @@ class DataSettings(msgspec.Struct, frozen=True):
         ),
     ] = "auto"
     split_seed: Annotated[
-        int, about("Fixes which rows are held out; train.seed does not change them.", advanced=True, ge=0)
+        int, about("Seed of the choice of held-out rows; train.seed does not change it.", advanced=True, ge=0)
     ] = 0
     max_norm: Annotated[
         float,
@@ -66,7 +66,7 @@ class DataSettings(msgspec.Struct, frozen=True):
         Annotated[
             list[Annotated[int, msgspec.Meta(ge=0)]],
             about(
-                "Dimensions, counted from 0, that the SAE ignores and reconstructs by their mean, like [507].",
+                "Dimensions, counted from 0, that the SAE ignores and reconstructs with their mean, like [507].",
                 advanced=True,
                 wanted="a list of dimensions, counted from 0, like [507]",
             ),
@@ -76,7 +76,7 @@ class DataSettings(msgspec.Struct, frozen=True):
     scale_dimensions: Annotated[
         Literal["auto", "off"],
         about(
-            "auto: scales dimensions down to 3 times the median spread where theirs is larger.",
+            "auto: scales dimensions with a large spread down to 3 times the median spread.",
             advanced=True,
         ),
     ] = "off"
@@ -102,45 +102,51 @@ class SaeSettings(msgspec.Struct, frozen=True):
     """The SAE section: architecture, size and initialisation of the dictionary."""
 
     settings: ArchitectureSettings
-    architecture: Annotated[Choice, about("How latents are made sparse.")] = "topk"
+    architecture: Annotated[Choice, about("Architecture of the SAE: how latents are made sparse.")] = "topk"
     d_sae: Annotated[int, about("Number of latents; overrides the expansion factor.", unit="latents", ge=1)] | None = (
         None
     )
     expansion_factor: Annotated[float, about("Latents per input dimension.", gt=0)] = 8.0
     b_dec_init: Annotated[
-        Literal["geometric_median", "mean", "zeros"], about("What the decoder bias starts from.", advanced=True)
+        Literal["geometric_median", "mean", "zeros"], about("Initial value of the decoder bias.", advanced=True)
     ] = "geometric_median"
     normalize: Annotated[
         Literal["mean_norm", "none"],
         about("Scales inputs to a mean distance √d_in from their mean; folded into the SAE.", advanced=True),
     ] = "mean_norm"
     encoder_init: Annotated[
-        Literal["tied", "independent"], about("Encoder starts as the decoder's transpose or not.", advanced=True)
+        Literal["tied", "independent"],
+        about("Whether the encoder starts as the transpose of the decoder.", advanced=True),
     ] = "tied"
     encoder_scale: (
-        Annotated[float, about("Norm of the encoder's columns at the start.", advanced=True, gt=0)] | Literal["auto"]
+        Annotated[float, about("Initial norm of the encoder's columns.", advanced=True, gt=0)] | Literal["auto"]
     ) = "auto"
     encoder_follows: Annotated[
         Literal["auto", "off"],
-        about("Encoders move with their decoders, and by a fifth of lr; auto: TopK kinds with Adam.", advanced=True),
+        about("Ties encoder updates to decoder updates, at a fifth of lr; auto: TopK kinds with Adam.", advanced=True),
     ] = "auto"
     skip: Annotated[
         bool,
         about(
-            "Adds a linear map of a transcoder's input to its output (arXiv 2501.18823); not for SAEs.", advanced=True
+            "Adds a linear map from a transcoder's input to its output (arXiv 2501.18823); not for SAEs.", advanced=True
         ),
     ] = False
     dead_after_tokens: (
         Annotated[
             int,
-            about("A latent silent for so long, over all ranks, counts as dead.", unit="tokens", advanced=True, ge=1),
+            about(
+                "A latent is dead if it has not fired for this many tokens, over all ranks.",
+                unit="tokens",
+                advanced=True,
+                ge=1,
+            ),
         ]
         | Literal["auto"]
     ) = "auto"
     resample_every_tokens: Annotated[
         int,
         about(
-            "Points dead latents at badly reconstructed tokens this often in the first half of a run; 0: never.",
+            "Tokens between two resamplings of dead latents, in the first half of a run; 0: never.",
             unit="tokens",
             advanced=True,
             ge=0,
@@ -179,58 +185,61 @@ class Train(msgspec.Struct, frozen=True):
     accumulate: Annotated[int, about("Micro-batches per optimiser step.", advanced=True, ge=1)] = 1
     n_tokens: Annotated[int, about("Tokens to train on.", unit="tokens", ge=1)] = 2_000_000
     n_steps: Annotated[int, about("Optimiser steps; overrides n_tokens.", unit="steps", ge=1)] | None = None
-    lr: Annotated[float, about("Learning rate; auto suits optimizer, width and length.", gt=0)] | Literal["auto"] = (
-        "auto"
-    )
+    lr: (
+        Annotated[float, about("Learning rate; auto: by optimizer, width and length of the run.", gt=0)]
+        | Literal["auto"]
+    ) = "auto"
     lr_scaling: Annotated[
         Literal["auto", "off", "sqrt", "linear"],
-        about("Whether lr follows the tokens per step; auto: by root below 1,024, where lr is auto.", advanced=True),
+        about("Scales lr with the tokens per step; auto: by square root below 1,024, if lr is auto.", advanced=True),
     ] = "auto"
     lr_length: Annotated[
         Literal["auto", "off"],
-        about("Whether lr is lower in long runs; auto: above 1,000 steps, where lr is auto.", advanced=True),
+        about("Lowers lr in long runs; auto: above 1,000 steps, if lr is auto.", advanced=True),
     ] = "auto"
     lr_tokens: Annotated[
-        int, about("Tokens per step that lr is meant for, if by root or linear.", unit="tokens", advanced=True, ge=1)
+        int, about("Reference tokens per step for train.lr_scaling.", unit="tokens", advanced=True, ge=1)
     ] = USUAL_BATCH
-    optimizer: Annotated[Choice, about("What turns gradients into steps.", advanced=True)] = "adam"
+    optimizer: Annotated[Choice, about("Optimizer.", advanced=True)] = "adam"
     warmup_fraction: Annotated[
-        float, about("Share of the steps in which the rate rises from 0.", advanced=True, ge=0, le=1)
+        float, about("Share of the steps in which lr rises from 0.", advanced=True, ge=0, le=1)
     ] = 0.0
     decay_fraction: (
         Annotated[
             float,
-            about("Share of the steps, at the end, in which the rate falls to 0.", advanced=True, ge=0, le=1),
+            about("Share of the steps, at the end, in which lr falls to 0.", advanced=True, ge=0, le=1),
         ]
         | Literal["auto"]
     ) = "auto"
-    grad_clip: Annotated[float, about("Largest global norm of the gradient; 0 for none.", advanced=True, ge=0)] = 1.0
+    grad_clip: Annotated[
+        float, about("Clips the global norm of the gradient to this; 0: off.", advanced=True, ge=0)
+    ] = 1.0
     precision: Annotated[
-        Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Arithmetic of the matrix products; weights stay fp32.")
+        Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Precision of the matrix products; weights stay fp32.")
     ] = "auto"
-    seed: Annotated[int, about("Fixes the initial weights and the order of the data.", ge=0)] = 0
-    log_every: Annotated[int, about("Steps between two rows of metrics.", unit="steps", advanced=True, ge=1)] = 10
+    seed: Annotated[int, about("Seed of the initial weights and the order of the data.", ge=0)] = 0
+    log_every: Annotated[int, about("Logs metrics every N steps.", unit="steps", advanced=True, ge=1)] = 10
     eval_every: Annotated[
-        int, about("Steps between two measurements on held-out data; 0 for only at the end.", unit="steps", ge=0)
+        int, about("Evaluates on held-out data every N steps; 0: only at the end.", unit="steps", ge=0)
     ] = 100
-    checkpoint_every: Annotated[
-        int, about("Steps between two checkpoints; 0 for none by steps.", unit="steps", advanced=True, ge=0)
-    ] = 0
+    checkpoint_every: Annotated[int, about("Checkpoint every N steps; 0: off.", unit="steps", advanced=True, ge=0)] = 0
     checkpoint_every_tokens: Annotated[
-        int, about("Tokens between two checkpoints; 0 for none by tokens.", unit="tokens", advanced=True, ge=0)
+        int, about("Checkpoint every N tokens; 0: off.", unit="tokens", advanced=True, ge=0)
     ] = 0
     checkpoint_every_minutes: Annotated[
-        float, about("Minutes between two checkpoints; 0 for none by time.", unit="minutes", advanced=True, ge=0)
+        float, about("Checkpoint every N minutes; 0: off.", unit="minutes", advanced=True, ge=0)
     ] = 10.0
-    keep_checkpoints: Annotated[int, about("Newest checkpoints to keep, beside the best one.", advanced=True, ge=1)] = 2
+    keep_checkpoints: Annotated[
+        int, about("Number of newest checkpoints to keep, besides the best one.", advanced=True, ge=1)
+    ] = 2
     report_card: Annotated[
-        bool, about("Measures what was trained on held-out rows at the end, for a card beside it.", advanced=True)
+        bool, about("Evaluates the SAE on held-out rows at the end and writes its report card.", advanced=True)
     ] = True
     mirror: (
         Annotated[
             str,
             about(
-                "Shows the metrics in other tools too: tensorboard, wandb or trackio.",
+                "Copies the metrics to other tools: tensorboard, wandb or trackio.",
                 advanced=True,
                 commas=True,
                 wanted=MIRROR_LISTS,
@@ -240,7 +249,7 @@ class Train(msgspec.Struct, frozen=True):
         | None
     ) = None
     deterministic: Annotated[
-        bool, about("The same bits every time: slower on a GPU, and nothing is shared by measurements.", advanced=True)
+        bool, about("Bit-identical results: slower on a GPU, and work is not split by measured speeds.", advanced=True)
     ] = False
 
     @property
@@ -252,25 +261,26 @@ class Train(msgspec.Struct, frozen=True):
 class ParallelSettings(msgspec.Struct, frozen=True):
     """The parallel section: how the ranks share the work."""
 
-    mode: Annotated[Choice, about('"auto": the fastest of those that fit, by a model of this box.')] = "auto"
+    mode: Annotated[Choice, about('"auto": the fastest mode that fits, by a cost model of this box.')] = "auto"
     latent_ranks: Annotated[
-        int, about("Ranks that share the latents under hybrid; the others have more tokens.", advanced=True, ge=1)
+        int,
+        about("hybrid: ranks that split the latents; the groups of these ranks split the tokens.", advanced=True, ge=1),
     ] = 2
     shares: Annotated[
         str,
         about(
-            'What each rank gets of tokens or latents: "auto" by its speed, "even", or like "3:2".',
+            'Share of tokens or latents per rank: "auto" by its speed, "even", or like "3:2".',
             advanced=True,
             wanted='"auto", "even" or a number for each rank like "3:2"',
             pattern=r"^(auto|even|[0-9]{1,9}(\.[0-9]{1,9})?(:[0-9]{1,9}(\.[0-9]{1,9})?)+)$",
         ),
     ] = "auto"
-    rebalance: Annotated[bool, about("Changes shares when a rank stays slow.", advanced=True)] = True
+    rebalance: Annotated[bool, about("Rebalances the shares if a rank stays slow.", advanced=True)] = True
     gradients: Annotated[
-        Literal["fp32", "bf16"], about("What gradients are sent as between replicas.", advanced=True)
+        Literal["fp32", "bf16"], about("Type of the gradients sent between replicas.", advanced=True)
     ] = "fp32"
     zero: Annotated[
-        bool, about("Deals the optimizer's work and states out over replicas (ZeRO-1), if it can be.", advanced=True)
+        bool, about("Shards the optimizer's states and work over replicas (ZeRO-1), if possible.", advanced=True)
     ] = True
 
 
@@ -279,24 +289,24 @@ class Launch(msgspec.Struct, frozen=True):
 
     settings: msgspec.Struct = NoSettings()
     gpus: (
-        Annotated[str, about("Which devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
+        Annotated[str, about("Devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
         | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]
     ) = "auto"
     backend: Annotated[
         Choice,
-        about("Who starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
+        about("What starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
     ] = "local"
     nodes: Annotated[
         int,
-        about("SLURM: how many nodes; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1, le=9999),
+        about("SLURM: number of nodes; launch.gpus is then per node.", unit="nodes", advanced=True, ge=1, le=9999),
     ] = 1
-    partition: Annotated[str, about("SLURM: where to run; empty: its default.", advanced=True)] | None = None
+    partition: Annotated[str, about("SLURM: partition; empty: SLURM's default.", advanced=True)] | None = None
     account: Annotated[str, about("SLURM: the account to charge; empty: your default.", advanced=True)] | None = None
     time_limit: (
         Annotated[
             str,
             about(
-                "SLURM: how long it may run, like 4:00:00 or 1-12; it saves and stops two minutes before.",
+                "SLURM: time limit, like 4:00:00 or 1-12; the job saves and stops two minutes before.",
                 advanced=True,
                 wanted=TIME_LIMITS,
             ),
@@ -311,23 +321,23 @@ class Launch(msgspec.Struct, frozen=True):
         | None
     ) = None
     max_restarts: Annotated[int, about("Automatic restarts after a crash.", advanced=True, ge=0)] = 0
-    priority: Annotated[int, about("Waits before jobs with a lower one.", advanced=True, ge=-100, le=100)] = 0
-    share: Annotated[bool, about("Takes GPUs that others use too, where memory is enough for all.", advanced=True)] = (
-        False
-    )
+    priority: Annotated[int, about("Jobs of higher priority start first.", advanced=True, ge=-100, le=100)] = 0
+    share: Annotated[
+        bool, about("Shares GPUs with other jobs and users if memory is enough for all.", advanced=True)
+    ] = False
     stalled_after_s: Annotated[
         float,
         about(
-            "Without a step for so long, or 10 × its median, a job counts as stalled.", unit="s", advanced=True, gt=0
+            "A job without a step for this long, or 10 × its median, counts as stalled.", unit="s", advanced=True, gt=0
         ),
     ] = 60.0
     end_stalled_after_s: Annotated[
-        float, about("A job that stays stalled for so long is ended; 0: never.", unit="s", advanced=True, ge=0)
+        float, about("A job that stays stalled for this long is ended; 0: never.", unit="s", advanced=True, ge=0)
     ] = 600.0
     python: (
         Annotated[
             str,
-            about("The Python of another environment that trains; empty: the app's.", advanced=True, wanted=PYTHONS),
+            about("Python of another environment to train with; empty: the app's.", advanced=True, wanted=PYTHONS),
         ]
         | None
     ) = None
@@ -353,7 +363,7 @@ class JobConfig(msgspec.Struct, frozen=True):
     train: Train
     parallel: ParallelSettings = ParallelSettings()
     launch: Launch = Launch()
-    name: Annotated[str, about("What the job is called.", min_length=1, max_length=80)] = "sae"
+    name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "sae"
     # With a sweep, the sections hold the first value of each axis.
     sweep: tuple[SweepAxis, ...] = ()
 
@@ -366,7 +376,7 @@ class JobConfig(msgspec.Struct, frozen=True):
         (first, shape), *others = shapes.items()
         for name, other in others:
             if other != shape:
-                message = f"{name} has {other.words}, and {first} {shape.words}; train them in jobs of their own"
+                message = f"{name} has {other.words}, and {first} {shape.words}; train them in separate jobs"
                 raise JobFileError([Problem(HOOK, message)])
         self._check_dropped(shape)
         return shape

@@ -28,19 +28,21 @@ RemoteCode = Annotated[
     bool, about("Runs Python code that comes with the model: only if you trust who wrote it.", advanced=True)
 ]
 TextPath = Annotated[str, about("A .txt, .jsonl, .json or .parquet file, or a folder of them.", min_length=1)]
-Dataset = Annotated[str, about("Name on the hub instead of a path, read as it comes.", min_length=1)]
-Subset = Annotated[str, about("Which configuration of the data set.", advanced=True)]
-Split = Annotated[str, about("Which part of the data set.", advanced=True, min_length=1)]
+Dataset = Annotated[str, about("Data set on the hub instead of a path, streamed.", min_length=1)]
+Subset = Annotated[str, about("Configuration of the data set.", advanced=True)]
+Split = Annotated[str, about("Split of the data set.", advanced=True, min_length=1)]
 Column = Annotated[
-    str, about("Which column holds text, a chat's messages, or token ids; auto: the usual names.", min_length=1)
+    str, about("Column that holds text, a chat's messages, or token ids; auto: the usual names.", min_length=1)
 ]
-Context = Annotated[int, about("Tokens that the model sees at once.", unit="tokens", ge=2, le=1_048_576)]
+Context = Annotated[int, about("Tokens per context of the model.", unit="tokens", ge=2, le=1_048_576)]
 BatchTokens = Annotated[
-    int, about("Tokens in a forward pass; fewer take less memory.", unit="tokens", advanced=True, ge=1)
+    int, about("Tokens per forward pass; fewer take less memory.", unit="tokens", advanced=True, ge=1)
 ]
 SkipFirst = Annotated[
     int,
-    about("Tokens at the start of each document in a context to leave out.", unit="tokens", advanced=True, ge=0),
+    about(
+        "Number of tokens to leave out at the start of each document in a context.", unit="tokens", advanced=True, ge=0
+    ),
 ]
 KeepSpecial = Annotated[bool, about("Keeps the rows of special tokens such as BOS.", advanced=True)]
 
@@ -51,14 +53,19 @@ class Model(msgspec.Struct, frozen=True):
     path: ModelPath
     hooks: Annotated[
         list[str],
-        about("Where activations are read; no number: in all layers.", wanted=HOOK_LISTS, commas=True, min_length=1),
+        about(
+            "Hooks where activations are read; without a number: in all layers.",
+            wanted=HOOK_LISTS,
+            commas=True,
+            min_length=1,
+        ),
     ]
     revision: Revision | None = None
     dtype: Dtype = "auto"
     remote_code: RemoteCode = False
     spread: Annotated[
         bool,
-        about("One model over all GPUs of the job, in place of one on each: for one larger than a GPU.", advanced=True),
+        about("Splits one model over all GPUs of the job: for models larger than a GPU.", advanced=True),
     ] = False
 
 
@@ -80,7 +87,11 @@ def lack_of_model(path: str) -> str:
     if pointer := lfs_pointer_in(Path(path)):
         return f"{pointer} is a git-lfs pointer and not the file itself; run `git lfs pull` in its folder"
     if not os.path.isdir(path):
-        return "" if path.endswith(".gguf") else f"{path} is neither a folder nor a .gguf file; give that of a model"
+        return (
+            ""
+            if path.endswith(".gguf")
+            else f"{path} is neither a folder nor a .gguf file; give the folder or file of a model"
+        )
     if missing := _missing_file(Path(path)):
         return f"{missing} is a link to a file that does not exist; download the model again"
     has_config = os.path.exists(os.path.join(path, "config.json"))

@@ -173,7 +173,7 @@ class _Gguf:
     def _skip(self, n_bytes: int) -> None:
         self._at += n_bytes
         if self._at > len(self._content):
-            raise ValueError("a GGUF file that is cut off")
+            raise ValueError("a truncated GGUF file")
 
     def _number(self, form: str) -> Any:
         (number,) = struct.unpack_from(f"<{form}", self._content, self._at)

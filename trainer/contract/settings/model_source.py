@@ -37,14 +37,14 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     hook: Annotated[
         str,
         about(
-            "Where activations are read: resid_post.12, .4-12, or resid_post for all, an SAE each; mlp: transcoders.",
+            "Hooks that are read: resid_post.12, .4-12, or resid_post for all layers, one SAE each; mlp: transcoders.",
             min_length=1,
         ),
     ]
     text: TextPath | None = None
     dataset: Dataset | None = None
     context: Context = 256
-    d_in: Annotated[int, about("Width of a row; none: as the model's files tell.", advanced=True, ge=1)] | None = None
+    d_in: Annotated[int, about("Width of a row; none: from the model's files.", advanced=True, ge=1)] | None = None
     revision: Revision | None = None
     dtype: Dtype = "auto"
     remote_code: RemoteCode = False
@@ -58,7 +58,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         Annotated[
             int,
             about(
-                "GPUs of the job that only run the model; 0: it runs on those that train; auto: what fits and is fast.",
+                "GPUs of the job that run only the model; 0: it runs where the SAE trains; auto: the fastest fit.",
                 unit="GPUs",
                 advanced=True,
                 ge=0,
@@ -81,7 +81,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         problems = [*self._check_hook(), *self._check_text(), *self._check_model()]
         width = self.d_in or (self._size.width if self._size else 0)
         if not width or (self.d_in is None and not problems and self._last_hook.path):
-            why = f"the files of {self.model} do not tell how wide a row of {self.hook} is; give it"
+            why = f"the files of {self.model} do not give the width of {self.hook}; set it"
             problems.append(Problem("data.d_in", why))
         if problems:
             raise JobFileError(problems)
@@ -126,12 +126,12 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         hook = self._last_hook
         if not hook.path and self._size and hook.layer >= self._size.n_layers:
             layers = f"{plural(self._size.n_layers, 'layer')}, 0 to {self._size.n_layers - 1}"
-            return [Problem("data.hook", f"{show(self.hook)} is in no layer of {self.model}, which has {layers}")]
+            return [Problem("data.hook", f"{self.model} has no {show(self.hook)}; it has {layers}")]
         return []
 
     def _check_text(self) -> list[Problem]:
         if (self.text is None) == (self.dataset is None):
-            which = "is missing; give this or data.dataset" if self.text is None else "is given, and so is data.dataset"
+            which = "is missing; set it or data.dataset" if self.text is None else "is set, and so is data.dataset"
             return [Problem("data.text", which)]
         if self.text and (lack := lack_of_text(self.text)):
             return [Problem("data.text", lack)]

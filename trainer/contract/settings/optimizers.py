@@ -10,12 +10,15 @@ import msgspec
 from trainer.contract.settings.declare import about
 
 Beta1 = (
-    Annotated[float, about("Adam's decay of the mean of gradients; auto: by the steps.", advanced=True, ge=0, lt=1)]
+    Annotated[
+        float, about("Adam's decay of the mean gradient; auto: by the number of steps.", advanced=True, ge=0, lt=1)
+    ]
     | Literal["auto"]
 )
 Beta2 = (
     Annotated[
-        float, about("Adam's decay of the mean of squared gradients; auto: by the steps.", advanced=True, ge=0, lt=1)
+        float,
+        about("Adam's decay of the mean squared gradient; auto: by the number of steps.", advanced=True, ge=0, lt=1),
     ]
     | Literal["auto"]
 )
@@ -72,7 +75,10 @@ class SignumSettings(OptimizerSettings, frozen=True):
     momentum: Annotated[
         float,
         about(
-            "Where gradients are taken: 0 at the stepped weights, 1 at the averaged ones.", advanced=True, gt=0, le=1
+            "Where gradients are computed: 0 at the stepped weights, 1 at the averaged weights.",
+            advanced=True,
+            gt=0,
+            le=1,
         ),
     ] = 0.95
 

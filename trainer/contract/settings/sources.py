@@ -102,7 +102,7 @@ class StreamSettings(SourceSettings, frozen=True, kw_only=True):
 
     shuffle_tokens: Annotated[
         int,
-        about("Tokens of a stream that each rank holds to mix them.", unit="tokens", advanced=True, ge=1),
+        about("Tokens of a stream that each rank buffers to shuffle them.", unit="tokens", advanced=True, ge=1),
     ] = 262_144
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
@@ -130,7 +130,7 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             _Path | list[_Path],
             about(
-                "Shards with what each row is to become, where a transcoder is trained.",
+                "Shards with the target of each row, to train a transcoder.",
                 advanced=True,
                 wanted="a text of at least 1 character(s), or a list of such texts",
             ),
@@ -141,7 +141,7 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             list[Annotated[float, msgspec.Meta(gt=0, le=_LARGEST_WEIGHT)]],
             about(
-                "How much each folder of a list is drawn from, in relation to the others; left out: by its rows.",
+                "Relative weight of each folder of a list; left out: by number of rows.",
                 advanced=True,
                 wanted="a list of numbers above 0 and of at most a million",
             ),
@@ -152,7 +152,7 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             str,
             about(
-                "A hook whose folder lies in that of an extraction; of several, an SAE each; mlp.12, mlp: transcoders.",
+                "Hook whose folder lies in an extraction's folder; several: one SAE each; mlp.12, mlp: transcoders.",
                 advanced=True,
                 min_length=1,
             ),
@@ -237,7 +237,7 @@ class ShardSettings(SourceSettings, frozen=True):
         if self.hook is None:
             return []
         if self.target_path is not None:
-            message = "does not go with data.target_path; leave one of them out, or name an MLP as a whole, like mlp.12"
+            message = "does not go with data.target_path; leave one of them out, or name a whole MLP, like mlp.12"
             return [Problem("data.hook", message)]
         return problems_of_hooks([self.hook], "data.hook")
 
@@ -284,7 +284,7 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
     for path, one in zip(each(paths), sets, strict=True):
         if one.d_in != sets[0].d_in:
             message = f"{path} has d_in {one.d_in}, but {each(paths)[0]} has {sets[0].d_in}"
-            raise JobFileError([Problem(field, f"{message}; all folders that are mixed must agree")])
+            raise JobFileError([Problem(field, f"{message}; all mixed folders must have the same width")])
     return sets
 
 
@@ -296,14 +296,14 @@ class SyntheticSettings(SourceSettings, frozen=True):
     """Rows made from a known sparse dictionary (Sharkey et al. 2022, "Taking features out of superposition")."""
 
     d_in: Annotated[int, about("Width of a row.", unit="dimensions", ge=1)] = 64
-    n_features: Annotated[int, about("Directions that rows are sums of.", unit="features", ge=1)] = 256
-    active: Annotated[float, about("Features in a row on average.", unit="features", gt=0)] = 5.0
+    n_features: Annotated[int, about("Number of directions that the rows are sums of.", unit="features", ge=1)] = 256
+    active: Annotated[float, about("Mean number of active features per row.", unit="features", gt=0)] = 5.0
     skew: Annotated[
-        float, about("The j-th most frequent feature fires as j to minus this; 0: all alike.", advanced=True, ge=0)
+        float, about("Zipf exponent of the feature frequencies; 0: all equally frequent.", advanced=True, ge=0)
     ] = 0.5
-    noise: Annotated[float, about("Standard deviation of what is added to every number.", advanced=True, ge=0)] = 0.0
-    n_rows: Annotated[int, about("Rows before they come again.", unit="tokens", ge=1)] = 10_000_000
-    data_seed: Annotated[int, about("Fixes the features and every row.", advanced=True, ge=0)] = 0
+    noise: Annotated[float, about("Standard deviation of the noise added to every number.", advanced=True, ge=0)] = 0.0
+    n_rows: Annotated[int, about("Number of rows before they repeat.", unit="tokens", ge=1)] = 10_000_000
+    data_seed: Annotated[int, about("Seed of the features and of all rows.", advanced=True, ge=0)] = 0
 
     @property
     def place(self) -> str:
