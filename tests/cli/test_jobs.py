@@ -509,7 +509,7 @@ def test_launch_python_in_a_job_file_that_others_can_write_needs_set(shell) -> N
     (broken,) = shell.json("validate", shell.job_file, "--allow-code", code=1)["errors"]
     assert broken.startswith("launch.python: its torch cannot be imported: libc10.so; run `")
     shell.job_file.chmod(0o666)
-    others = f"launch.python: is not taken from a file, but by --set, for others may write to {shell.job_file}"
+    others = f"launch.python: is not taken from a file, only from --set, because others may write to {shell.job_file}"
     assert others in shell.json("validate", shell.job_file, code=1)["errors"][0]
     assert others in shell.errors("launch", shell.job_file, "--allow-code", code=1)[-1]
     told = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", code=1)

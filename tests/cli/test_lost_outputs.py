@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CLOSED = "{}standard {} is closed; send it elsewhere, as with {}/dev/null\n"
+CLOSED = "{}standard {} is closed; redirect it, as with {}/dev/null\n"
 FULL = "{}the output cannot be written: No space left on device\n"
 NAMES = {"trainer": "", "sae_tui": "sae-tui: error: "}
 

@@ -129,7 +129,7 @@ def test_a_git_lfs_pointer_is_refused_and_other_small_files_are_read(size: int, 
     file.write_bytes(b"x" * size)
     with open_plain(file) as stream:
         assert stream.read() == b"x" * size
-    with pytest.raises(OSError, match="it is a git-lfs pointer and not the file itself; run `git lfs pull`"):
+    with pytest.raises(OSError, match="it is a git-lfs pointer, not the file; run `git lfs pull`"):
         open_plain(pointer)
     assert lfs_pointer_in(tmp_path) == lfs_pointer_in(pointer) == pointer
     assert lfs_pointer_in(file) is lfs_pointer_in(tmp_path / "gone") is None

@@ -55,7 +55,7 @@ def test_a_user_without_a_home_folder_gets_an_error_but_can_still_train(
     monkeypatch.setattr("pwd.getpwuid", nameless)
     assert box_file() is None
     assert own_box_file() is None
-    with pytest.raises(UserError, match="has no home folder, and HOME is not set; set HOME, or say where"):
+    with pytest.raises(UserError, match="has no home folder, and HOME is not set; set HOME, or give a data folder"):
         data_dir()
     with pytest.raises(UserError, match="the data folder cannot be ~/jobs: this user has no home folder"):
         data_dir("~/jobs")

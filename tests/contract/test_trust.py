@@ -55,7 +55,7 @@ def test_everything_in_an_explicitly_shared_data_folder_is_shared(lab: Path) -> 
 def test_a_world_writable_folder_is_not_trusted(tmp_path: Path) -> None:
     assert distrust_of_folder(tmp_path) == distrust_of_folder(tmp_path / "none") == ""
     tmp_path.chmod(0o1777)
-    assert distrust_of_folder(tmp_path) == f"anybody may write to {tmp_path}; `chmod o-w` it"
+    assert distrust_of_folder(tmp_path) == f"any user may write to {tmp_path}; `chmod o-w` it"
 
 
 @as_root

@@ -91,7 +91,7 @@ except database.StoreError as error:
     print(error)
 """
     doctor, store = without_locks(script).splitlines()
-    assert doctor.startswith(f"error the file system of {sandbox.data.root} gives no locks (No locks available) mount")
+    assert doctor.startswith(f"error the file system of {sandbox.data.root} has no locks (No locks available) mount")
     assert store.startswith(f"the store {sandbox.data.control_db} cannot be locked: the file system of ")
 
 

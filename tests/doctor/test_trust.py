@@ -101,7 +101,7 @@ def test_a_folder_of_another_user_or_writable_by_all_is_an_error(box: CheckedMac
     (finding,) = check_owner(box)
     assert (finding.level, finding.sentence, finding.remedy) == (
         "error",
-        f"anybody may write to {root}",
+        f"any user may write to {root}",
         "`chmod o-w` it",
     )
     root.chmod(0o700)

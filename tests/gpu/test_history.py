@@ -286,7 +286,7 @@ def test_one_of_two_processes_records_and_the_other_takes_over_after_kill_9(
     [
         (lambda path: path.write_bytes(b"no database" * 1000), "is corrupt; `sae-tui repair`"),
         (lambda path: _set_version(path, 99), "made by a newer version"),
-        (lambda path: path.mkdir(), "is not a plain file of its own; remove it"),
+        (lambda path: path.mkdir(), "is not a plain file or has other hard links; remove it"),
     ],
 )
 def test_an_unwritable_store_is_reported_in_one_sentence_and_sampling_continues(

@@ -188,4 +188,4 @@ def test_any_gpus_is_impossible_if_too_few_are_large_enough(gpus, mode, d_sae, s
 
 def test_an_unused_gpu_is_not_reported_as_becoming_free() -> None:
     (problem,) = problems_of([2], d_sae=530_000)
-    assert ", though nobody uses it; " in problem
+    assert ", though no process uses it; " in problem

@@ -235,7 +235,7 @@ def test_an_unreadable_row_is_reported_once_and_restored_from_the_run(box, three
     reader = JobsReader(box.data)
     reader.poll()
     assert [job.id for job in reader.jobs] == [waiting, finished]
-    sentence = f"the list of jobs holds no readable row of job {bad}; `sae-tui repair` makes it again"
+    sentence = f"the list of jobs holds no readable row of job {bad}; `sae-tui repair` rebuilds it"
     assert (reader.problem, reader.passed_over) == ("", sentence)
     with pytest.raises(UserError, match=sentence):
         box.job(bad)

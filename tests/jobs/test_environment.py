@@ -218,7 +218,9 @@ def test_a_cloned_job_keeps_its_python_unless_others_may_change_the_file(tmp_pat
     assert clone_settings(box.data, job_id).launch.python == python
     assert request.python_of(box.data, job_id) == python
     file.chmod(0o660)
-    with pytest.raises(JobFileError, match=r"launch.python: is not taken from a file, but by --set, for others may"):
+    with pytest.raises(
+        JobFileError, match=r"launch.python: is not taken from a file, only from --set, because others may"
+    ):
         clone_settings(box.data, job_id)
     with pytest.raises(UserError, match=f"job {job_id} names a Python that is not run, because others may write"):
         request.python_of(box.data, job_id)

@@ -336,7 +336,7 @@ def test_a_store_that_is_not_a_plain_file_is_rejected_in_one_sentence(box, tmp_p
     box.control.close()
     private = tmp_path / "key"
     private.write_text(KEY)
-    what = "a link, which is not followed" if kind == "link" else "not a plain file of its own"
+    what = "a link, which is not followed" if kind == "link" else "not a plain file or has other hard links"
     for store, schema in ((box.data.gpu_db, "gpu"), (run.metrics_db, "metrics"), (box.data.control_db, "control")):
         for suffix in ("-wal", ""):
             file = Path(f"{store}{suffix}")
@@ -382,6 +382,6 @@ def test_only_plain_files_are_opened_for_writing(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(KEY)
     os.link(tmp_path / "key", twice)
     twice.parent.chmod(0o2770)
-    with pytest.raises(OSError, match="is not a plain file of its own; remove it"):
+    with pytest.raises(OSError, match="is not a plain file or has other hard links; remove it"):
         open_private(twice, os.O_TRUNC)
     assert (tmp_path / "key").read_text() == KEY

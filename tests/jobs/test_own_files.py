@@ -41,7 +41,7 @@ def test_a_job_whose_file_others_may_write_to_is_not_started(box):
     file.chmod(0o660)
     edits.release(box.data, box.control, job_id)
     job = box.wait_ended(job_id)
-    why = f"what job.toml says is not done, for others may write to {file}; `chmod go-w` it"
+    why = f"job.toml is ignored, because others may write to {file}; `chmod go-w` it"
     assert (job.state, job.error) == (JobState.FAILED, why)
     assert box.control.ranks(job_id) == []
     # A resume writes the file again, with its own permissions.
@@ -86,7 +86,7 @@ def test_a_rank_rejects_a_spec_to_which_others_may_write(tmp_path: Path, capsys)
     file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
     file.chmod(0o660)
     assert main(["rank", str(file)]) == EXIT_FAILED
-    assert f"what ranks.json says is not done, for others may write to {file}" in capsys.readouterr().err
+    assert f"ranks.json is ignored, because others may write to {file}" in capsys.readouterr().err
 
 
 def test_a_foreground_run_works_on_a_file_system_without_permissions(box, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_slurm_job_number_that_others_may_have_written_is_not_cancelled(box, m
     (folder / "slurm_job").chmod(0o660)
     slurm.cancel_left_behind(folder)
     assert cancelled == []
-    assert "what slurm_job says is not done, for others may write to" in capsys.readouterr().err
+    assert "slurm_job is ignored, because others may write to" in capsys.readouterr().err
     (folder / "slurm_job").chmod(0o600)
     slurm.cancel_left_behind(folder)
     assert cancelled == ["7"]

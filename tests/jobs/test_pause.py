@@ -201,7 +201,9 @@ def test_a_pause_that_cannot_be_recorded_ends_the_job_with_the_reason(box, monke
     store.rename(aside)
     store.mkdir()
     ending = supervisor._pause(STOPPED)
-    reason = f"was asked to pause, but is stopped: the store {store} is not a plain file of its own; remove it"
+    reason = (
+        f"was asked to pause, but is stopped: the store {store} is not a plain file or has other hard links; remove it"
+    )
     assert ending == msgspec.structs.replace(STOPPED, error=reason)
     store.rmdir()
     aside.rename(store)

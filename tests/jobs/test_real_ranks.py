@@ -108,7 +108,7 @@ def test_a_language_model_on_its_own_gpu_leads_to_bit_identical_weights(box, tmp
     assert (spec.world_size, spec.model_gpus) == (1, 1)
     assert [rank.rank for rank in box.control.ranks(apart)] == [0]
     log = box.data.run(apart).log(0).read_text()
-    assert "plan: single on 1; the language model has 1 of 2 GPUs to itself; it reads all of the text, for " in log
+    assert "plan: single on 1; the language model has 1 of 2 GPUs to itself; it reads the whole text, for " in log
     weights = [load_file(box.data.sae(one) / "sae_weights.safetensors") for one in (apart, together)]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

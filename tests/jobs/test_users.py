@@ -138,7 +138,7 @@ file.write_text(text)
         assert member.communicate()[0] == "may not write\n"
     ann.run("release", job_id)
     wait_for(lambda: ann.state(job_id) == "failed", "the job to be refused")
-    assert ann.json("job", job_id)["error"] == f"what job.toml says is not done, for {file} belongs to uid {BOB}"
+    assert ann.json("job", job_id)["error"] == f"job.toml is ignored, because {file} belongs to uid {BOB}"
     # Bob resumes the job as his own.
     assert bob.run("resume", job_id).returncode == 0
     bob.run("stop", job_id, "--kill")
@@ -161,7 +161,7 @@ def test_a_data_folder_prepared_by_another_user_is_rejected_and_runs_no_command(
     os.chown(trap, BOB, GROUP)
     ann = User(ANN, trap, place / "ann")
     trap.chmod(0o777)
-    for message in (f"anybody may write to {trap}", f"{trap} belongs to uid {BOB} and is shared with no group"):
+    for message in (f"any user may write to {trap}", f"{trap} belongs to uid {BOB} and is shared with no group"):
         done = ann.run("launch", job_file(place, "anns", steps=1), "--gpus", "cpu", "--wait")
         assert (done.returncode, done.stdout) == (1, "")
         assert message in done.stderr

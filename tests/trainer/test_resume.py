@@ -145,7 +145,7 @@ def test_a_run_without_checkpoints_restarts_and_one_with_damaged_ones_is_refused
     (tensors,) = (run_dir / "checkpoints").glob("step-*/tensors.safetensors")
     tensors.write_bytes(b"")
     assert main(["resume", str(run_dir)]) == EXIT_FAILED
-    assert "is damaged (step-00000010 is damaged and passed over: tensors.safetensors" in capsys.readouterr().err
+    assert "is damaged (step-00000010 is damaged and skipped: tensors.safetensors" in capsys.readouterr().err
     again = ["run", str(run_dir / "job.toml"), "--out", str(run_dir)]
     assert main(again) == EXIT_USAGE
     assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
@@ -209,7 +209,7 @@ def test_a_run_whose_data_has_changed_is_not_resumed(
 def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir: Path, activations: Path) -> None:
     job = load_job(run_dir / "job.toml")
     (note,) = data_notes(job, stored_run(run_dir))
-    assert note.startswith("data.path: the checkpoint is of an older version, which recorded no shards; ")
+    assert note.startswith("data.path: the checkpoint is from an older version, which recorded no shards; ")
     record_data(run_dir)
     assert data_notes(job, stored_run(run_dir)) == []
     shutil.copy(activations / "a.safetensors", activations / "0.safetensors")
@@ -416,7 +416,7 @@ def test_a_run_that_lost_its_last_steps_resumes_to_the_same_result(
     history = read(tmp_path / "run" / "metrics.db")
 
     resumed, errors = run_trainer("resume", tmp_path / "run")
-    assert errors.startswith("warning: step-00000020 is damaged and passed over: tensors.safetensors")
+    assert errors.startswith("warning: step-00000020 is damaged and skipped: tensors.safetensors")
     for key in ("steps", "tokens", "fvu", "l0", "heldout_fvu", "output_path"):
         assert resumed[key] == first[key], key
     whole, whole_position = load(tmp_path / "checkpoints")

@@ -26,7 +26,7 @@ class Exit(IntEnum):
     UNTOLD = 6, "done, output lost", "The request is done, such as a launch, but the output cannot be written."
     HUNG_UP = 129, "terminal gone", "The app's terminal is gone, or it was sent SIGHUP (128 + SIGHUP); jobs continue."
     INTERRUPTED = 130, "interrupted", "Ended by Ctrl-C (128 + SIGINT); jobs continue."
-    UNREAD = 141, "nobody reads", "The reader of the output closed it (128 + SIGPIPE), as `head` does."
+    UNREAD = 141, "reader gone", "The reader of the output closed it (128 + SIGPIPE), as `head` does."
     TERMINATED = 143, "terminated", "Ended by SIGTERM (128 + SIGTERM); jobs continue."
 
 

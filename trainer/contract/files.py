@@ -106,7 +106,7 @@ def open_plain(path: Path) -> io.BufferedReader:
     stream = open(descriptor, "rb")  # noqa: SIM115 - the caller closes it
     if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
         stream.close()
-        raise OSError(errno.EINVAL, "it is a git-lfs pointer and not the file itself; run `git lfs pull`", str(path))
+        raise OSError(errno.EINVAL, "it is a git-lfs pointer, not the file; run `git lfs pull`", str(path))
     return stream
 
 

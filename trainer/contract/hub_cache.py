@@ -23,7 +23,7 @@ def plain_file(file: Path) -> Path:
     try:
         return _blob(file)
     except RuntimeError:  # raised by `resolve` for links that lead to each other
-        raise ValueError(f"is a link in a loop of links, which is not followed; {COPY}") from None
+        raise ValueError(f"is part of a loop of links, which is not followed; {COPY}") from None
 
 
 def _blob(file: Path) -> Path:
@@ -35,7 +35,7 @@ def _blob(file: Path) -> Path:
     target = snapshot / os.readlink(file)
     blob = model / "blobs" / target.name
     if target.name in ("", ".", "..") or target.parent.resolve() != blob.parent:
-        raise ValueError(f"is a link to a place outside the blobs of {model.name[:100]}, which is not followed; {COPY}")
+        raise ValueError(f"is a link to a path outside the blobs of {model.name[:100]}, which is not followed; {COPY}")
     status = blob.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"is a link to something that is not a plain file, which is not followed; {COPY}")

@@ -69,7 +69,7 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
         code = _code_of(command)
         _flush()
     except BrokenPipeError:
-        return _without_output(teller, "the output cannot be written: no program reads it", Exit.UNREAD)
+        return _without_output(teller, "the output cannot be written: no process reads it", Exit.UNREAD)
     except OutputLost as error:
         return _without_output(teller, str(error), Exit.FAILED)
     return code
@@ -143,7 +143,7 @@ def _refuse_without_output(teller: str) -> int:
     name, redirect = ("output", ">/dev/null") if sys.stdout is None else ("error", "2>/dev/null")
     with contextlib.suppress(OSError):
         if (stream := sys.stderr or sys.stdout) is not None:
-            stream.write(f"{teller}standard {name} is closed; send it elsewhere, as with {redirect}\n")
+            stream.write(f"{teller}standard {name} is closed; redirect it, as with {redirect}\n")
             stream.flush()
     return Exit.FAILED
 

@@ -222,7 +222,7 @@ def _usual_data_folder() -> str:
         path = platformdirs.user_data_dir("sae-tui", appauthor=False)
     if not path or path.startswith("~"):
         who = f"the user of id {os.getuid()} has no home folder, and HOME is not set"
-        raise UserError(f"{who}; set HOME, or say where to keep everything by --data-dir or {ENV_DATA_DIR}")
+        raise UserError(f"{who}; set HOME, or give a data folder with --data-dir or {ENV_DATA_DIR}")
     return path
 
 
@@ -351,7 +351,7 @@ def _open_existing(file: Path, flags: int) -> int:
     # Hard links are also refused if other users can write to the folder.
     if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{file.name} is not a plain file of its own; remove it", str(file))
+        raise OSError(errno.EINVAL, f"{file.name} is not a plain file or has other hard links; remove it", str(file))
     if flags & os.O_TRUNC:
         os.ftruncate(descriptor, 0)
     os.set_blocking(descriptor, True)
@@ -362,7 +362,7 @@ def refuse_link(folder: Path) -> None:
     """Raise `UserError` if a folder is a symbolic link: its target may belong to another user."""
     if folder.is_symlink():
         reason = f"{folder} is a link, which is not followed; remove it"
-        raise UserError(f"{reason}, or to keep everything on another disk make the data folder itself a link")
+        raise UserError(f"{reason}, or make the data folder itself a link to keep everything on another disk")
 
 
 def umask_of(root: Path) -> int:

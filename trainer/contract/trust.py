@@ -46,7 +46,7 @@ def distrust_of_folder(folder: Path) -> str:
     except OSError:
         return ""  # missing, or reported when it is opened
     if status.st_mode & stat.S_IWOTH:
-        return f"anybody may write to {folder}; `chmod o-w` it"
+        return f"any user may write to {folder}; `chmod o-w` it"
     if status.st_uid not in (os.geteuid(), 0) and not is_shared(folder):
         return f"{folder} belongs to {user_of(status.st_uid)} and is shared with no group"
     return ""
@@ -113,7 +113,7 @@ def open_own(file: Path) -> io.BufferedReader:
     # Checked on the open file, since the name may refer to another file by now.
     if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)
-        raise UserError(f"what {file.name} says is not done, for {why}")
+        raise UserError(f"{file.name} is ignored, because {why}")
     return open(descriptor, "rb")
 
 

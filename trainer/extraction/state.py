@@ -59,7 +59,7 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
     if state is None or not state.n_stored:
         return _new_state(asked, n_ranks)
     if changed := [path for path, value in asked.items() if state.job.get(path) != value]:
-        was = f"of another {changed[0]}, {show(state.job.get(changed[0]))}"
+        was = f"with another {changed[0]}, {show(state.job.get(changed[0]))}"
         raise UsageError(f"extract.output: {output} holds an extraction {was}; choose another folder")
     if not state.is_finished and state.n_ranks != n_ranks:
         was = f"an extraction by {plural(state.n_ranks, 'process')}"

@@ -74,7 +74,7 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         (
             {"launch": {"gpus": "cpu:3"}},
             "launch.gpus",
-            "starts 3 processes on 2 cores, which is slower than one for each core",
+            "starts 3 processes on 2 cores, which is slower than one process per core",
             "warning",
         ),
         (
@@ -92,13 +92,13 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         (
             {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "hybrid", "latent_ranks": 4}},
             "parallel.latent_ranks",
-            "4 ranks to share the latents do not go into 2; use a divisor of it",
+            "4 does not divide 2 ranks; use a divisor of 2",
             "error",
         ),
         (
             {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "tensor"}, "train": SMALL | {"optimizer": "muon"}},
             "train.optimizer",
-            '"muon" needs whole matrices, of which "tensor" leaves a part; use "adam" or "signum", or "ddp"',
+            '"muon" needs whole matrices, but "tensor" splits them; use "adam" or "signum", or "ddp"',
             "error",
         ),
         (
@@ -110,19 +110,19 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         (
             {"launch": {"gpus": "cpu:2"}, "parallel": {"shares": "3:0"}},
             "parallel.shares",
-            "a rank that gets nothing has nothing to do",
+            "each rank needs a share",
             "error",
         ),
         (
             {"launch": {"gpus": "cpu:2"}, "train": SMALL | {"global_batch_size": 1}},
             "train.global_batch_size",
-            "1 tokens per step leave some of 2 ranks without any; use at least 2",
+            "1 tokens per step are too few for 2 ranks; use at least 2",
             "error",
         ),
         (
             {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "tensor"}, "sae": {"d_sae": 1, "k": 1}},
             "sae.d_sae",
-            "1 latents cannot be dealt out over 2 ranks; use at least 2",
+            "1 latents cannot be split over 2 ranks; use at least 2",
             "error",
         ),
         ({"sae": {"k": 65}}, "sae.k", "must be at most the number of latents, 64, not 65", "error"),
@@ -131,10 +131,15 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         (
             {"data": {"held_out_tokens": 20_000}},
             "data.held_out_tokens",
-            "which holds 20,000 tokens; at most a 20th of them is usual",
+            "which holds 20,000 tokens; a 20th or less is usual",
             "error",
         ),
-        ({"sae": {"normalize": "none"}}, "sae.normalize", "suit data that varies by about 1 per dimension", "warning"),
+        (
+            {"sae": {"normalize": "none"}},
+            "sae.normalize",
+            "suit data with a spread of about 1 per dimension",
+            "warning",
+        ),
         (
             {"sae": {"d_sae": 4, "k": 2}},
             "sae.d_sae",
@@ -170,7 +175,7 @@ def test_a_step_larger_than_the_data_is_refused_with_the_largest_that_fits(
     (problem,) = checked(train=train, launch={"gpus": gpus})
     assert problem.path == "train.batch_size"
     cure = f"make batch_size × accumulate at most {most:,}"
-    assert problem.message.endswith(f"holds 20,000, of which 1,000 are kept back; {cure}")
+    assert problem.message.endswith(f"holds 20,000, of which 1,000 are held out; {cure}")
     ranks = int(gpus.partition(":")[2] or 1)
     assert checked(train={"batch_size": most, "n_tokens": 40_000}, launch={"gpus": gpus}) == []
     assert checked(train={"batch_size": most // ranks + 1, "accumulate": ranks}, launch={"gpus": gpus}) != []
@@ -196,9 +201,9 @@ def test_a_number_of_gpus_is_refused_on_a_machine_without_gpus(
     ("gpus", "message"),
     [
         ([2], ""),
-        ([2, 3], "GPU 2 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"),
-        ([0, 3], "GPU 3 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"),
-        ("auto:2", "asks for 2 GPUs, but this machine has 1 that can be used; slices of cards run a job alone"),
+        ([2, 3], "GPU 2 is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"),
+        ([0, 3], "GPU 3 is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"),
+        ("auto:2", "asks for 2 GPUs, but this machine has 1 that can be used; a MIG slice runs a job alone"),
     ],
 )
 def test_a_training_uses_one_slice_or_only_full_gpus(
@@ -249,7 +254,7 @@ def test_all_saes_of_a_sweep_count_towards_memory(
     assert checked(machine, sae=sae, train=alone, launch={"gpus": [0]}) == []
     (problem,) = checked(machine, sae=sae, train=alone | {"seed": [0, 1]}, launch={"gpus": [0]})
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
-    assert "lower train.batch_size or sae.d_sae, make the sweep smaller, or choose other GPUs" in problem.message
+    assert "lower train.batch_size or sae.d_sae, use a smaller sweep, or choose other GPUs" in problem.message
 
 
 def test_duplicate_rows_are_refused_in_one_sentence(
@@ -293,7 +298,7 @@ def test_a_run_too_short_to_control_its_l0_gives_a_warning(
     problems = checked(sae={"architecture": architecture}, train=train, launch=launch)
     assert [(one.path, one.severity) for one in problems] == [("train.n_steps", "warning")] * warned
     if warned:
-        assert f"in {steps} steps it may stay far from k = " in problems[0].message
+        assert f"after {steps} steps L0 may be far from k = " in problems[0].message
         fixed = {"architecture": architecture, "sparsity_coefficient": 0.1}
         assert checked(sae=fixed, train=train, launch=launch) == []
 

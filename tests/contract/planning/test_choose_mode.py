@@ -68,7 +68,7 @@ def test_a_mode_that_does_not_fit_is_not_chosen_even_if_it_is_fastest(make_job: 
 def test_if_nothing_fits_the_smallest_mode_is_tried_and_explained(make_job: MakeJob) -> None:
     settled = settle(Workload(wide(make_job), 2, GPT2_XL), PlannedResources(STAGED, free_bytes=10**9))
     assert not settled.fits
-    assert settled.reason.endswith(" GiB, but each rank may take only 0.9 GiB")
+    assert settled.reason.endswith(" GiB, but each rank may use only 0.9 GiB")
 
 
 def test_a_requested_mode_is_kept(make_job: MakeJob) -> None:

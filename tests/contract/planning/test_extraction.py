@@ -149,11 +149,11 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
     [
         ("auto:2", False, []),
         ([0, 1], False, []),
-        ("auto:2", True, ["asks for 2 GPUs, but this machine has 0 that can be used; slices of cards run a job alone"]),
+        ("auto:2", True, ["asks for 2 GPUs, but this machine has 0 that can be used; a MIG slice runs a job alone"]),
         (
             [0, 1],
             True,
-            ["GPU 0 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"],
+            ["GPU 0 is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"],
         ),
     ],
 )
@@ -172,4 +172,4 @@ def test_processes_may_use_slices_but_no_model_is_spread_over_slices(
 def test_a_model_larger_than_one_gpu_may_be_spread_over_several(job: ExtractJob, tmp_path: Path) -> None:
     small = Machine((MachineGpu(0, "NVIDIA T4", 10**6, memory_total_bytes=10**7),), 2, tmp_path)
     (lacking,) = check(on(job, [0]), small)
-    assert "set model.spread and give it several GPUs" in lacking.message
+    assert "set model.spread = true with several GPUs" in lacking.message

@@ -36,5 +36,5 @@ def test_a_rate_far_above_auto_gives_a_warning(make_job: MakeJob, lr: float, war
     problems = rate_problems(layout, 3072, is_transcoder=False)
     assert [(one.path, one.severity) for one in problems] == [("train.lr", "warning")] * warned
     if lr == 200_000:
-        sentence = "200000 is 16,666,667 times what auto stands for here, 0.012; training may diverge"
+        sentence = "200000 is 16,666,667 times the value of auto here, 0.012; training may diverge"
         assert problems[0].message == sentence

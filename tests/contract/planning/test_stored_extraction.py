@@ -44,7 +44,7 @@ def test_a_missing_or_empty_folder_is_not_mentioned(make: Make) -> None:
 
 def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp_path: Path) -> None:
     run(job := make())
-    told = f"{tmp_path / 'rows'} holds this extraction, finished with 300 rows: nothing is left to do"
+    told = f"{tmp_path / 'rows'} holds this extraction, finished with 300 rows"
     assert what_is_there(job) == told
     warnings = [problem for problem in check(job, Machine((), 2, tmp_path)) if problem.path == "extract.output"]
     assert [(problem.message, problem.severity) for problem in warnings] == [(told, "warning")]
@@ -53,16 +53,16 @@ def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp
 def test_the_folder_of_another_extraction_is_reported_and_refused(make: Make, tmp_path: Path) -> None:
     run(make())
     other = make(n_tokens=200)
-    assert "of another extract.n_tokens, 300: this one would be refused" in what_is_there(other)
+    assert "with another extract.n_tokens, 300, and this one would be refused" in what_is_there(other)
     refused = [problem for problem in check(other, Machine((), 2, tmp_path)) if problem.path == "extract.output"]
     assert [(problem.message, problem.severity) for problem in refused] == [(what_is_there(other), "error")]
-    with pytest.raises(UsageError, match=r"of another extract\.n_tokens, 300"):
+    with pytest.raises(UsageError, match=r"with another extract\.n_tokens, 300"):
         run(other)
 
 
 def test_a_stopped_extraction_is_reported_as_resumable(make: Make) -> None:
     run(job := make(), *stop_after(150))
-    assert what_is_there(job).endswith("holds the first 128 rows of this extraction: it goes on after them")
+    assert what_is_there(job).endswith("holds the first 128 rows of this extraction: it continues after them")
     assert (n_stored_rows(job), n_stored_rows(make(n_tokens=200))) == (128, 0)
 
 

@@ -46,7 +46,7 @@ def refusal(folder: Path, before: DataRecord) -> str:
         record_of([ShardSettings(str(folder))], before)
     (problem,) = caught.value.problems
     assert problem.path == "data.path"
-    assert problem.message.endswith("; put it back as it was, or start a new run on the data as it is now")
+    assert problem.message.endswith("; restore the data, or start a new run on the data as it is now")
     return problem.message
 
 
@@ -100,7 +100,7 @@ def test_new_shards_follow_the_old_ones_and_are_not_split(
     grown = sampled(record_of([ShardSettings(str(folder))], before))
     assert grown[0].names == ["b.npy", "d.npy", "a.npy", "c.npy"]
     assert grown[0].split_rows == 160
-    said = "data.path: has grown by 12 rows in a.npy and c.npy; the same rows stay held out, and all new rows are"
+    said = "data.path: has grown by 12 rows in a.npy and c.npy; the held-out rows stay the same, and all new rows are"
     assert (news_of_data(before, grown) or "").startswith(said)
     save(folder / "0.npy", 1)
     again = record_of([ShardSettings(str(folder))], grown)
@@ -156,7 +156,7 @@ def test_a_truncated_shard_is_named(folder: Path) -> None:
     before = recorded(folder)
     assert cut_short(before) is None
     os.truncate(folder / "d.npy", 1000)
-    said = f"{folder / 'd.npy'} was cut short to 1,000 of 2,048 bytes while it was read; copy it again, then resume"
+    said = f"{folder / 'd.npy'} was truncated to 1,000 of 2,048 bytes while it was read; copy it again, then resume"
     assert cut_short(before) == said
 
 

@@ -163,7 +163,7 @@ def test_a_truncated_shard_that_killed_a_rank_is_named(start, tmp_path):
     ended(rank)
     assert rank.code == -signal.SIGBUS
     assert rank.error(2) == (
-        f"rank 0: {shard} was cut short to 100 of 1,600,128 bytes while it was read; copy it again, then resume"
+        f"rank 0: {shard} was truncated to 100 of 1,600,128 bytes while it was read; copy it again, then resume"
     )
     # Other causes of SIGBUS are not mistaken for truncation.
     np.save(shard, np.zeros((100_000, 4), np.float32))

@@ -96,15 +96,15 @@ def test_scores_name_the_tokens_that_they_cover() -> None:
     )
     both = by_title(msgspec.structs.replace(card(), spliced=spliced))
     assert both["CE score"] == (
-        "0.9500 ± 0.0040 without first tokens and special tokens; 0.6340 of all tokens, as SAELens"
+        "0.9500 ± 0.0040 without first tokens and special tokens; 0.6340 all tokens, as in SAELens"
     )
-    assert both["KL score"].endswith("; 0.6390 of all tokens, as SAELens")
+    assert both["KL score"].endswith("; 0.6390 all tokens, as in SAELens")
     assert both["on this text"].startswith("80.00% of the variance explained at L0 35.0 without first tokens")
-    assert both["on this text"].endswith("; – of the variance explained at L0 – of all tokens, as SAELens")
+    assert both["on this text"].endswith("; – of the variance explained at L0 – all tokens, as in SAELens")
     assert both["loss, all tokens"].startswith("6.400 with the SAE, 3.900 without, 10.800 with zeros; KL – with")
     every_row = msgspec.structs.replace(spliced, left_out="")
     one = by_title(msgspec.structs.replace(card(), spliced=every_row))
-    assert one["CE score"].startswith("0.9500 ± 0.0040 of all tokens, as SAELens: ")
+    assert one["CE score"].startswith("0.9500 ± 0.0040 all tokens, as in SAELens: ")
 
 
 def test_an_l0_off_target_is_shown_next_to_the_target() -> None:
@@ -116,7 +116,9 @@ def test_an_l0_off_target_is_shown_next_to_the_target() -> None:
     missed = msgspec.structs.replace(card(l0=36.4), recipe=recipe, threshold_set_on="training rows")
     assert by_title(missed)["L0"].startswith("36.4, 32 asked, +14% (5 % ")
     assert "L0 36.4 (32 asked, +14%), " in summary(missed)
-    assert by_title(missed)["recipe"].startswith("adam (beta1 0.9), learning rate 0.01; encoders do not follow")
+    assert by_title(missed)["recipe"].startswith(
+        "adam (beta1 0.9), learning rate 0.01; encoder and decoder updates are not tied"
+    )
     assert by_title(missed)["schedule"] == "rises over 5% of the steps, falls over the last 20%"
     assert by_title(missed)["steps"] == "391 of 500, 512 tokens each, seed 1"
     near = msgspec.structs.replace(missed, figures=card(l0=32.5).figures, threshold_set_on="held-out rows")

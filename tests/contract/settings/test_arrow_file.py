@@ -116,7 +116,7 @@ def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
         (lists([1.0, 2.0], None), f"{BEGINS}rows or numbers are missing in its column 'x'"),
         (lists([1.0, None]), f"{BEGINS}rows or numbers are missing in its column 'x'"),
         (lists(kind=pa.list_(pa.float32())), "holds no activations"),
-        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column is of lists of numbers; its columns: 'y' and 'z'"),
+        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column holds lists of numbers; its columns: 'y' and 'z'"),
         (
             pa.table({"a": lists([1.0])["x"], "b": lists([1.0])["x"]}),
             f"{BEGINS}several columns are lists of numbers ('a' and 'b'); rename the one to read to `activations`",
@@ -153,7 +153,7 @@ def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", lists([1.0] * 1000))
     file.write_bytes(file.read_bytes()[:2000])
-    assert problem(tmp_path) == f"{file} {BEGINS}it is cut short; copy it again"
+    assert problem(tmp_path) == f"{file} {BEGINS}it is truncated; copy it again"
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))

@@ -50,12 +50,12 @@ def test_every_version_of_the_format_is_read(version: tuple[int, int], tmp_path:
     [
         (saved(np.arange(12).reshape(3, 4)), "stores <i8; activations must be float16, bfloat16, float32 or float64; "),
         (saved(rows(3, 4).astype(">f4")), "stores >f4; "),
-        (saved(np.asfortranarray(rows(3, 4))), "is not an array of rows [n_tokens, d_in]: its columns lie one after"),
+        (saved(np.asfortranarray(rows(3, 4))), "is not an array of rows [n_tokens, d_in]: it is in Fortran order"),
         (saved(rows(12)), "is not an array of rows [n_tokens, d_in]: its shape is [12]; reshape it to [-1, d_in]"),
         (saved(rows(0, 4)), "holds no activations"),
-        (saved(rows(3, 4))[:-1], "is cut short; copy it again"),
+        (saved(rows(3, 4))[:-1], "is truncated; copy it again"),
         (saved(rows(3, 4))[:20], "is not an array of rows [n_tokens, d_in]: its header is damaged"),
-        (b"PK\3\4", "is not an array of rows [n_tokens, d_in]: it has not numpy's header"),
+        (b"PK\3\4", "is not an array of rows [n_tokens, d_in]: it has no NumPy header"),
         (b"", "holds no activations"),
     ],
 )

@@ -70,8 +70,8 @@ def test_the_column_with_the_name_of_the_tensor_is_chosen_among_several(tmp_path
     [
         (lists([1.0, 2.0], [1.0]), f"{BEGINS}the lists of its column 'x' differ in length, or some are missing"),
         (lists(kind=pa.list_(pa.float32())), "holds no activations"),
-        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column is of lists of numbers; its columns: 'y' and 'z'"),
-        (lists([[1.0]], kind=pa.list_(pa.list_(pa.float32()))), f"{BEGINS}no column is of lists of numbers"),
+        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column holds lists of numbers; its columns: 'y' and 'z'"),
+        (lists([[1.0]], kind=pa.list_(pa.list_(pa.float32()))), f"{BEGINS}no column holds lists of numbers"),
         (
             pa.table({"a": lists([1.0])["x"], "b": lists([1.0])["x"]}),
             f"{BEGINS}several columns are lists of numbers ('a' and 'b'); rename the one to read to `activations`",
@@ -114,13 +114,13 @@ def test_a_missing_pyarrow_is_reported_with_the_install_command(
 ) -> None:
     pq.write_table(lists([1.0]), tmp_path / "a.parquet")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert problem(tmp_path).endswith("to read Parquet, pyarrow is needed: pip install 'sae-tui[parquet]'")
+    assert problem(tmp_path).endswith("Parquet needs pyarrow: pip install 'sae-tui[parquet]'")
 
 
 @pytest.mark.parametrize("content", [b"x" * 100, b"PAR1" + bytes(100) + b"PAR1"])
 def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(content)
-    assert problem(tmp_path).endswith("it is damaged, or no Parquet file; copy it again")
+    assert problem(tmp_path).endswith("it is damaged, or not a Parquet file; copy it again")
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))

@@ -40,7 +40,7 @@ def test_a_link_to_a_promised_folder_resolves_to_it(model: Path, tmp_path: Path)
 
 def test_a_width_known_only_from_the_rows_is_refused(model: Path, tmp_path: Path) -> None:
     job = extraction_job(model, tmp_path, tmp_path / "rows", hooks=["layers.1.mlp"])
-    with pytest.raises(JobFileError, match=r"^data.path: job 3 has yet to write .*; launch this once"):
+    with pytest.raises(JobFileError, match=r"^data.path: job 3 has yet to write .*; launch this job after"):
         training(path=str(tmp_path / "rows" / "layers.1.mlp")).data_shape(promises_of(job, "job 3"))
 
 

@@ -95,7 +95,7 @@ def test_a_name_that_is_too_long_is_refused() -> None:
 def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)
-    assert problem(file) == f"{file} is not a whole safetensors file; copy it again"
+    assert problem(file) == f"{file} is not a complete safetensors file; copy it again"
 
 
 def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_header_without_a_matrix_is_refused(tmp_path: Path, tensor: object) -> None:
     file = with_header(tmp_path / "a.safetensors", {"activations": tensor}, bytes(40))
-    assert problem(file).endswith("is not a whole safetensors file; copy it again")
+    assert problem(file).endswith("is not a complete safetensors file; copy it again")
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def test_an_unsupported_dtype_is_refused(write_shard: WriteShard, dtype: str) ->
 def test_a_truncated_file_is_refused(write_shard: WriteShard) -> None:
     file = write_shard() / "a.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    assert problem(file.parent) == f"{file} is cut short; copy it again"
+    assert problem(file.parent) == f"{file} is truncated; copy it again"
 
 
 def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
     header = {"activations": {"dtype": "F32", "shape": [5, 2], "data_offsets": [0, 36]}}
-    assert problem(with_header(tmp_path / "a.safetensors", header, bytes(40))).endswith("is cut short; copy it again")
+    assert problem(with_header(tmp_path / "a.safetensors", header, bytes(40))).endswith("is truncated; copy it again")
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
@@ -200,7 +200,7 @@ def test_the_metadata_of_a_folder_is_read_once_for_all_its_shards(
 def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
-    pointer = "it is a git-lfs pointer and not the file itself; run `git lfs pull`"
+    pointer = "it is a git-lfs pointer, not the file; run `git lfs pull`"
     assert problem(tmp_path) == f"{file} cannot be read: {pointer}"
 
 

@@ -31,7 +31,7 @@ def test_nodes_are_ignored_on_this_machine_with_a_warning(make_job) -> None:
     assert wanted_ranks(job) == 4
     (problem,) = check_backend(job)
     assert (problem.path, problem.severity) == ("launch.nodes", "warning")
-    assert problem.message == '2 nodes need launch.backend = "slurm"; on "local" it runs on this machine alone'
+    assert problem.message == '2 nodes need launch.backend = "slurm"; "local" uses only this machine'
 
 
 def test_a_machine_without_gpus_can_submit_a_job_for_many(make_job, sbatch, write_shard, tmp_path) -> None:
@@ -52,7 +52,7 @@ def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path
     ("launch", "path", "text"),
     [
         ({"gpus": [0, 3]}, "launch.gpus", 'the list counts as "auto:2", 2 for each node'),
-        ({"partition": "--wrap=x"}, "launch.partition", 'must be a name that SLURM knows, not "--wrap=x"'),
+        ({"partition": "--wrap=x"}, "launch.partition", 'must be a SLURM name, not "--wrap=x"'),
         ({"account": "a b"}, "launch.account", 'not "a b"'),
         ({"time_limit": "2h"}, "launch.time_limit", 'like "90" (minutes), "4:00:00" or "1-12" (days-hours), not "2h"'),
         ({"sbatch_options": ["-p", "x"]}, "launch.sbatch_options", 'an option is like "--qos=high"'),

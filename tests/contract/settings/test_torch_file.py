@@ -72,8 +72,8 @@ def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp
         (torch.ones(3, 4, dtype=torch.int64), "stores LongStorage; "),
         (rows(12), f"{BEGINS}its shape is [12]; reshape it to [-1, d_in]"),
         (rows(0, 4), "holds no activations"),
-        (rows(4, 3).T, f"{BEGINS}its rows do not lie one after the other; write it again with torch.save("),
-        (rows(1, 3).expand(5, 3), f"{BEGINS}its rows do not lie one after the other"),
+        (rows(4, 3).T, f"{BEGINS}its tensor is not contiguous; write it again with torch.save("),
+        (rows(1, 3).expand(5, 3), f"{BEGINS}its tensor is not contiguous"),
         (
             {"x": rows(3, 4), "y": rows(2)},
             f"{BEGINS}it holds no tensor `activations`, but 'x' [3, 4] and 'y' [2]; rename",
@@ -81,9 +81,9 @@ def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp
         ({"activations": [rows(3, 4)]}, f"{BEGINS}it holds no tensor; save the rows as `activations`"),
         ([rows(3, 4)], f"{BEGINS}it holds no tensor"),
         ("a text", f"{BEGINS}it holds no tensor"),
-        (argparse.Namespace(x=rows(3, 4)), f"{BEGINS}to read it, code would have to be run (argparse.Namespace)"),
-        ({"activations": np.zeros((2, 3))}, f"{BEGINS}to read it, code would have to be run (_codecs.encode)"),
-        (rows(3, 4).to_sparse(), f"{BEGINS}to read it, code would have to be run (torch.serialization._get_layout)"),
+        (argparse.Namespace(x=rows(3, 4)), f"{BEGINS}it can only be read by running code (argparse.Namespace)"),
+        ({"activations": np.zeros((2, 3))}, f"{BEGINS}it can only be read by running code (_codecs.encode)"),
+        (rows(3, 4).to_sparse(), f"{BEGINS}it can only be read by running code (torch.serialization._get_layout)"),
     ],
 )
 def test_a_file_without_rows_or_with_code_is_refused(value: object, reason: str, tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ REAL = members_of(saved(rows(3, 4)))
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (packed({"a.txt": b"x"}), "it is a zip, but none of torch.save"),
+        (packed({"a.txt": b"x"}), "it is a zip, but not from torch.save"),
         (packed(REAL, zipfile.ZIP_DEFLATED), "it is compressed"),
         (packed(REAL | {DATA: b"short"}), "its tensor is larger than what the file holds"),
-        (packed({name: x for name, x in REAL.items() if name != DATA}), "the numbers of its tensor are missing"),
+        (packed({name: x for name, x in REAL.items() if name != DATA}), "the data of its tensor is missing"),
         (
             packed({name: b"big" if "byteorder" in name else x for name, x in REAL.items()}),
             "its numbers are big-endian",

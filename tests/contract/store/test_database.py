@@ -178,7 +178,7 @@ def test_a_store_of_a_newer_version_is_refused(made: Path) -> None:
     connection.close()
     messages = {message(lambda: open_writer(made, "control")), message(lambda: open_reader(made, "control"))}
     assert messages == {
-        f"the store {made} was made by a newer version (schema 99, this one knows {len(MIGRATIONS['control'])}); "
+        f"the store {made} was made by a newer version (schema 99, this one supports {len(MIGRATIONS['control'])}); "
         "update sae-tui or choose another folder with --data-dir"
     }
 
@@ -300,7 +300,7 @@ def test_a_locked_store_is_reported_and_works_after_its_release(
         text = message(lambda: control.request(1, "stop"))
         pid, begins = holder.process.pid, f"the store {made} is locked by another process for more than 0.2 s: "
         assert re.match(rf"{re.escape(begins)}\S+'s process {pid} \(python\S* -c ", text)
-        assert text.endswith(f"end it with `kill {pid}` if it hangs, which undoes only its unfinished change")
+        assert text.endswith(f"run `kill {pid}` if it hangs, which undoes only its unfinished change")
         holder.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)
         assert message(lambda: control.request(1, "stop")).endswith(

@@ -91,7 +91,7 @@ def test_jobs_share_a_gpu_while_its_memory_is_enough_for_all(control: Control, q
     first, second, third = (recorded(control, queued(**share)) for _ in range(3))
     for job in (first, second):
         assert control.lease(job, GPUS[:1], room)
-    with pytest.raises(LeaseConflict, match=r"^GPU 0 has not enough memory for all that share it$"):
+    with pytest.raises(LeaseConflict, match=r"^GPU 0 has too little memory for all jobs that share it$"):
         control.lease(third, GPUS[:1], room)
     with pytest.raises(LeaseConflict, match="is held by job"):
         control.lease(recorded(control, queued()), GPUS[:1], room)

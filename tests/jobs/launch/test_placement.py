@@ -299,8 +299,8 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
         ([0], [choice(0, state="unhealthy", reason="it is lost")], "GPU 0 cannot be used: it is lost; choose another"),
         ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
         ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
-        ([0, 1], [choice(0), SLICE], "GPU 1 is a slice of a card, and NCCL cannot connect slices"),
-        ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; a MIG slice runs a job"),
+        ([0, 1], [choice(0), SLICE], "GPU 1 is a MIG slice, and NCCL cannot connect slices"),
+        ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; slices of cards run a job"),
     ],
 )
 def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, choices, said):

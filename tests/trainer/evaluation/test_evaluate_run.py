@@ -115,7 +115,7 @@ def test_held_out_rows_with_copies_in_training_are_reported(
     save_file({"activations": x.repeat(64, 1)}, activations / "a.safetensors")
     (activations / "b.safetensors").unlink()
     run = finished_run(make_job(train={"n_steps": 5}), make_trainer, tmp_path / "run", kept)
-    sentence = "100.0% of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
+    sentence = "100.0% of the held-out rows have an exact copy among the checked training rows, so the FVU is too low"
     assert any(one[:2] == ("copies", "warning") and one[2].startswith(sentence) for one in kept.events)
     assert card_of(run, capsys)["data"]["copies"] == 1
     assert sentence in (run / "sae" / "README.md").read_text()

@@ -307,7 +307,7 @@ def test_the_folder_of_another_extraction_is_refused(example, change: dict[str, 
     section = {"hooks": "model", "context": "text"}.get(name, "extract")
     other = msgspec.structs.replace(job, **{section: msgspec.structs.replace(getattr(job, section), **change)})
     before = digests(job)
-    with pytest.raises(UsageError, match=rf"^extract.output: {job.extract.output} holds an extraction of another .*"):
+    with pytest.raises(UsageError, match=rf"^extract.output: {job.extract.output} holds an extraction with another .*"):
         Extraction(other, CPU, Alone(threading.Event()))
     assert f"another {section}.{name}, " in refusal(other)
     assert digests(job) == before

@@ -412,7 +412,7 @@ def test_a_sweep_reads_the_text_once(
     rest_of(stream)
     n_all, n_read = n_read, 0
     make_trainer(job).run()
-    # The text is not read again for the sample, which is all of the text here.
+    # The text is not read again for the sample, which is the whole text here.
     assert n_read == n_all > 200 * 64
 
 
@@ -497,7 +497,7 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_shows_it(
     assert text_parts(work) == n_parts
     assert source_s(work, speeds) == pytest.approx(flops / speeds.flops_per_s)
     plan = Plan(mode, 4, 1, 256, 64, 1, step_s=1.0, needs_bytes=1, model_share=0.25, text_parts=n_parts)
-    which = "all of the text" if n_parts == 1 else "one of 4 parts of the text"
+    which = "the whole text" if n_parts == 1 else "one of 4 parts of the text"
     assert plan.sentence() == f"{mode} on 4; every rank runs the language model, on {which}: 25 % of a step"
     apart = msgspec.structs.replace(
         plan, ranks=2, reason="ddp on 2", model_gpus=2, text_parts=2, model_why="so it fits"

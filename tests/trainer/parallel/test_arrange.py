@@ -36,7 +36,7 @@ def test_ranks_use_no_more_memory_than_they_may(make_job, start_ranks, tmp_path)
     assert plan.needs_bytes <= (ddp + tensor) // 2
     # The reason names the allowed memory, not the free memory.
     least = gibibytes((ddp + tensor) // 2)
-    assert plan.reason == f"{plan.mode} on 2: no other mode fits into the {least} that each rank may take"
+    assert plan.reason == f"{plan.mode} on 2: no other mode fits into the {least} that each rank may use"
 
 
 @pytest.mark.parametrize(("gpus", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])

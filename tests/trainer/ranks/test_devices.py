@@ -107,7 +107,7 @@ def test_several_chosen_gpus_never_include_a_mig_slice(asked, there, uuids, monk
 
 def test_measuring_a_mig_slice_with_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(device_choice, "visible_gpus", lambda: [WHOLE, OTHER, SLICE])
-    with pytest.raises(UsageError, match="--gpus: GPU 2 is a slice of a card, and NCCL cannot connect slices"):
+    with pytest.raises(UsageError, match="--gpus: GPU 2 is a MIG slice, and NCCL cannot connect slices"):
         parse_target("0,2")
 
 

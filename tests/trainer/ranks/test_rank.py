@@ -343,9 +343,9 @@ def test_a_rank_finds_the_gpus_of_its_language_model_or_reports_missing_ones(
 @pytest.mark.parametrize(
     ("n_ranks", "rank", "name", "refusal"),
     [
-        (2, 0, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 0 is a slice of a card, and NCCL cannot connect slices"),
+        (2, 0, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 0 is a MIG slice, and NCCL cannot connect slices"),
         # CUDA shows only one slice to a process, even if there are several.
-        (2, 1, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 1 is a slice of a card, and NCCL cannot connect slices"),
+        (2, 1, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 1 is a MIG slice, and NCCL cannot connect slices"),
         (1, 0, "NVIDIA H200 MIG 3g.71gb", "begun"),
         (2, 0, "NVIDIA H200", "begun"),
     ],

@@ -159,5 +159,5 @@ def test_a_mirror_that_is_not_installed_is_reported_before_the_run(
     monkeypatch.setitem(MIRRORS, "toy", MirrorEntry("x:Y", "A toy.", "not_there_at_all"))
     problems = check(make_job(train={"mirror": "toy"}), Machine((), cpu_count=2, output_root=tmp_path))
     assert [str(problem) for problem in problems if problem.path == "train.mirror"] == [
-        "train.mirror: toy is not installed; pip install not_there_at_all, or leave it out"
+        "train.mirror: toy is not installed; run `pip install not_there_at_all`, or leave it out"
     ]

@@ -192,7 +192,7 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
         save(*arguments)
 
     trainer._saving.save = look
-    with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was cut short to 1,000 of "):
+    with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was truncated to 1,000 of "):
         trainer.run()
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
     # The space reserved for the last checkpoint is free before the save.

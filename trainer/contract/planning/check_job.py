@@ -110,7 +110,7 @@ def _check_mirrors(job: JobConfig) -> list[Problem]:
     """Report mirrors whose library is not installed on the machine that runs the job."""
     missing = [name for name in job.train.mirrors if not is_installed(MIRRORS[name].package)]
     return [
-        Problem("train.mirror", f"{name} is not installed; pip install {MIRRORS[name].package}, or leave it out")
+        Problem("train.mirror", f"{name} is not installed; run `pip install {MIRRORS[name].package}`, or leave it out")
         for name in missing
     ]
 
@@ -194,26 +194,24 @@ def _check_mode(layout: Layout) -> list[Problem]:
         message = f'"single" runs on one device, but launch.gpus asks for {ranks}; use "ddp" or "auto"'
         return [Problem("parallel.mode", message)]
     if mode == "sweep" and (n := len(layout.members)) < ranks:
-        message = f'"sweep" has an SAE for each rank, but the job has {n} for {ranks}; use "auto", or fewer devices'
+        message = f'"sweep" needs one SAE for each rank, but the job has {n} for {ranks}; use "auto", or fewer devices'
         return [Problem("parallel.mode", message)]
     if mode == "dp" and ranks > 1:
-        message = 'one interpreter serves all devices, which is slower; "dp" is for a box where "ddp" does not start'
+        message = 'one interpreter drives all devices, which is slower; "dp" is for a box on which "ddp" does not start'
         return [Problem("parallel.mode", message, "warning")]
     if ranks % sharing:
-        message = f"{sharing} ranks to share the latents do not go into {ranks}; use a divisor of it"
+        message = f"{sharing} does not divide {ranks} ranks; use a divisor of {ranks}"
         return [Problem("parallel.latent_ranks", message)]
     shares = layout.job.parallel.shares
     if ":" in shares and (n := shares.count(":") + 1) != ranks:
         message = f'"{shares}" is for {n} ranks, but launch.gpus asks for {ranks}; give a number for each, or "auto"'
         return [Problem("parallel.shares", message)]
     if ":" in shares and not all(map(float, shares.split(":"))):
-        return [Problem("parallel.shares", "a rank that gets nothing has nothing to do; use numbers above 0")]
+        return [Problem("parallel.shares", "each rank needs a share; use numbers above 0")]
     if sharing > 1 and not layout.is_elementwise:
         wrong = next(one for one in layout.members.values() if not OPTIMIZERS[one.train.optimizer].elementwise)
         others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.elementwise)
-        message = (
-            f'"{wrong.train.optimizer}" needs whole matrices, of which "{mode}" leaves a part; use {others}, or "ddp"'
-        )
+        message = f'"{wrong.train.optimizer}" needs whole matrices, but "{mode}" splits them; use {others}, or "ddp"'
         return [Problem("train.optimizer", message)]
     return []
 
@@ -224,13 +222,12 @@ def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
     suited = [gpu for gpu in machine.gpus if takes_slices(job) or not gpu.is_slice]
     usable = sum(not gpu.unhealthy for gpu in suited)
     if str(job.launch.gpus).startswith("auto:") and devices > usable:
-        slices = "" if len(suited) == len(machine.gpus) else "; slices of cards run a job alone"
+        slices = "" if len(suited) == len(machine.gpus) else "; a MIG slice runs a job alone"
         here = f"{usable} that can be used{slices}" if machine.gpus else f'none; use "cpu:{devices}"'
         return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]
     if str(job.launch.gpus).startswith("cpu:") and devices > machine.cpu_count:
-        message = (
-            f"starts {devices} processes on {plural(machine.cpu_count, 'core')}, which is slower than one for each core"
-        )
+        cores = plural(machine.cpu_count, "core")
+        message = f"starts {devices} processes on {cores}, which is slower than one process per core"
         return [Problem("launch.gpus", message, "warning")]
     return []
 
@@ -256,7 +253,7 @@ def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
     if getattr(settings, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
     message = (
-        f"{member.sae.architecture} steers L0 by a penalty, and in {plural(steps, 'step')} it may stay far from "
+        f"{member.sae.architecture} steers L0 by a penalty, and after {plural(steps, 'step')} L0 may be far from "
         f"k = {settings.n_active} (L0 was 71 for 32 after 49 steps); take {LEAST_STEPS_OF_PENALTY} steps or more, "
         "with more tokens or a smaller train.batch_size"
     )
@@ -270,11 +267,11 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     problems += transcoder_problems(sae, data.d_in, data.d_out)
     if sae.normalize == "none":
-        message = "rates, penalties and thresholds suit data that varies by about 1 per dimension; see that yours does"
+        message = "rates, penalties and thresholds suit data with a spread of about 1 per dimension; check your data"
         problems.append(Problem("sae.normalize", message, "warning"))
     width_path = "sae.d_sae" if sae.d_sae else "sae.expansion_factor"
     if d_sae < (sharing := work.latent_ranks):
-        message = f"{d_sae} latents cannot be dealt out over {sharing} ranks; use at least {sharing}"
+        message = f"{d_sae} latents cannot be split over {sharing} ranks; use at least {sharing}"
         problems.append(Problem(width_path, message))
     elif d_sae < data.d_in:
         message = f"{d_sae} latents for {data.d_in} dimensions is not overcomplete; expected at least {data.d_in}"
@@ -308,7 +305,7 @@ def _check_length(work: Workload) -> list[Problem]:
     if n_tokens is not None and (problem := _lack_of_rows(work, n_tokens)):
         return [problem]
     if fixed and fixed < (least := work.data_ranks):
-        message = f"{fixed} tokens per step leave some of {least} ranks without any; use at least {least}"
+        message = f"{fixed} tokens per step are too few for {least} ranks; use at least {least}"
         return [Problem("train.global_batch_size", message)]
     return [] if n_tokens is None else _check_passes(work, n_tokens)
 
@@ -318,11 +315,11 @@ def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
     place, held_out = work.job.data.settings.place, work.job.data.held_out(n_tokens, work.ranks)
     n_train = n_tokens - held_out
     if n_train < 1:
-        message = f"keeps back all of {place}, which holds {n_tokens:,} tokens; at most a 20th of them is usual"
+        message = f"holds out all of {place}, which holds {n_tokens:,} tokens; a 20th or less is usual"
         return Problem("data.held_out_tokens", message)
     if work.tokens_per_step <= n_train:
         return None
-    kept_back = f", of which {held_out:,} are kept back" if held_out else ""
+    kept_back = f", of which {held_out:,} are held out" if held_out else ""
     message = f"one step takes {work.tokens_per_step:,} tokens, but {place} holds {n_tokens:,}{kept_back}"
     if work.job.train.global_batch_size:
         return Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")
@@ -368,6 +365,6 @@ def _check_disk(work: Workload, machine: Machine) -> list[Problem]:
     if free is not None and free < needed:
         needs, has = distinct_sizes(needed, free)
         message = f"checkpoints and SAE need about {needs}, but {root} has {has} free"
-        message += "; free some or lower train.keep_checkpoints"
+        message += "; free some space or lower train.keep_checkpoints"
         return [Problem("--data-dir", message)]
     return []

@@ -131,10 +131,10 @@ def _reason(best: Settled, ways: list[Settled], place: PlannedResources) -> str:
     choice = f"{_name_of(best)} on {best.work.ranks}"
     if not best.fits:
         needs, may_take = distinct_sizes(best.needs_bytes, place.free_bytes or 0)
-        return f"{choice}: needs least memory, {needs}, but each rank may take only {may_take}"
+        return f"{choice}: needs the least memory, {needs}, but each rank may use only {may_take}"
     others = [way for way in ways if way is not best]
     if not any(way.fits for way in others):
-        return f"{choice}: no other mode fits into the {gibibytes(place.free_bytes or 0)} that each rank may take"
+        return f"{choice}: no other mode fits into the {gibibytes(place.free_bytes or 0)} that each rank may use"
     next_best = min((way for way in others if way.fits), key=lambda way: way.time.with_dead_s)
     times = next_best.time.with_dead_s / best.time.with_dead_s
     speed = f"{gibibytes(step_time.wire_of(next_best.work).n_bytes)} per step at {rate(place.speeds.bus_bytes_per_s)}"

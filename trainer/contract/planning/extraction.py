@@ -56,7 +56,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
     def problems(self) -> list[Problem]:
         """Return the memory problems: an error if it can never run, a warning if it cannot run now."""
-        spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread and give it several GPUs"
+        spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread = true with several GPUs"
         cure = f"lower extract.batch_tokens{spread}, or choose a smaller model"
         if self.excess:
             return [Problem("model.path", f"{self.excess}; {cure}")]

@@ -180,7 +180,7 @@ def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
     cut = [index for index, is_cut in gpus if is_cut]
     if not cut or len(gpus) < 2:
         return ""
-    return f"GPU {cut[0]} is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"
+    return f"GPU {cut[0]} is a MIG slice, and NCCL cannot connect slices; name one slice alone, or whole GPUs"
 
 
 def vendors_here() -> list[str]:
@@ -206,7 +206,7 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
         return ""
     first = next(iter(vendor_by_index.values()))
     alike = [index for index, vendor in vendor_by_index.items() if vendor == first]
-    return f"{mixed} cannot share a job; name those of one vendor, as in launch.gpus = {alike}"
+    return f"{mixed} cannot share a job; name GPUs of one vendor, as in launch.gpus = {alike}"
 
 
 def _by_number(entry: str, gpus: Cards) -> int | None:

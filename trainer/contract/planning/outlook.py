@@ -117,7 +117,7 @@ class Outlook(msgspec.Struct, frozen=True):
         other = f", or choose {others}" if self.on_gpus else ""
         if fitting:
             return f"it fits with {' or '.join(fitting)}{other}"
-        return "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "") + other
+        return "lower train.batch_size or sae.d_sae" + (", use a smaller sweep" if job.sweep else "") + other
 
     def remedies(self, room_bytes: int) -> list[str]:
         """Return single settings that would each make the job fit into `room_bytes` per device."""
@@ -218,7 +218,7 @@ def lack_of_host(needs_bytes: int, host: DeviceMemory, n_processes: int = 1) -> 
     if _exceeds(needs_bytes, host.total_bytes):
         each = f" for {n_processes} processes" if n_processes > 1 else ""
         needs, has = distinct_sizes(needs_bytes, host.total_bytes or 0)
-        excess = f"needs {needs}{each}, and this machine has {has} in all"
+        excess = f"needs {needs}{each}, and this machine has {has} in total"
     return lack, excess
 
 
@@ -242,7 +242,7 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
     # Waiting does not free memory that a driver or a desktop holds.
-    nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though nobody uses it"
+    nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though no process uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
 
@@ -252,7 +252,7 @@ def _excess(gpus: Sequence[PlannedGpu], ranks: int, needs_bytes: int, *, named: 
     if named:
         smallest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_total_bytes))
         needs, has = distinct_sizes(needs_bytes, smallest.memory_total_bytes or 0)
-        return f"needs {needs}{each}, and GPU {smallest.index} has {has} in all"
+        return f"needs {needs}{each}, and GPU {smallest.index} has {has} in total"
     enough = sum(gpu.memory_total_bytes is None or gpu.memory_total_bytes >= needs_bytes for gpu in gpus)
     needs, has = distinct_sizes(needs_bytes, max(gpu.memory_total_bytes or 0 for gpu in gpus))
     return f"needs {needs}{each}, and " + (f"only {enough} of {len(gpus)} have" if enough else f"the largest has {has}")

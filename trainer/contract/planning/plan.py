@@ -57,12 +57,12 @@ class Plan(msgspec.Struct, frozen=True):
         return "; ".join([*parts, *words_of_shares(self.token_shares, self.latent_shares)])
 
     def _words_of_model(self) -> str:
-        text = "all of the text" if self.text_parts == 1 else f"one of {self.text_parts} parts of the text"
+        text = "the whole text" if self.text_parts == 1 else f"one of {self.text_parts} parts of the text"
         share = f"{100 * self.model_share:.0f} % of a step"
         if self.model_gpus:
             where = words_of_place(self.model_gpus, self.ranks + self.model_gpus, self.model_why)
             return f"{where}; {'it' if self.model_gpus == 1 else 'each'} reads {text}, for {share}"
-        who = f"every rank runs the language model, on {text}" if self.ranks > 1 else "it runs the language model too"
+        who = f"every rank runs the language model, on {text}" if self.ranks > 1 else "it also runs the language model"
         return f"{who}: {share}{f'; {self.model_why}' if self.model_why else ''}"
 
 

@@ -49,5 +49,5 @@ def rate_problems(layout: Layout, d_sae: int, *, is_transcoder: bool) -> list[Pr
     auto = auto_rate(layout, d_sae, is_transcoder=is_transcoder)
     if asked <= _FAR_TOO_HIGH * auto:
         return []
-    message = f"{asked:g} is {asked / auto:,.0f} times what auto stands for here, {auto:.2g}; training may diverge"
+    message = f"{asked:g} is {asked / auto:,.0f} times the value of auto here, {auto:.2g}; training may diverge"
     return [Problem("train.lr", message, "warning")]

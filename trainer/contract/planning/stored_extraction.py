@@ -57,11 +57,11 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
         strangers = "" if state else _strangers(job)
         return strangers, bool(strangers)
     if changed := _changed(job, state):
-        other = f"{output} holds an extraction of another {changed[0]}, {show(state.job.get(changed[0]))}"
-        return f"{other}: this one would be refused; choose another folder", True
+        other = f"{output} holds an extraction with another {changed[0]}, {show(state.job.get(changed[0]))}"
+        return f"{other}, and this one would be refused; choose another folder", True
     if state.is_finished:
-        return f"{output} holds this extraction, finished with {n_rows:,} rows: nothing is left to do", False
-    return f"{output} holds the first {n_rows:,} rows of this extraction: it goes on after them", False
+        return f"{output} holds this extraction, finished with {n_rows:,} rows", False
+    return f"{output} holds the first {n_rows:,} rows of this extraction: it continues after them", False
 
 
 def _changed(job: ExtractJob, state: _ExtractionRecord) -> list[str]:

@@ -24,10 +24,10 @@ _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
 _NOT_RECORDED = (
-    "data.path: the checkpoint is of an older version, which recorded no shards; "
-    "make sure that none was changed or added: otherwise held-out rows are trained on"
+    "data.path: the checkpoint is from an older version, which recorded no shards; "
+    "make sure that no shard was changed or added: otherwise held-out rows are trained on"
 )
-_WAY_OUT = "put it back as it was, or start a new run on the data as it is now"
+_WAY_OUT = "restore the data, or start a new run on the data as it is now"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -102,7 +102,7 @@ def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
     names = [one.name for one in new]
     shown = [*names[:_MOST_NAMES], *([f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else [])]
     rows = f"{plural(sum(one.rows for one in new), 'row')} in {join_words(shown)}"
-    return f"data.path: has grown by {rows}; the same rows stay held out, and all new rows are trained on"
+    return f"data.path: has grown by {rows}; the held-out rows stay the same, and all new rows are trained on"
 
 
 def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
@@ -118,7 +118,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
         if status.st_mtime_ns == shard.mtime_ns:
             return None
         if shard.sample is None:
-            return "was written to, and without a checksum it may hold other rows"
+            return "was written to, and it has no checksum, so it may hold other rows"
         return None if _sample(file, shard.n_blocks) == shard.sample else "holds other values"
     except FileNotFoundError:
         return "is missing"
@@ -141,7 +141,7 @@ def cut_short(record: DataRecord) -> str | None:
 
 def cut_sentence(file: Path, size: int, before: int) -> str:
     """Return a sentence about a file that was truncated while it was read, with the remedy."""
-    return f"{file} was cut short to {size:,} of {before:,} bytes while it was read; copy it again, then resume"
+    return f"{file} was truncated to {size:,} of {before:,} bytes while it was read; copy it again, then resume"
 
 
 def _look(field: str, path: str) -> FolderRecord:

@@ -135,7 +135,7 @@ class Features:
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
         except (ValueError, KeyError, RecursionError):
-            raise UserError(f"{file} is not what `sae-train eval` writes; run that again") from None
+            raise UserError(f"{file} is not a file that `sae-train eval` writes; run that again") from None
 
     def _check(self) -> None:
         """Raise `ValueError` or `KeyError` if a tensor is missing, cut short, or has another shape."""

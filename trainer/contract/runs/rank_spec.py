@@ -147,7 +147,7 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
     n_started = _number({"SLURM_NTASKS": "0"} | dict(srun), "SLURM_NTASKS")
     if n_started != spec.n_processes:
         reason = f"srun has started {n_started} processes, but the attempt has {spec.n_processes}"
-        raise UserError(f"{reason}; stop the job and resume it, and it is submitted anew")
+        raise UserError(f"{reason}; stop the job and resume it, which submits it again")
     return {
         **(_presets(spec, MeasuredHardware(), srun) if spec.device == "cuda" else {}),
         **srun,
@@ -167,7 +167,7 @@ def _number(srun: Mapping[str, str], name: str) -> int:
     value = srun.get(name, "")
     if not re.fullmatch("[0-9]{1,9}", value):
         raise UserError(
-            f"srun says {name}={show(value)}, which is no number; start the ranks by the job's batch script"
+            f"srun says {name}={show(value)}, which is not a number; start the ranks with the job's batch script"
         )
     return int(value)
 

@@ -98,9 +98,9 @@ def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
 def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the recipe in words, as lines with titles."""
     own = ", ".join(f"{name} {_word(value)}" for name, value in recipe.optimizer_settings.items())
-    follows = "encoders do not follow their decoders"
+    follows = "encoder and decoder updates are not tied"
     if recipe.encoder_follows and recipe.encoder_lr is not None:
-        follows = f"encoders follow their decoders, at a learning rate of {recipe.encoder_lr:.3g}"
+        follows = f"encoder and decoder updates are tied, encoders at a learning rate of {recipe.encoder_lr:.3g}"
     rise = f"rises over {recipe.warmup_fraction:.0%} of the steps" if recipe.warmup_fraction else "no warm-up"
     fall = f"falls over the last {recipe.decay_fraction:.0%}" if recipe.decay_fraction else "no fall"
     of_all = f" of {recipe.planned_steps:,}" if recipe.steps != recipe.planned_steps else ""

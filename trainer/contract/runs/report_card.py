@@ -32,7 +32,7 @@ UNKNOWN = "–"
 # A few short texts always occur twice; a larger share of held-out rows that equal training rows is reported.
 MANY_COPIES = 0.02
 # The suffix of figures by SAELens' definition.
-AS_SAELENS = "of all tokens, as SAELens"
+AS_SAELENS = "all tokens, as in SAELens"
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
@@ -240,7 +240,7 @@ PART_TITLES = {
     ROWS: "rows",
     IN_MODEL: "in the model",
     PROBES: "probes",
-    FIRES_ON: "what latents fire on",
+    FIRES_ON: "max-activating examples",
     PROMOTED: "promoted tokens",
 }
 
@@ -379,7 +379,7 @@ def title_lines(card: Card) -> list[str]:
     """Return lines with the SAE, its rows and, if known, the times of the measurements."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
-    counts = {"of enormous norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
+    counts = {"with a huge norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
     counts |= {"not finite": data.not_finite and f"{data.not_finite:,}"}
     counts |= {"zero": data.drops_zero and data.zero_fraction and f"{data.zero_fraction:.2%}"}
     reasons = [f"{share} {reason}" for reason, share in counts.items() if share]
@@ -422,7 +422,7 @@ def copies_sentence(share: float | None) -> str:
     """Return a sentence about held-out rows with copies in the training rows, or "" if they are few or unknown."""
     if share is None or share < MANY_COPIES:
         return ""
-    return f"{share:.1%} of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
+    return f"{share:.1%} of the held-out rows have an exact copy among the checked training rows, so the FVU is too low"
 
 
 def held_out_words(n_rows: int, hold_out: str, n_texts: int) -> str:

@@ -70,7 +70,7 @@ class StoredRun(msgspec.Struct, frozen=True):
     def longer(self) -> str:
         """The command-line option that trains a finished run for longer."""
         cool_down = self.state.cool_down
-        planned = f", other than the {cool_down.planned} first planned" if cool_down else ""
+        planned = f", but not the {cool_down.planned} first planned" if cool_down else ""
         return f"--set train.n_steps=N with N above {self.position.step}{planned}"
 
     def next_attempt(
@@ -104,7 +104,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
     refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
     if refused:
         allowed = ", ".join((*free, "launch.*", "parallel.*"))
-        reason = f"the config of a run is frozen; resume takes only {allowed}, anything else needs a new run"
+        reason = f"the config of a run is frozen; resume accepts only {allowed}, anything else needs a new run"
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # train.n_steps takes precedence over n_tokens, so clear it if only n_tokens is changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
@@ -178,7 +178,7 @@ def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
         reason = damage(folder)
         if reason is None:
             return folder, notes
-        notes.append(f"{folder.name} is damaged and passed over: {reason}")
+        notes.append(f"{folder.name} is damaged and skipped: {reason}")
     if notes:
         raise UserError(
             f"nothing to resume: every checkpoint in {checkpoints} is damaged ({notes[0]}); start a new run in another "
@@ -226,7 +226,7 @@ def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -
     if before == now or run.checkpoint is None:
         return []
     if now <= position.step:
-        message = f"the run is at step {position.step} already, and this ends it at step {now}; choose more"
+        message = f"the run is at step {position.step} already, and this would end it at step {now}; choose more"
         raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
     fractions = job.train.warmup_fraction, decay_fraction(job, is_transcoder=run.state.d_out is not None)
     of_both = (was, run.last.n_devices), (job, devices)

@@ -67,7 +67,7 @@ def read_arrow_file(file: Path, name: str) -> list[RowRange]:
         try:
             return [*_batches(stream, name)]
         except (struct.error, OverflowError, RecursionError, UnicodeDecodeError):
-            raise NotRowsError("it is damaged, or no Arrow file; copy it again") from None
+            raise NotRowsError("it is damaged, or not an Arrow file; copy it again") from None
 
 
 def _batches(stream: BinaryIO, name: str) -> Iterator[RowRange]:
@@ -90,7 +90,7 @@ def _messages(stream: BinaryIO) -> Iterator[_Message]:
     while begins := stream.read(8):
         mark, size = struct.unpack("<II", begins)
         if mark != _BEGINS or size > _LARGEST_HEADER:
-            raise NotRowsError("it is damaged, or no Arrow file; copy it again")
+            raise NotRowsError("it is damaged, or not an Arrow file; copy it again")
         if not size:
             return
         message = Table.root(stream.read(size))
@@ -98,7 +98,7 @@ def _messages(stream: BinaryIO) -> Iterator[_Message]:
         if header is None or n_bytes < 0:
             raise struct.error
         if place + 8 + size + n_bytes > end:
-            raise NotRowsError("it is cut short; copy it again")
+            raise NotRowsError("it is truncated; copy it again")
         yield _Message(message.number(1, "B"), header, place + 8 + size, n_bytes)
         place += 8 + size + n_bytes
         stream.seek(place)
@@ -134,7 +134,7 @@ def _count(field: Table, depth: int = 0) -> tuple[int, int]:
     """Return how many levels and buffers a column has, with those of the columns in it."""
     kind = field.number(2, "B")
     if kind not in _BUFFERS or depth > _DEEPEST:
-        raise NotRowsError(f"its column {field.text(0)!a} is of a type that is not read; leave it out")
+        raise NotRowsError(f"its column {field.text(0)!a} has an unsupported type; leave it out")
     if field.table(4) is not None:
         return 1, 2
     counts = [_count(child, depth + 1) for child in field.tables(5)]
@@ -144,7 +144,7 @@ def _count(field: Table, depth: int = 0) -> tuple[int, int]:
 def _rows_of(message: _Message, column: _Column) -> RowRange:
     batch = message.header
     if batch.table(3) is not None:
-        raise NotRowsError("its batches are compressed; write it again without, as `datasets` does")
+        raise NotRowsError("its batches are compressed; write it again without compression, as `datasets` does")
     levels, buffers = batch.structs(1, "<qq"), batch.structs(2, "<qq")
     own = levels[column.first_level :][: len(column.types)]
     first = column.first_buffer
@@ -163,6 +163,6 @@ def _rows_of(message: _Message, column: _Column) -> RowRange:
     (begin, size), (ends, size_of_ends) = buffers[of_numbers], buffers[of_list + 1]
     entry = _LISTS.get(column.types[-2], 0)
     if size < n_numbers * _BYTES[column.dtype] or (entry and size_of_ends < (n_rows + 1) * entry):
-        raise NotRowsError("it is cut short; copy it again")
+        raise NotRowsError("it is truncated; copy it again")
     lists = (message.begin + ends, entry) if entry else None
     return RowRange(message.begin + begin, n_rows, n_numbers // n_rows, column.dtype, lists)

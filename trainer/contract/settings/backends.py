@@ -16,8 +16,7 @@ def check_backend(job: AnyJob) -> list[Problem]:
     if job.launch.nodes > 1 and not job.cluster:
         clusters = " or ".join(f'"{name}"' for name, entry in LAUNCH_BACKENDS.items() if entry.cluster)
         message = (
-            f"{job.launch.nodes} nodes need launch.backend = {clusters}; "
-            f'on "{job.launch.backend}" it runs on this machine alone'
+            f'{job.launch.nodes} nodes need launch.backend = {clusters}; "{job.launch.backend}" uses only this machine'
         )
         problems.append(Problem("launch.nodes", message, "warning"))
     return problems

@@ -89,7 +89,7 @@ def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: b
     """Describe refused code as problems of the job file, with ways to allow it."""
     if distrust:
         paths = dict.fromkeys(code.path for code in refusals)
-        return [Problem(path, f"is not taken from a file, but by --set, for {distrust}") for path in paths]
+        return [Problem(path, f"is not taken from a file, only from --set, because {distrust}") for path in paths]
     listed = f", or list {{}} in the setting {SETTING}," if has_settings else ""
     return [
         Problem(

@@ -229,7 +229,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """Apply an override such as `train.lr=3e-4` to the table; raise `JobFileError` if it has another form."""
     if not is_utf8(override):
         raise JobFileError(
-            [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to it")]
+            [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to UTF-8")]
         )
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
@@ -307,7 +307,7 @@ def _require_length(data: msgspec.Struct | None, train: Any, problems: list[Prob
         and isinstance(data.settings, StreamSettings)
         and not {"n_tokens", "n_steps"} & {*train}
     ):
-        message = "is missing: the data is a stream, which does not say how long to train; give this or train.n_steps"
+        message = "is missing: the data is a stream without an end; set it or train.n_steps"
         problems.append(Problem("train.n_tokens", message))
 
 
@@ -323,7 +323,7 @@ def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list
         problems.append(Problem(path, f"{error}; the SAEs of a sweep share it" if shared else str(error)))
         return None
     if path == "name" and (control := CONTROL.search(value)):
-        problems.append(Problem(path, f"must be without control characters, and holds {show(control[0])}"))
+        problems.append(Problem(path, f"must have no control characters, but holds {show(control[0])}"))
     choices = open_choices(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)

@@ -27,7 +27,7 @@ def read_npy(file: Path) -> RowRange:
         size = struct.calcsize(form)
         (length,) = struct.unpack(form, stream.read(size).ljust(size, b"\0"))
         if magic != _MAGIC or not 0 < length <= _LARGEST_HEADER:
-            raise NotRowsError("it has not numpy's header")
+            raise NotRowsError("it has no NumPy header")
         text = stream.read(length)
     try:
         header = ast.literal_eval(text.decode("utf-8" if major == 3 else "latin1").strip())
@@ -40,5 +40,5 @@ def read_npy(file: Path) -> RowRange:
     except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
         raise NotRowsError("its header is damaged") from None
     if is_column_major and width > 1:
-        raise NotRowsError("its columns lie one after the other; save np.ascontiguousarray of it")
+        raise NotRowsError("it is in Fortran order; save np.ascontiguousarray of it")
     return RowRange(8 + size + length, rows, width, _DTYPES.get(str(dtype), str(dtype)))

@@ -40,7 +40,7 @@ def read_parquet_file(file: Path, name: str) -> RowRange:
     They begin nowhere, since they have to be decoded. Raise `OSError`, or `NotRowsError`.
     """
     if not is_installed("pyarrow"):
-        raise NotRowsError(f"to read Parquet, pyarrow is needed: {install('parquet')}")
+        raise NotRowsError(f"Parquet needs pyarrow: {install('parquet')}")
     try:
         footer = read_struct(_read_footer(file))
         columns = _columns(footer[_SCHEMA])
@@ -50,7 +50,7 @@ def read_parquet_file(file: Path, name: str) -> RowRange:
     except NotRowsError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, StopIteration, struct.error):
-        raise NotRowsError("it is damaged, or no Parquet file; copy it again") from None
+        raise NotRowsError("it is damaged, or not a Parquet file; copy it again") from None
     if n_rows and n_numbers % n_rows:
         raise NotRowsError(f"the lists of its column {chosen!a} differ in length, or some are missing")
     return RowRange(0, n_rows, n_numbers // n_rows if n_rows else 0, columns[column].dtype, column=chosen)
@@ -62,7 +62,7 @@ def _read_footer(file: Path) -> bytes:
         stream.seek(max(0, end - 8))
         size, magic = struct.unpack("<I4s", stream.read())
         if magic != _MAGIC or size > min(_LARGEST_FOOTER, end - 8):
-            raise ValueError("no Parquet file")
+            raise ValueError("not a Parquet file")
         stream.seek(end - 8 - size)
         return stream.read(size)
 

@@ -47,8 +47,8 @@ def promised(path: str, promises: Promises, field: str) -> Width | None:
     place = _place(path)
     if promise := promises.get(place):
         if promise.d_in is None:
-            message = f"{promise.by} has yet to write {path}, and only its rows tell how wide they are"
-            raise JobFileError([Problem(field, f"{message}; launch this once that has finished")])
+            message = f"{promise.by} has yet to write {path}, and the width of its rows is not known before"
+            raise JobFileError([Problem(field, f"{message}; launch this job after that job has finished")])
         return Width(promise.d_in, promise.n_tokens)
     if inside := sorted(folder for folder in promises if os.path.dirname(folder) == place):
         names = join_words([os.path.basename(folder) for folder in inside])

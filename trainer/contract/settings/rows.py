@@ -72,4 +72,4 @@ def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> 
         listed = join_words([ascii(column) for column in fitting[:8]])
         raise NotRowsError(f"several columns are lists of numbers ({listed}); rename the one to read to `{name}`")
     listed = join_words([ascii(column) for column in columns[:8]] or ["none"])
-    raise NotRowsError(f"no column is of lists of numbers; its columns: {listed}")
+    raise NotRowsError(f"no column holds lists of numbers; its columns: {listed}")

@@ -51,7 +51,7 @@ def _check_place(job: AnyJob) -> Iterator[Problem]:
         yield Problem("launch.backend", message)
     if isinstance(job.launch.gpus, list):
         n = len(job.launch.gpus)
-        message = f'SLURM chooses the cards itself: the list counts as "auto:{n}", {n} for each node'
+        message = f'SLURM chooses the GPUs: the list counts as "auto:{n}", {n} for each node'
         yield Problem("launch.gpus", message, "warning")
     if isinstance(job, JobConfig) and job.parallel.mode == "dp" and job.launch.nodes > 1:
         yield Problem("parallel.mode", '"dp" is one process on one node; use "ddp" or "auto", or launch.nodes = 1')
@@ -61,7 +61,7 @@ def _check_words(job: AnyJob) -> Iterator[Problem]:
     for name in ("partition", "account"):
         word = getattr(job.launch, name)
         if word is not None and not _WORD.fullmatch(word):
-            yield Problem(f"launch.{name}", f"must be a name that SLURM knows, not {show(word)}")
+            yield Problem(f"launch.{name}", f"must be a SLURM name, not {show(word)}")
     limit = job.launch.time_limit
     if limit is not None and not _TIME.fullmatch(limit):
         yield Problem("launch.time_limit", f"must be {TIME_LIMITS}, not {show(limit)}")

@@ -214,7 +214,9 @@ class ShardSettings(SourceSettings, frozen=True):
             return []
         first, second = (str(file) for file in twice)
         what = f"{first} is given twice" if first == second else f"{second} is the same file as {first}"
-        message = f"{what}, so that held-out rows would be trained on; give each once (data.weights draws more of one)"
+        message = (
+            f"{what}, so that held-out rows would be trained on; give each once (data.weights draws more rows from one)"
+        )
         return [Problem("data.path", message)]
 
     @property

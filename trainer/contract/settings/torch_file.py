@@ -60,7 +60,7 @@ def read_torch_file(file: Path, name: str) -> RowRange:
         with open_plain(file) as stream, zipfile.ZipFile(stream) as archive:
             pickle = next((entry for entry in archive.namelist() if entry.endswith("/data.pkl")), None)
             if pickle is None:
-                raise NotRowsError(f"it is a zip, but none of torch.save; {_AGAIN}")
+                raise NotRowsError(f"it is a zip, but not from torch.save; {_AGAIN}")
             folder = pickle.removesuffix("data.pkl")
             _require_little_endian(archive, folder)
             tensor = _tensor_of(_read_pickle(archive, pickle), name)
@@ -71,7 +71,7 @@ def read_torch_file(file: Path, name: str) -> RowRange:
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError):
         raise NotRowsError(f"it is damaged, or not a file of torch.save; {_AGAIN}") from None
     except KeyError:
-        raise NotRowsError("the numbers of its tensor are missing; copy it again") from None
+        raise NotRowsError("the data of its tensor is missing; copy it again") from None
     except (NotImplementedError, RuntimeError):
         raise NotRowsError(f"it is compressed or encrypted; {_AGAIN}") from None
 
@@ -117,7 +117,7 @@ def _rows_of(tensor: _Tensor, member: zipfile.ZipInfo, begin: int) -> RowRange:
         raise NotRowsError(f"it is compressed; {_AGAIN}")
     dense = [*itertools.accumulate(reversed(shape[1:]), initial=1, func=lambda a, b: a * b)][::-1]
     if any(size > 1 and stride != wanted for size, stride, wanted in zip(shape, tensor.strides, dense, strict=True)):
-        raise NotRowsError(f"its rows do not lie one after the other; {_AGAIN}")
+        raise NotRowsError(f"its tensor is not contiguous; {_AGAIN}")
     if (tensor.first + rows * width) * _BYTES[dtype] > member.file_size:
         raise NotRowsError("its tensor is larger than what the file holds; copy it again")
     return RowRange(begin + tensor.first * _BYTES[dtype], rows, width, dtype)
@@ -149,7 +149,7 @@ class _Pickle:
             elif step := _STEPS.get(opcode.name):
                 step(self, argument)
             else:
-                raise NotRowsError(f"to read it, code would have to be run ({opcode.name}); {_AGAIN}")
+                raise NotRowsError(f"it can only be read by running code ({opcode.name}); {_AGAIN}")
         return self._stack.pop()
 
     def nothing(self, _: Any) -> None:
@@ -204,14 +204,14 @@ class _Pickle:
         arguments, name = self._stack.pop(), self._stack.pop()
         if not isinstance(name, _Name) or name not in _CALLS:
             called = f"{name:s}" if isinstance(name, _Name) else "an object"
-            raise NotRowsError(f"to read it, code would have to be run ({called[:80]}); {_AGAIN}")
+            raise NotRowsError(f"it can only be read by running code ({called[:80]}); {_AGAIN}")
         self._stack.append(_CALLS[name](*arguments))
 
     def build(self, _: Any) -> None:
         """Drop what is set on a table beside its items, such as the versions in the weights of a module."""
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
-            raise NotRowsError(f"to read it, code would have to be run (BUILD); {_AGAIN}")
+            raise NotRowsError(f"it can only be read by running code (BUILD); {_AGAIN}")
 
     def _since_mark(self) -> list[Any]:
         values, self._stack = self._stack, self._below.pop()

@@ -124,7 +124,7 @@ def _refuse_links(path: Path) -> None:
     try:
         refuse_links_on_the_way(path)
     except OSError as error:
-        raise StoreError(f"the store {path} is not opened: {error.strerror}") from None
+        raise StoreError(f"the store {path} cannot be opened: {error.strerror}") from None
 
 
 def _refuse_odd(path: Path) -> None:
@@ -140,7 +140,7 @@ def _refuse_odd(path: Path) -> None:
             raise StoreError(f"the store {file} is a link, which is not followed; remove it")
         # Hard links are also refused if other users can write to the folder.
         if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
-            raise StoreError(f"the store {file} is not a plain file of its own; remove it")
+            raise StoreError(f"the store {file} is not a plain file or has other hard links; remove it")
 
 
 def as_text(content: bytes) -> str:
@@ -189,7 +189,7 @@ def _code(error: sqlite3.Error) -> int:
 def _explain(path: Path, text: str, code: int = 0) -> str:
     if code in _TO_RECOVER:
         return (
-            f"a process that was killed has left the store {path} half written, and it cannot be written here; "
+            f"a killed process left the store {path} half written, and it cannot be written here; "
             "any command of its owner repairs it"
         )
     if "locked" in text or "busy" in text:
@@ -208,7 +208,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if "unable to open" in text:
         return f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
     if _says_corrupt(text):
-        return f"the store {path} is corrupt; `sae-tui repair` puts it aside and makes it again from the runs beside it"
+        return f"the store {path} is corrupt; `sae-tui repair` moves it aside and rebuilds it from the runs next to it"
     if "full" in text or "disk I/O" in text:  # SQLite reports an exceeded quota as an I/O error
         return f"the disk that holds {path} is full or fails ({text}); free some space"
     return f"the store {path} cannot be used: {text}"
@@ -273,7 +273,7 @@ def no_locks(folder: Path) -> str:
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             return (
-                f"the file system of {folder} gives no locks ({error.strerror}); mount it with locks, or {OTHER_FOLDER}"
+                f"the file system of {folder} has no locks ({error.strerror}); mount it with locks, or {OTHER_FOLDER}"
             )
     return ""
 
@@ -351,7 +351,7 @@ def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) ->
     newest = len(MIGRATIONS[schema])
     if version > newest:
         raise StoreError(
-            f"the store {path} was made by a newer version (schema {version}, this one knows {newest}); "
+            f"the store {path} was made by a newer version (schema {version}, this one supports {newest}); "
             "update sae-tui or choose another folder with --data-dir"
         )
     return version

@@ -62,11 +62,11 @@ def describe_holder(pid: int) -> str:
         whose = user_of(os.stat(f"/proc/{pid}").st_uid)
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
-        return f"process {pid}, which has ended by now; try again"
+        return f"process {pid}, which has ended; try again"
     # Leave out options, since their values may be secrets.
     end = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
     name = printable(" ".join([os.path.basename(words[0]), *words[1:end]]).strip()[:_LONGEST_NAME])
     who = f"{whose}'s process {pid}" + (f" ({name})" if name else "")
     if is_halted(pid):
         return f"{who}, which is halted; `kill -CONT {pid}` continues it"
-    return f"{who}; try again, or end it with `kill {pid}` if it hangs, which undoes only its unfinished change"
+    return f"{who}; try again, or run `kill {pid}` if it hangs, which undoes only its unfinished change"

@@ -59,7 +59,7 @@ class Unreadable(UserError):
         ids = sorted(job_ids, reverse=True)
         which = ", ".join(map(str, ids[:MOST_NAMED])) + (" ..." if len(ids) > MOST_NAMED else "")
         rows, again = (f"jobs {which}", "them") if len(ids) > 1 else (f"job {which}", "it")
-        super().__init__(f"the list of jobs holds no readable row of {rows}; `sae-tui repair` makes {again} again")
+        super().__init__(f"the list of jobs holds no readable row of {rows}; `sae-tui repair` rebuilds {again}")
 
 
 class Control:
@@ -236,7 +236,7 @@ class Control:
                     raise LeaseConflict(f"GPU {index} is held by job {holder['job_id']} ({holder['user']})")
                 taken_bytes = db.execute(_TAKEN, (job.host, uuid, job.id)).fetchone()[0]
                 if taken_bytes and (room or {}).get(uuid, taken_bytes) < taken_bytes + (job.card_memory_bytes or 0):
-                    raise LeaseConflict(f"GPU {index} has not enough memory for all that share it")
+                    raise LeaseConflict(f"GPU {index} has too little memory for all jobs that share it")
             if not self._move(db, job.id, JobState.STARTING, fields):
                 return False
             _take(db, job, gpus)
