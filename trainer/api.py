@@ -96,7 +96,7 @@ def train(
     batches = _pairs(data)
     first = list(_until(batches, SAMPLE_TOKENS))
     if not first:
-        raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
+        raise UserError("data: holds no batch; give an iterable of tensors [n_tokens, d_in]")
     job = _job(settings, n_steps, len(first[0][0]))
     rows = None if held_out is None else _UnseenRows(held_out, first[0])
     set_matmul_precision(resolve_precision(job.train.precision, device))
@@ -124,7 +124,7 @@ def train(
     if n_bad := found.not_finite + found.outliers:
         warnings.warn(f"data: {plural(n_bad, 'row')} not finite, or too large for fp32, left out", stacklevel=2)
     if step < n_steps:
-        ends = f"data: ended after {step} of {n_steps} steps, before the learning rate has fallen"
+        ends = f"data: ended after {step} of {n_steps} steps, before the learning rate was fully decayed"
         warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
     values = _interval(learner) if step % job.train.log_every and step < n_steps else values
     if rows:
@@ -133,13 +133,13 @@ def train(
 
 
 _NOT_HERE = {
-    "n_tokens": "give n_steps, a step being a batch of data",
-    "batch_size": "a step is a batch of data, as large as that is",
-    "accumulate": "a step is a batch of data, as large as that is",
-    "eval_every": "rows given as held_out are measured at the end",
-    "report_card": "rows given as held_out are measured at the end",
+    "n_tokens": "give n_steps; a step is a batch of data",
+    "batch_size": "a step is a batch of data, whatever its size",
+    "accumulate": "a step is a batch of data, whatever its size",
+    "eval_every": "the rows of held_out are measured at the end",
+    "report_card": "the rows of held_out are measured at the end",
     **{
-        name: "nothing is written before fitted.save"
+        name: "fitted.save writes all files"
         for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")
     },
 }
@@ -182,7 +182,9 @@ class _UnseenRows:
         x, y = self._pair = (rows, rows) if isinstance(rows, Tensor) else _pair(rows)
         is_like = [part.ndim == 2 and part.shape[1] == own.shape[1] for part, own in zip((x, y), first, strict=True)]
         if not all(is_like) or len(x) != len(y) or not len(x) or (x is y) != (first[0] is first[1]):
-            raise UserError(f"held_out: has to be like the batches of data, {_shapes(*first)}, not {_shapes(x, y)}")
+            raise UserError(
+                f"held_out: must have the shape of the batches of data, {_shapes(*first)}, not {_shapes(x, y)}"
+            )
 
     def of_hook(self, hook: int) -> _UnseenRows:
         return self
@@ -199,7 +201,7 @@ class _UnseenRows:
 
 def _refuse_too_few(held_out: HeldOut) -> None:
     if sum(len(x) for x, _ in held_out.batches(0, SAMPLE_TOKENS)) < 2:
-        raise UserError("held_out: fewer than 2 rows are left without those that fp32 cannot compute with; give more")
+        raise UserError("held_out: fewer than 2 rows are finite in fp32; give more")
 
 
 def _refuse_bad_rows(found: LeftOut) -> None:
@@ -226,7 +228,7 @@ def _interval(learner: Learner) -> dict[str, float]:
     state = StepState.of(learner.take_state())
     if is_hopeless(state.skipped_in_a_row, learner):
         in_a_row = state.skipped_in_a_row
-        raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; look at both")
+        raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; check both")
     return learner.values(learner.sums(), state)
 
 
@@ -246,7 +248,7 @@ def _pairs(data: Iterable[Rows]) -> Iterator[tuple[Tensor, Tensor]]:
             return
 
 
-_ASKED = "every batch has to be a tensor [n_tokens, d_in], or a pair of such, of the same widths"
+_ASKED = "every batch must be a tensor [n_tokens, d_in], or a pair of such tensors, of the same widths"
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,7 @@ def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace)
     if flags.json:
         _say(json.dumps(outcome | {"state": "finished"}))
     else:
-        _say(f"finished already after {outcome['steps']} steps; the SAE is in {outcome['output_path']}")
+        _say(f"already finished after {outcome['steps']} steps; the SAE is in {outcome['output_path']}")
         _say(f"to train it for longer: {run.longer}")
     return EXIT_FINISHED
 
@@ -411,7 +411,7 @@ def _self_test(flags: argparse.Namespace) -> int:
             _say(f"wrong: {check.part}: {check.name}: {json.dumps(check.found)}")
 
     found = run(VENDORS[torch_vendor()].pin(uuids) if uuids else {}, full=flags.full, tell=tell)
-    right = "trains right" if found["ok"] else f"is wrong in {len(found['failed'])} of them"
+    right = "trains right" if found["ok"] else f"failed {len(found['failed'])} checks"
     seconds = f"{found['checks']} checks in {found['seconds']:.0f} s"
     _say(json.dumps(found) if flags.json else f"{found['device']} {right}: {seconds}")
     return EXIT_FINISHED if found["ok"] else EXIT_FAILED
@@ -436,7 +436,7 @@ def _rank(flags: argparse.Namespace) -> int:
         spec = (read_spec if flags.any_owner else read_own_spec)(flags.spec)
     except FileNotFoundError:
         way_out = "put the data folder (--data-dir) on a file system that all nodes share"
-        raise UserError(f"{flags.spec} is not there on {socket.gethostname()}; {way_out}") from None
+        raise UserError(f"{flags.spec} does not exist on {socket.gethostname()}; {way_out}") from None
     if spec.by_files:
         from trainer.ranks.launched import join_launched
 

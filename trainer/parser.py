@@ -32,7 +32,7 @@ def make_parser() -> SafeParser:
     """Return the command-line parser; the parsed arguments contain the command's name as `command`."""
     parser = SafeParser(
         prog=PROGRAM,
-        description="Trains sparse autoencoders on what language models have at their hooks, stored or as they read.",
+        description="Trains sparse autoencoders on activations of language models, stored or streamed.",
         epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -51,40 +51,42 @@ def make_parser() -> SafeParser:
     run = add("run", "train in the foreground", RUN)
     _add_job(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="run folder; default runs/NAME-TIME")
-    extract = add("extract", "store a language model's activations of a text, to train on", EXTRACT)
+    extract = add("extract", "store a language model's activations on a text, to train on", EXTRACT)
     _add_job(extract)
-    inspect = add("inspect", "what stored activations are like, and what is wrong with them", INSPECT)
+    inspect = add("inspect", "check stored activations: statistics and problems", INSPECT)
     inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
     inspect.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     join = add("join", "train as one of the ranks that torchrun starts, on one host or several", JOIN)
     _add_job(join)
-    join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same for all hosts")
+    join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same on all hosts")
     resume = add("resume", "resume a run from its newest checkpoint", RESUME)
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
-    resume.add_argument("--finish", action="store_true", help="cool down over its next steps, and end as finished")
+    resume.add_argument("--finish", action="store_true", help="cool down over the next steps, and end as finished")
     _add_common(resume)
     stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     stop.add_argument("--finish", action="store_true", help="cool down over the next steps first, and end as finished")
     stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-    _add_export(add("export", "write the SAE of a checkpoint for other tools", EXPORT))
-    _add_import(add("import", "make a run of an SAE that another tool has trained", IMPORT))
-    judge = add("eval", "the report card of a trained SAE, on rows that it has not seen", EVAL)
+    _add_export(add("export", "write the SAE of a checkpoint in the format of another tool", EXPORT))
+    _add_import(add("import", "make a run from an SAE that another tool trained", IMPORT))
+    judge = add("eval", "write the report card of a trained SAE, measured on held-out rows", EVAL)
     _add_eval(judge)
-    _add_job(add("estimate", "memory per GPU and time of a job, before anything runs", ESTIMATE))
-    bench = add("bench", "how fast this machine takes a job's steps, and what they spend their time on", BENCH)
+    _add_job(add("estimate", "estimate memory per GPU and time of a job, before it runs", ESTIMATE))
+    bench = add("bench", "measure the step time of a job on this machine, by phase", BENCH)
     _add_job(bench, nargs="?")
     for command in (run, extract, join, resume, judge, bench):
         command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
     bench.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to time; default 20")
-    probe = add("probe", "how fast every device is, and the bus between them", PROBE)
+    probe = add("probe", "measure the speed of every device and of the bus between them", PROBE)
     probe.add_argument("--gpus", default="auto", metavar="GPUS", help='like launch.gpus: 0,1 or "cpu:2"; default all')
     probe.add_argument("--precision", choices=("auto", "fp32", "tf32", "bf16", "fp16"), default="auto")
     probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-    _add_self_test(add("self-test", "whether a GPU trains right: against float64, the CPU and itself", SELF_TEST))
+    _add_self_test(
+        add("self-test", "check that a GPU trains correctly: against float64, the CPU and itself", SELF_TEST)
+    )
     rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
-    rank.add_argument("--any-owner", action="store_true", help="run whoever owns the files of the run")
+    rank.add_argument("--any-owner", action="store_true", help="run even if another user owns the files of the run")
     rank.set_defaults(command="rank")
     return parser
 
@@ -111,15 +113,15 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
     command.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default saelens")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
-    command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
+    command.add_argument("--force", action="store_true", help="replace an SAE that is already in DIR")
     command.add_argument(
         "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; can be given again"
     )
     command.add_argument(
-        "--push", metavar="REPO", help="send what is written to NAME or OWNER/NAME on the Hugging Face hub as well"
+        "--push", metavar="REPO", help="also send the files to NAME or OWNER/NAME on the Hugging Face hub"
     )
-    command.add_argument("--public", action="store_true", help="of --push: for all to see; private without it")
-    command.add_argument("--yes", action="store_true", help="of --push: send without a question")
+    command.add_argument("--public", action="store_true", help="with --push: a public repository; default private")
+    command.add_argument("--yes", action="store_true", help="with --push: send without asking")
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 
@@ -127,7 +129,11 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
     command.add_argument("--out", type=Path, metavar="RUN_DIR", required=True, help="the run folder to make")
     command.add_argument(
-        "--data", type=Path, metavar="DATA", required=True, help="stored activations to evaluate and train it on"
+        "--data",
+        type=Path,
+        metavar="DATA",
+        required=True,
+        help="stored activations for its evaluation and further training",
     )
     command.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
     _add_given(command)
@@ -145,42 +151,49 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data", metavar="DIR", help="activations to measure on, for an SAE that does not belong to a run"
     )
-    command.add_argument("--targets", metavar="DIR", help="with --data: what a transcoder is to make of these rows")
+    command.add_argument("--targets", metavar="DIR", help="with --data: the targets of a transcoder for these rows")
     _add_given(command)
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument(
         "--model",
         metavar="JOB.toml",
-        help="an extraction's job file, or auto: what its language model loses with the SAE spliced in",
+        help="an extraction's job file, or auto: measure the loss of its language model patched with the SAE",
     )
     command.add_argument(
         "--tokens",
         type=_count,
         metavar="N",
-        help="with --model: how many to read; 0: none; default 32768, on a CPU 4096",
+        help="with --model: number of tokens to read; 0: none; default 32768, on a CPU 4096",
     )
     command.add_argument(
-        "--probe", action="store_true", help="with --model: how well 1 and 16 latents predict what a text is about"
+        "--probe",
+        action="store_true",
+        help="with --model: measure how well 1 and 16 latents predict the class of a text",
     )
     command.add_argument(
-        "--sets", type=_positive, metavar="N", help="with --probe: sets of labelled texts, at most 113; default 12"
+        "--sets",
+        type=_positive,
+        metavar="N",
+        help="with --probe: number of sets of labelled texts, at most 113; default 12",
     )
     command.add_argument(
-        "--keep-rows", action="store_true", help="do not measure rows again if the card has them for these weights"
+        "--keep-rows",
+        action="store_true",
+        help="do not measure the rows again if the card has their figures for these weights",
     )
     command.add_argument(
-        "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"
+        "--contexts", type=_count, metavar="N", help="max-activating examples to keep per latent; 0: none; default 20"
     )
     command.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 
 def _add_self_test(command: argparse.ArgumentParser) -> None:
-    which = 'one GPU by number, or "cpu"; default the first'
+    which = 'one GPU by index, or "cpu"; default the first'
     command.add_argument("--gpus", default="auto:1", metavar="GPU", help=which)
-    more = "longer trainings, memory against the estimate, and matrices of more than 2^31 numbers"
+    more = "also longer trainings, memory against the estimate, and matrices of more than 2^31 numbers"
     command.add_argument("--full", action="store_true", help=more)
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 

@@ -52,7 +52,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert other > first_failed
     (failed,) = [event for event in events if event.level == "error"]
     assert "could not be written: " in failed.message
-    assert failed.message.endswith("training goes on until the next one is due")
+    assert failed.message.endswith("training continues until the next one is due")
     (saved,) = [event for event in events if "that could not be written" in event.message]
     assert saved.timestamp > failed.timestamp
 
@@ -72,7 +72,7 @@ def test_a_full_disk_loses_neither_the_last_good_checkpoint_nor_a_row(train, sma
     training.says("checkpoint saved")
     filler = fill(training.paths.root)
     training.says("metrics cannot be stored and wait in memory: the disk that holds ")
-    training.says("iB are free; free some space on its disk and try again; training goes on")
+    training.says("iB are free; free some space on its disk and try again; training continues")
     at, before = training.step(), saved_steps(training)
     training.go_on(3 * SAVE_EVERY)
     assert saved_steps(training) == before
@@ -95,7 +95,7 @@ def test_checkpoints_continue_after_their_disk_was_read_only(train, small_disk) 
     disk = training.paths.checkpoints
     training.says("checkpoint saved")
     wait_for(lambda: remounted(disk, "ro"), "the disk to be read-only")
-    training.says("Read-only file system; make its folder writable and try again; training goes on")
+    training.says("Read-only file system; make its folder writable and try again; training continues")
     at, before = training.step(), saved_steps(training)
     training.go_on(3 * SAVE_EVERY)
     assert saved_steps(training) == before

@@ -141,7 +141,7 @@ def test_a_node_without_the_run_folder_is_reported_with_its_remedy(submission, t
     one = submission(nodes=1)
     one.start(lambda spec: rank_command(tmp_path / "elsewhere" / spec.name))
     one.until_ended()
-    assert f"{tmp_path}/elsewhere/ranks.json is not there on " in one.attempt.cause()
+    assert f"{tmp_path}/elsewhere/ranks.json does not exist on " in one.attempt.cause()
     assert one.attempt.cause().endswith("put the data folder (--data-dir) on a file system that all nodes share")
 
 

@@ -43,7 +43,9 @@ def test_held_out_rows_are_evaluated_and_set_the_threshold(architecture: str) ->
 
 def test_held_out_rows_of_another_shape_than_the_data_are_refused_in_one_sentence() -> None:
     for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
-        with pytest.raises(UserError, match=r"^held_out: has to be like the batches of data, \[128, 16\], not "):
+        with pytest.raises(
+            UserError, match=r"^held_out: must have the shape of the batches of data, \[128, 16\], not "
+        ):
             train(batches(2), n_steps=2, held_out=rows, **SETTINGS)
 
 
@@ -53,7 +55,7 @@ def test_too_few_finite_held_out_rows_are_refused_before_any_step() -> None:
         torch.full((9, 16), torch.nan),
         torch.ones(3, 16) * torch.tensor([[1], [1e30], [1e30]]),
     ):
-        with pytest.raises(UserError, match=r"^held_out: fewer than 2 rows are left "):
+        with pytest.raises(UserError, match=r"^held_out: fewer than 2 rows are finite "):
             train(batches(2), n_steps=2, held_out=rows, on_log=lambda *_: pytest.fail("a step was taken"), **SETTINGS)
 
 
@@ -104,7 +106,7 @@ def test_non_finite_rows_are_left_out_and_reported() -> None:
 
 
 def test_data_without_a_batch_or_a_finite_row_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^data: there is no batch"):
+    with pytest.raises(UserError, match=r"^data: holds no batch"):
         train([], n_steps=2)
     with pytest.raises(UserError, match=r"^data: every row"):
         train([torch.full((8, 4), torch.nan)], n_steps=2)
@@ -133,7 +135,7 @@ def test_a_warning_says_what_to_do_about_data_that_ends_early() -> None:
     ids=["one tensor", "three dimensions", "another width", "another length", "numbers"],
 )
 def test_data_of_an_unsupported_form_is_refused_in_one_sentence(data: Any, told: str) -> None:
-    with pytest.raises(UserError, match=rf"^data: every batch has to be a tensor .*{told}$"):
+    with pytest.raises(UserError, match=rf"^data: every batch must be a tensor .*{told}$"):
         train(data, n_steps=3, d_sae=64, architecture="batch_topk", k=4)
 
 

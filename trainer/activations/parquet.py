@@ -28,7 +28,9 @@ def decode(shard: Shard, field: str) -> NDArray[np.uint8]:
     size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())
     if (free := shutil.disk_usage(folder).free) < size:
         need = f"takes {gibibytes(size)} once it is decoded, and {folder} has {gibibytes(free)} left"
-        raise _problem(field, shard, f"{need}; set TMPDIR to a folder with more, or store the rows as safetensors")
+        raise _problem(
+            field, shard, f"{need}; set TMPDIR to a folder with more space, or store the rows as safetensors"
+        )
     with tempfile.TemporaryFile() as file:
         try:
             _write(shard, file, field)
@@ -44,7 +46,7 @@ def _write(shard: Shard, file: IO[bytes], field: str) -> None:
         file.write(np.ascontiguousarray(rows).data)
         n_rows += len(rows)
     if n_rows != shard.n_tokens:
-        raise _problem(field, shard, f"has {n_rows:,} rows, not {shard.n_tokens:,} as it says; copy it again")
+        raise _problem(field, shard, f"has {n_rows:,} rows, not the {shard.n_tokens:,} in its header; copy it again")
 
 
 def _batches(shard: Shard, field: str) -> Iterator[NDArray[Any]]:

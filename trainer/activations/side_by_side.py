@@ -61,7 +61,7 @@ class SideBySide(IndexedSource):
         return x, x if self.d_out is None else _beside([targets for _, targets in pairs], empty)
 
     def name_of(self, index: int) -> str:
-        return f"{self._sources[0].name_of(index)}, or of the same row of another hook"
+        return f"{self._sources[0].name_of(index)}, or in the same row of another hook"
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:

@@ -42,7 +42,7 @@ from trainer.parallel.group import Group, gather_bytes
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
-    "ranks than held-out rows; undo that, or start a new run"
+    "ranks than held-out rows; undo the change, or start a new run"
 )
 # The share of a stream's first texts that is held out. Finding 32,768 held-out rows takes 8 x 32,768 rows, as many as
 # the shuffle buffer holds, so that the model computes no extra rows.
@@ -569,10 +569,10 @@ def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:
     """Return this rank's position; raise `UserError` if the checkpoint has another number of parts or no stream."""
     if isinstance(places, msgspec.UnsetType):
-        raise UserError("data.source: the checkpoint is of a run on stored data, not on a stream; start a new run")
+        raise UserError("data.source: the checkpoint is from a run on stored data, not on a stream; start a new run")
     if len(places) != group.size:
         raise UserError(
             f"launch.gpus: the stream was read in {len(places)} parts, one for each rank with tokens of its own, and "
-            f"{group.size} cannot go on with them; resume on as many ranks as before"
+            f"{group.size} cannot continue with them; resume on the same number of ranks as before"
         )
     return places[group.index]

@@ -110,7 +110,7 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
     if number in _FORBIDDEN:
         cure = "make its folder writable"
     elif "quota" in reason:
-        cure = "free some of your quota there"
+        cure = "free some of your quota on it"
     return kind(f"{folder} could not be written: {reason}; {cure} and try again")
 
 

@@ -114,7 +114,7 @@ class Cards:
                 part = timed(contexts.n_rows, "rows", text=str(data), settings={"contexts": N_CONTEXTS})
                 return write_card(folder, msgspec.structs.replace(card, parts=card.parts | {FIRES_ON: part}), tensors)
         except Exception as error:
-            rank_log.say(f"what the latents of {folder} fire on was not found: {first_line(error)}")
+            rank_log.say(f"no max-activating examples for {folder}: {first_line(error)}")
         return write_card(folder, card)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
@@ -129,7 +129,7 @@ class Cards:
 
         def acts_of(x: Tensor) -> Acts:
             if self._stop.is_set():
-                raise StopAsked("a stop was asked for")
+                raise StopAsked("a stop was requested")
             # At the scale of the training, as in the command `eval`.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 

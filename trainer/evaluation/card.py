@@ -142,7 +142,7 @@ def _left_out(data: EvaluationData) -> str:
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
         left_out = f"; {join_words(others)} are left out" if others else ""
-        return f"none are left out for their norm{left_out}"
+        return f"no rows are left out for their norm{left_out}"
     far = f"rows of more than {data.max_norm:g} times the median norm\n({data.outlier_fraction:.2%})"
     return f"{join_words([far, *others])} are left out"
 
@@ -151,7 +151,7 @@ def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
     """Yield the lines of a table of the latents with their texts."""
     if not latents:
         return
-    yield f"\n{len(latents)} of the latents that fire, drawn by chance, and where each fires most:\n\n"
+    yield f"\n{len(latents)} random latents that fire, and where each fires most:\n\n"
     yield "| latent | fires on | texts |\n|---|---|---|\n"
     for one in latents:
         texts = " … ".join(_with_bold(marked(text, "\0", "\1")) for text in one.texts)

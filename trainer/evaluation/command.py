@@ -69,14 +69,14 @@ def evaluate(
     Raise `UserError` if something cannot be read.
     """
     if n_tokens is not None and model is None:
-        raise UsageError("--tokens: says how many --model reads; give that too, or leave it out")
+        raise UsageError("--tokens: needs --model; give both, or leave it out")
     if n_sets is not None and not is_probed:
-        raise UsageError("--sets: says on how many sets --probe trains; give that too, or leave it out")
+        raise UsageError("--sets: needs --probe; give both, or leave it out")
     if is_probed and model is None:
-        raise UsageError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
+        raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
     for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
         if is_given and not data:
-            raise UsageError(f"{flag}: is of an SAE or transcoder that is measured on --data; give that too")
+            raise UsageError(f"{flag}: needs --data; give the activations to measure on")
     if path.is_file():
         raise UsageError(f"{path} is a file, but the card is written next to an SAE; give a folder, or import the file")
     if is_folder_of_saes(path):
@@ -134,7 +134,7 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
         if card.parts and exported_tokens(one.folder) == card.tokens:
             written = write_card(one.folder, card, replaces=written)
     if card.probing is not None and card.spliced is None and IN_MODEL not in card.parts:
-        notes.append("no loss: the language model predicts no next token")
+        notes.append("no loss: the language model does not predict next tokens")
     there = exported_tokens(one.folder)
     if is_same := there == card.tokens:
         card = _with_features(one, card, n_contexts, written)

@@ -244,7 +244,7 @@ def _extraction_of(settings: SourceSettings) -> ExtractJob:
         return job_of_stream(settings, [*dict.fromkeys(ends_of(settings.hook))])
     if folder := folder_of(settings):
         return job_of_data(folder)
-    raise UserError("--model: the data is not of one extraction; give the job file of the one meant instead of auto")
+    raise UserError("--model: the data is not from one extraction; give an extraction's job file instead of auto")
 
 
 def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> PatchedModel:

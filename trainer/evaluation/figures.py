@@ -135,7 +135,7 @@ def _mean(batches: Iterable[Tensor]) -> Tensor:
     for y in batches:
         total, n = total.to(y.device) + y.double().sum(0), n + len(y)
     if not n:
-        raise ValueError("there is no row to measure on")
+        raise ValueError("there are no rows to measure on")
     return total / n
 
 

@@ -61,7 +61,9 @@ def read_sets(n: int) -> list[TextSet]:
         if len(sets) == n:
             return sets
     there = plural(len(sets), "set")
-    raise UserError(f"--sets: there is no more than {there} with two classes of {_FEWEST_PER_CLASS} texts, not {n}")
+    raise UserError(
+        f"--sets: must be at most {there}, the sets with {_FEWEST_PER_CLASS} texts in each of two classes, not {n}"
+    )
 
 
 def _folder() -> Path:

@@ -92,7 +92,7 @@ class EvaluationRows:
         n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
         for x, y, labels in track(self._stored(measuring_half), ROWS, n_batches):
             if self._stop.is_set():
-                raise StopAsked("a stop was asked for")
+                raise StopAsked("a stop was requested")
             moved = on_device((x, y), self._device)
             counted, ordinary = self.outliers.count(*moved), self.outliers.leave_out(*moved)
             self.n_not_finite += counted.not_finite

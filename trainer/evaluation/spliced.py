@@ -227,7 +227,7 @@ class SplicedModel:
             if left_out:
                 self._splice(whole, batch, everything)
         if not own.clean.n_tokens:
-            raise UserError("text.path: the text has no row to splice; give more text")
+            raise UserError("text.path: the text has no rows to measure on; give more text")
         self._ablated[wanted] = own.without_sae, whole.without_sae
         of_all = whole if left_out else own
         return PatchedModel(
@@ -332,7 +332,9 @@ def job_of_data(folder: Path) -> ExtractJob:
     table.setdefault("model", {})["remote_code"] = False
     job, _ = parse_extraction(table)
     if job is None:
-        raise UserError(f"--model: no extraction wrote {folder}; give the job file of one like it instead of auto")
+        raise UserError(
+            f"--model: no extraction wrote {folder}; give the job file of a similar extraction instead of auto"
+        )
     return job
 
 
@@ -343,4 +345,6 @@ def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
         for hook in job.model.hooks:
             if parse_hook(hook) == parse_hook(written):
                 return hook
-    raise UserError(f"--model: its job reads {', '.join(job.model.hooks)}, and this SAE is of {written or 'no hook'}")
+    raise UserError(
+        f"--model: its job reads {', '.join(job.model.hooks)}, but this SAE's hook is {written or 'not known'}"
+    )

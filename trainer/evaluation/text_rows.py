@@ -43,7 +43,9 @@ def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[l
     pieces, places = [], []
     for text, (ids, before, after) in zip(texts, tokenizer.tokens(texts), strict=True):
         if not ids:
-            raise UserError(f"--probe: the model's tokenizer makes nothing of the text {show(text)}; give fewer --sets")
+            raise UserError(
+                f"--probe: the model's tokenizer makes no tokens from the text {show(text)}; give fewer --sets"
+            )
         kept = ids[-(context - len(before) - len(after)) :]
         pieces.append(before + kept + after)
         places.append(len(before) + len(kept) - 1)

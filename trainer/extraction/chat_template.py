@@ -15,7 +15,7 @@ _LIMIT_S = 3.0
 # Limits on the result of an operator: bits of an integer, and characters of a text or entries of a list. The last limit
 # is for integers passed to filters and to methods of texts or integers, such as a width.
 _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
-_HUGE = "it makes a huge number or text"
+_HUGE = "it creates a huge number or text"
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
@@ -27,7 +27,7 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
         with ended_after(_LIMIT_S):
             return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
     except TookTooLong:
-        message = f"the model's chat template takes more than {_LIMIT_S:g} s for a chat; take another template"
+        message = f"the model's chat template takes more than {_LIMIT_S:g} s for a chat; use another template"
         raise UserError(f"text.column: {message}") from None
     except Exception as error:
         # A template may raise any exception.

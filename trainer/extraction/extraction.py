@@ -115,7 +115,7 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
     try:
         extraction = Extraction(job, device, peers)
         if not extraction.model.packs:
-            tell("one document in each context: packed, this model would let one see the other")
+            tell("one document in each context, since this model cannot mask packed documents")
         result = extraction.run()
         if n := extraction.model.tokenizer.n_mended:
             tell(f"unpaired surrogates in {plural(n, 'text')} are replaced by U+FFFD")
@@ -207,7 +207,7 @@ class Extraction:
         dtype = str(self._dtype).removeprefix("torch.")
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} hold {self._state.dtype}, and this device gives {dtype}"
-            raise UsageError(f"extract.output: {was}; go on where they were made, or choose another folder")
+            raise UsageError(f"extract.output: {was}; continue on the device that made them, or choose another folder")
 
     def _read(self) -> bool:
         """Read until this process has its rows or its text ends; return False if it must stop before that."""
@@ -306,7 +306,7 @@ class Extraction:
             places = kept_places(batch, self.model.tokenizer.special, self._job.extract).places
             if len(places):
                 return [one.cpu() for one in _norms(self._rows(batch, places))]
-        raise AssertionError("some process has rows")
+        raise AssertionError("a process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:
         """Return the norm limit of each hook, from the norms [n] of the first batch.
@@ -395,7 +395,7 @@ class Extraction:
         if self._peers.size > 1:
             self._state = merged([part_state(self._job, rank, self._peers.size) for rank in range(self._peers.size)])
         if not self._state.n_stored:
-            raise UserError("text.path: the text gives no row; give more text")
+            raise UserError("text.path: the text gives no rows; give more text")
         self._describe()
         self._state.is_finished = True
         write_state(self._output, self._state)

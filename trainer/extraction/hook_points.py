@@ -51,7 +51,7 @@ def find_blocks(model: nn.Module) -> BlockList:
         if isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
     ]
     if not lists:
-        raise UserError("model.hooks: the model has no list of blocks; name modules by their path")
+        raise UserError("model.hooks: the model has no list of blocks; give the paths of modules")
     outermost = [inner for inner in lists if not any(inner.path.startswith(f"{outer.path}.") for outer in lists)]
     return max(outermost, key=lambda blocks: blocks.n)
 
@@ -74,7 +74,7 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
     inside = _branch(block, hook.site)
     if inside is None:
         children = ", ".join(name for name, _ in block.named_children())
-        message = f"the blocks of this model have no {hook.site}; name a module by its path, in {path}: {children}"
+        message = f"the blocks of this model have no {hook.site}; give the path of a module in {path}: {children}"
         raise UserError(f"model.hooks: {hook.name}: {message}")
     return HookPoint(f"{path}.{inside}", of_input=hook.site == "mlp_in")
 

@@ -146,7 +146,7 @@ class LanguageModel:
             self._forward(batch, packed=self.packs)
         for number, point in enumerate(self.points):
             if number not in taken:
-                raise UserError(f"model.hooks: {point.path} is not run when the model reads; choose another module")
+                raise UserError(f"model.hooks: {point.path} does not run in a forward pass; choose another module")
         return [taken[number] for number in range(len(self.points))]
 
     def logits(self, batch: ContextBatch) -> Tensor:
@@ -179,7 +179,7 @@ class LanguageModel:
 
         def changed(written: Tensor) -> Tensor:
             if first != last and not taken:
-                raise UserError(f"model.hooks: {first.path} is not run before {last.path}, which is made from it")
+                raise UserError(f"model.hooks: {first.path} does not run before {last.path}, which is computed from it")
             return change(taken.pop(0, written), written)
 
         with taking(self._model, [first] if first != last else [], take), replacing(self._model, last, changed):
@@ -187,7 +187,7 @@ class LanguageModel:
 
     def _require_known(self, ids: Ids) -> None:
         if unknown := ids[(ids < 0) | (ids >= self._n_ids)].tolist():
-            raise UserError(f"text.column: holds the token id {unknown[0]}; the model's are 0 to {self._n_ids - 1}")
+            raise UserError(f"text.column: holds the token id {unknown[0]}; the model has ids 0 to {self._n_ids - 1}")
 
     def _forward(self, batch: ContextBatch, *, packed: bool) -> Tensor:
         """Return the model's output [n_contexts, n_tokens, d] for a batch; a packed batch has no padding."""
@@ -226,7 +226,7 @@ class LanguageModel:
         except _REFUSALS as error:
             if is_shortage(error):
                 raise
-            message = f"{self.class_name} does not read a text by itself: {first_line(error)}"
+            message = f"{self.class_name} needs more than a text: {first_line(error)}"
             raise UserError(f"model.path: {message}; choose another model") from None
         if "position_ids" not in self._accepted:
             return False
@@ -287,7 +287,7 @@ def _require_unembedding(model: Any, missing: set[str]) -> None:
     own = {id(parameter) for parameter in unembedding.parameters()} if unembedding else set()
     lacking = [name for name, parameter in model.named_parameters() if id(parameter) in own and name in missing]
     if not own or lacking:
-        raise NoLoss("model.path: the model predicts no next token, so that it has no loss; choose a causal one")
+        raise NoLoss("model.path: the model does not predict next tokens, so it has no loss; choose a causal model")
 
 
 def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, Any, set[str]]:
@@ -357,13 +357,13 @@ def _reason(settings: Model, error: Exception) -> str:
         licence = f"https://huggingface.co/{settings.path}"
         return f"{shown} is gated; accept its licence at {licence} and log in with `hf auth login`"
     if "trust_remote_code" in text:
-        return f"{shown} comes with Python code of its own; set model.remote_code = true if you trust who wrote it"
+        return f"{shown} comes with its own Python code; set model.remote_code = true if you trust who wrote it"
     if "gguf" in text and isinstance(error, ImportError):
         return f"{shown} is a GGUF file, which needs `pip install gguf`"
     if not Path(settings.path).exists() and isinstance(error, OSError):
         return f"there is no file {shown}, and the hub cannot give it: {first_line(causes[-1])}"
     if "ignore_mismatched_sizes" in text:
-        return f"{shown} cannot be loaded: its weights have other shapes than its config.json says; download it again"
+        return f"{shown} cannot be loaded: its weights do not have the shapes in its config.json; download it again"
     if isinstance(error, LookupError | TypeError | AttributeError):
         wrong = f"{type(error).__name__}: {first_line(error)}"
         return f"{shown} cannot be loaded: one of its files is damaged ({wrong}); download it again"

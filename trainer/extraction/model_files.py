@@ -40,7 +40,7 @@ def _refuse_outside(index: Path) -> None:
     """Raise `UserError` if the index of weights names a file outside its folder."""
     for name in _files_in(index):
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UserError(f"{index} names weights outside of its folder, {show(name)}; download the model again")
+            raise UserError(f"{index} names weights outside its folder, {show(name)}; download the model again")
 
 
 def _files_in(index: Path) -> set[str]:
@@ -62,10 +62,10 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
         is_expert = "expert" in name.lower()
         most = _MOST_EXPERTS if is_expert else _MOST_LAYERS
         if value > most:
-            raise UserError(f"its configuration has {name} = {value:,}, and no model has more than {most:,}")
+            raise UserError(f"its configuration has {name} = {value:,}, but no model has more than {most:,}")
         if not is_expert and 0 < n_weights < value:
             files = f"its files hold {n_weights:,} weights"
-            raise UserError(f"its configuration has {name} = {value:,}, and {files}; download the model again")
+            raise UserError(f"its configuration has {name} = {value:,}, but {files}; download the model again")
 
 
 def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -63,7 +63,7 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
         raise UsageError(f"extract.output: {output} holds an extraction {was}; choose another folder")
     if not state.is_finished and state.n_ranks != n_ranks:
         was = f"an extraction by {plural(state.n_ranks, 'process')}"
-        raise UsageError(f"launch.gpus: {output} holds {was}, not {n_ranks}; go on with as many, or choose another")
+        raise UsageError(f"launch.gpus: {output} holds {was}, not {n_ranks}; use the same number, or choose another")
     for hook, shards in zip(job.model.hooks, state.shards, strict=True):
         for shard in shards:
             if not (file := job.folder(hook) / shard.name).exists():
@@ -138,5 +138,5 @@ def _refuse_strangers(job: ExtractJob) -> None:
     """Raise `UsageError` if a hook's folder holds unknown shards, whose rows would mix with the new ones."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
-            message = f"{folder} holds shards of something else; choose another folder or delete them"
+            message = f"{folder} holds other shards; choose another folder or delete them"
             raise UsageError(f"extract.output: {message}")

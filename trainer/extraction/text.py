@@ -35,7 +35,7 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
 # A column of a row group may take this many bytes in memory, or this multiple of its stored bytes if that is more. A
 # few bytes can encode billions of equal numbers.
 _LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
-_TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; cut it into several"
+_TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; split it into several lines"
 
 
 def documents(text: TextSettings) -> Iterator[Document]:
@@ -163,7 +163,7 @@ def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
         taken = 8 * column.num_values
         if column.physical_type != "BYTE_ARRAY" and taken > max(_LARGEST_GROUP, _MOST_OF_A_BYTE * stored):
             many = f"{column.num_values:,} values of {column.path_in_schema} in {stored:,} bytes"
-            raise UserError(f"text.path: {file} claims {many}, which no text has; leave it out")
+            raise UserError(f"text.path: {file} claims {many}, which is not plausible; leave it out")
 
 
 def _plain_rows(rows: Any) -> Iterator[Any]:
@@ -256,7 +256,7 @@ def _of_rows(rows: Iterator[Any], text: TextSettings, place: str) -> Iterator[Do
             yield row
             continue
         if not isinstance(row, Mapping):
-            raise UserError(f"text.path: row {number} of {place} is no object with a column of text")
+            raise UserError(f"text.path: row {number} of {place} is not an object with a text column")
         column = column or next((name for name in COLUMNS if row.get(name) is not None), None)
         if column is None and not {*COLUMNS}.isdisjoint(row):
             continue
@@ -279,7 +279,7 @@ def _document(row: Mapping[str, Any], column: str, place: str) -> Document:
         return value
     if _is_chat(value, "from", "value"):
         return [{"role": _ROLES.get(one["from"], one["from"]), "content": one["value"]} for one in value]
-    raise UserError(f"text.column: {show(column)} of {place} is neither text nor a chat nor token ids")
+    raise UserError(f"text.column: {show(column)} of {place} is not text, a chat or token ids")
 
 
 def _is_chat(value: Any, *keys: str) -> TypeGuard[list[dict[str, Any]]]:

@@ -62,7 +62,7 @@ def measure(
     No language model runs, so `data.model_gpus = "auto"` counts as 0.
     """
     if job.parallel.mode == "dp":
-        raise UserError('parallel.mode: only processes can be timed phase by phase; use "ddp"')
+        raise UserError('parallel.mode: only separate processes can be timed by phase; use "ddp"')
     sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
     return run_ranks("trainer.measuring.bench_rank", sizes, job=job, world_size=world_size, gpu_uuids=gpu_uuids)
 
@@ -145,7 +145,7 @@ def table(figures: dict[str, Any]) -> str:
         "",
         _row("step", figures["step_ms"], note=f"{figures['tokens_per_s']:,.0f} tokens/s"),
         *([_row("  expected by the model", figures["expected_step_ms"])] if "expected_step_ms" in figures else []),
-        "of which, timed in steps of their own",
+        "phases, timed in separate steps",
     ]
     whole = sum(figures["phases_ms"].values())
     lines += [_row(f"  {PHASES[name]}", ms, ms / whole) for name, ms in figures["phases_ms"].items()]
@@ -155,7 +155,11 @@ def table(figures: dict[str, Any]) -> str:
         "",
         _row("encoder's product alone", floor["encoder_product_ms"]),
         _row("memory traffic alone", floor["traffic_ms"], note=traffic),
-        _row("floor, the longer of both", floor["floor_ms"], note=f"this step reaches {figures['of_floor']:.0%} of it"),
+        _row(
+            "floor, the longer of the two",
+            floor["floor_ms"],
+            note=f"this step reaches {figures['of_floor']:.0%} of the floor",
+        ),
         "",
         f"{'peak memory of a rank':<28}{figures['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
     ]

@@ -130,7 +130,7 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
 
 def table(facts: Inspection) -> str:
     """Return an inspection as text: the size and statistics of the data, then one line per finding."""
-    looked = "all" if facts.n_looked_at == facts.n_tokens else f"{facts.n_looked_at:,} of them looked at"
+    looked = "all" if facts.n_looked_at == facts.n_tokens else f"{facts.n_looked_at:,} of them checked"
     lines = [
         f"{facts.n_tokens:,} rows ({looked}), d_in {facts.d_in}, {facts.dtype}, {gibibytes(facts.n_bytes)}",
         f"norm {facts.median_norm:.4g} in the median, {facts.largest_norm:.4g} at most; "
@@ -166,23 +166,23 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
     elif facts.constant_dimensions:
         are = "is" if facts.constant_dimensions == 1 else "are"
         sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} {are} the same in every row"
-        yield InspectionFinding("warning", sentence, "see that the hook is the one you mean")
+        yield InspectionFinding("warning", sentence, "check that this is the hook you mean")
     if facts.heavy_dimensions:
         heavy = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share)
         yield InspectionFinding("warning", heavy.sentence(), heavy.remedy)
     if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and not are_all_the_same:
-        sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
-        yield InspectionFinding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
+        sentence = f"{facts.duplicates:,} {of_rows} occur more than once"
+        yield InspectionFinding("warning", sentence, "remove repeated texts, or first tokens, which are all the same")
     if (sentence := copies_sentence(facts.copies)) and not are_all_the_same:
         yield InspectionFinding("warning", sentence, "remove repeated texts or files, so that no row is on both sides")
     if facts.gamma > LARGE_GAMMA:
-        sentence = f"the mean is {facts.gamma:.1f} times as long as rows are away from it"
+        sentence = f"the norm of the mean is {facts.gamma:.1f} times the distance of the rows from it"
         yield InspectionFinding(
-            "note", sentence, 'keep sae.b_dec_init and sae.normalize, which take it off, and avoid "zeros"'
+            "note", sentence, 'keep sae.b_dec_init and sae.normalize, which subtract it, and avoid "zeros"'
         )
     if facts.n_tokens < 20 * facts.d_in:
-        sentence = f"{facts.n_tokens:,} rows are few for d_in {facts.d_in}: an SAE will learn them by heart"
-        yield InspectionFinding("warning", sentence, "extract more of them")
+        sentence = f"{facts.n_tokens:,} rows are few for d_in {facts.d_in}: an SAE will memorise them"
+        yield InspectionFinding("warning", sentence, "extract more rows")
 
 
 def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
@@ -190,7 +190,7 @@ def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
 
     Training rescales the values, but in fp32. It cannot handle rows beyond the range of fp32, nor restore lost digits.
     """
-    remedy = "multiply them by a constant before they are stored"
+    remedy = "multiply them by a constant before storing them"
     if facts.scale > LARGEST_SPREAD:
         yield InspectionFinding("error", f"rows are {facts.scale:.2g} away from their mean: too large for fp32", remedy)
     elif 0 < facts.scale < SMALLEST_VALUE * facts.d_in**0.5:

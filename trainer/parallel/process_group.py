@@ -88,7 +88,7 @@ class Neighbours(Connected):
         with peers_expected(UNMET):
             group = self._by_memory(members, self.device, self._time)
         if group is None:
-            raise UserError(f"{UNMET}, since this machine has no room for memory that they share; end what else runs")
+            raise UserError(f"{UNMET}, since this machine has too little shared memory; end other processes")
         return group
 
 
@@ -205,6 +205,8 @@ def _need_locks(rendezvous: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
         reason = f"the ranks cannot meet in {rendezvous.parent}, whose file system has no locks ({error.strerror})"
-        raise UserError(f"{reason}; mount it with them, or put the data folder on another (--data-dir)") from None
+        raise UserError(
+            f"{reason}; mount it with locks, or put the data folder on another file system (--data-dir)"
+        ) from None
     finally:
         os.close(descriptor)

@@ -133,7 +133,7 @@ def _cause(rank: int, totals: dict[str, Tensor], work: float) -> str:
     if own["foreign_bytes"] > MUCH_MEMORY:
         return f"another process is on its GPU, with {gibibytes(own['foreign_bytes'])}"
     if 0 < own["core_share"] < LITTLE_CORE:
-        return f"another process takes its core, of which it gets {own['core_share']:.0%}"
+        return f"another process uses its core, and its share of the core is {own['core_share']:.0%}"
     if work > MUCH_WORK / len(totals["busy_ms"]):
         return f"it has {work:.0%} of the work"
     return "its device is slower or throttled"

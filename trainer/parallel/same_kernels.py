@@ -42,7 +42,7 @@ def agree(
         where = "" if len(ranks) == group.size else f" on rank{'s'[: len(ranks) > 1]} {join_words([*map(str, ranks)])}"
         causes.setdefault(f"it fails{where} ({of_all[ranks[0]][name]})", []).append(MODULES[name].purpose)
     for cause, purposes in causes.items():
-        report(f"{join_words(purposes)} go without Triton, which is slower: {cause}")
+        report(f"{join_words(purposes)} run without Triton, which is slower: {cause}")
     withhold(set().union(*of_all))
 
 

@@ -62,7 +62,7 @@ def visible_gpus() -> list[Device]:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
-        raise UserError(f'launch.gpus: PyTorch cannot list the GPUs ({lines[-1]}); choose "cpu" to do without')
+        raise UserError(f'launch.gpus: PyTorch cannot list the GPUs ({lines[-1]}); choose "cpu" to train without a GPU')
     # Libraries may print to stdout during import, so only the last line counts.
     return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=list[Device])
 

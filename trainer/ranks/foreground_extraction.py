@@ -113,7 +113,7 @@ def _gpus(job: ExtractJob) -> list[Device]:
         listed = ", ".join(map(str, indices))
         raise UsageError(f"launch.gpus: there is no GPU {missing[0]} here; this machine has {listed}")
     if len(taken := chosen(job, gpus)) < count:
-        slices = "" if count > len(gpus) else " that are no slices of cards"
+        slices = "" if count > len(gpus) else " that are not MIG slices"
         raise UsageError(f"launch.gpus: asks for {count} GPUs, but this machine has {len(taken)}{slices}")
     return taken
 
@@ -136,7 +136,7 @@ def _print(job: ExtractJob, result: ExtractionResult, *, as_json: bool) -> None:
     if left_out:
         lines.append(f"left out: {left_out}")
     if result.state == "stopped":
-        lines.append("the same command goes on after the last finished shard")
+        lines.append("the same command continues after the last finished shard")
     elif result.n_tokens < job.extract.n_tokens:
-        lines.append(f"the text has ended before the {job.extract.n_tokens:,} rows of extract.n_tokens")
+        lines.append(f"the text ended before the {job.extract.n_tokens:,} rows of extract.n_tokens")
     show_text(printable_lines("\n".join(lines)) + "\n")

@@ -418,7 +418,7 @@ def model_devices(spec: RankSpec, local_rank: int) -> list[torch.device]:
     if spec.device != "cuda":
         return [torch.device("cpu") for _ in gpus]
     for gpu in gpus:
-        _require_gpu(gpu, f"the language model of rank {local_rank} has not all of its own")
+        _require_gpu(gpu, f"the language model of rank {local_rank} lacks one")
     return [torch.device("cuda", gpu) for gpu in gpus]
 
 
@@ -483,7 +483,7 @@ def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, firs
     phase, step = progress.place
     if is_alone():
         _leave(f"its supervisor is gone{' before it began to train' if phase == 'starting' else ', and so is rank 0'}")
-    _leave(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
+    _leave(f"asked to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
 
 
 def _is_gone(first: Path | None) -> bool:

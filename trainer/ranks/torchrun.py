@@ -35,10 +35,10 @@ def join(job: JobConfig, run_dir: Path) -> int:
     torchrun, or the same command run again, continues the run. Raise `UsageError` without torchrun.
     """
     if missing := [name for name in _NEEDED if name not in os.environ]:
-        message = f"{missing[0]} is not set: start it by torchrun, or use `run` on one host"
+        message = f"{missing[0]} is not set: start it with torchrun, or use `run` on one host"
         raise UsageError(f"join: {message}")
     if model_gpus_of(job) not in (0, "auto"):
-        message = 'torchrun starts a rank for each GPU, so that none is left for the model alone; use 0 or "auto"'
+        message = 'torchrun starts a rank for each GPU, so no GPU is left for the model alone; use 0 or "auto"'
         raise JobFileError([Problem("data.model_gpus", message)])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
     cuda_variables.set_here()
@@ -87,9 +87,7 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
     job = job_of(to_table(job), settings_since(paths.job_file))
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):
-            message = (
-                f"[{section}] is not that of the run in {paths.root}, which would be resumed; choose another --out"
-            )
+            message = f"[{section}] differs from the run in {paths.root}, which would be resumed; choose another --out"
             raise JobFileError([Problem(section, message)])
     job, notes = with_same_step(was, job, stored.last.n_devices, world_size)
     return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes, *data_notes(job, stored)]

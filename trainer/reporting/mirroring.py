@@ -102,7 +102,8 @@ class MirrorThread:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._tell(
-                f"{self._name} may lack some metrics: it has not taken all {CLOSE_S:g} s after the end", "warning"
+                f"{self._name} may lack some metrics: it did not accept all within {CLOSE_S:g} s after the end",
+                "warning",
             )
 
     def _live(self) -> None:

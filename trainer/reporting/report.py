@@ -53,7 +53,7 @@ class Report:
             return
         expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
         self._rows(step, {"expected_step_ms": expected_ms})
-        message = f"a step takes {step_ms:.1f} ms, where {expected_ms:.1f} ms were expected"
+        message = f"{step_ms:.1f} ms per step (expected {expected_ms:.1f} ms)"
         self.event("pace", message)
         rank_log.say(message)
 
@@ -90,7 +90,7 @@ class Report:
 
     def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
         """Report how many held-out rows of a hook are left out of all measurements, and why."""
-        reasons = {"not finite": found.not_finite, "of enormous norm": found.outliers, "zero": found.zero}
+        reasons = {"not finite": found.not_finite, "with a huge norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
             self.log("heldout_rows", f"all measurements on {of_rows} leave out {join_words(counted)}")
@@ -102,7 +102,7 @@ class Report:
     def scaled(self, sentence: str, hook: str = "") -> None:
         """Report which dimensions of a hook are left out or scaled down; `sentence` is "" if there are none."""
         if sentence:
-            self.log("dimensions", f"{sentence}{_at(hook)}: this run's FVU is measured after that")
+            self.log("dimensions", f"{sentence}{_at(hook)}: this run's FVU is measured after this change")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:

@@ -39,16 +39,16 @@ class Kernels(NamedTuple):
 
 MODULES = {
     COMPILED_UPDATES: Kernels("compiled updates"),
-    "trainer.metrics.triton_interval": Kernels("sums of metrics"),
-    "trainer.optimizers.triton_update": Kernels("the optimizer's steps"),
-    "trainer.saes.kernels.triton_dead_latents": Kernels("weights of dead latents", by_dtype=True, also_fp32=True),
-    "trainer.saes.kernels.triton_encode": Kernels("what encoders read", by_dtype=True),
-    "trainer.saes.kernels.triton_entries": Kernels("choices of several ranks"),
-    "trainer.saes.kernels.triton_errors": Kernels("errors of reconstructions"),
-    "trainer.saes.kernels.triton_silence": Kernels("counts of silent latents"),
+    "trainer.metrics.triton_interval": Kernels("metric sums"),
+    "trainer.optimizers.triton_update": Kernels("optimizer steps"),
+    "trainer.saes.kernels.triton_dead_latents": Kernels("dead latents' weights", by_dtype=True, also_fp32=True),
+    "trainer.saes.kernels.triton_encode": Kernels("encoder inputs", by_dtype=True),
+    "trainer.saes.kernels.triton_entries": Kernels("selections across ranks"),
+    "trainer.saes.kernels.triton_errors": Kernels("reconstruction errors"),
+    "trainer.saes.kernels.triton_silence": Kernels("tokens since fired"),
     "trainer.saes.kernels.triton_sparse": Kernels("sparse products", by_dtype=True),
-    "trainer.saes.kernels.triton_top_k": Kernels("choices of latents"),
-    "trainer.training.triton_scale": Kernels("scales of gradients"),
+    "trainer.saes.kernels.triton_top_k": Kernels("latent selections"),
+    "trainer.training.triton_scale": Kernels("gradient scales"),
 }
 # Modules disabled by `withhold`, since another rank cannot use them.
 _withheld: set[str] = set()
@@ -77,7 +77,7 @@ def _tried(name: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType 
         _failures.setdefault(device, {})[name] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
         purpose = f"{MODULES[name].purpose}{of_dtypes}"
-        warnings.warn(f"{purpose} on {device} go without Triton, slower: {error}", stacklevel=3)
+        warnings.warn(f"{purpose} on {device} run without Triton, slower: {error}", stacklevel=3)
         return None
     return module
 

@@ -46,7 +46,7 @@ def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
         try:
             yield from part(device)
         except Exception as error:
-            yield Check(name, "it could be run", False, {"error": f"{type(error).__name__}: {first_line(error)}"})
+            yield Check(name, "it ran", False, {"error": f"{type(error).__name__}: {first_line(error)}"})
 
 
 def run(gpu: dict[str, str], *, full: bool, tell: Callable[[Check], None]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class Format(ABC):
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         """Read the SAE in a folder or a file; raise `UserError` if no architecture here can compute it."""
-        raise UsageError(f"{place} is in a format that can only be written")
+        raise UsageError(f"{place} is in a format that can be exported, but not imported")
 
 
 def folder_of(place: Path) -> Path:

@@ -41,9 +41,9 @@ class CircuitTracer(Format):
         if not sae.is_transcoder:
             return "circuit-tracer takes transcoders, and this is an SAE; train one with data.hook = mlp.LAYER"
         if sae.d_in != sae.d_out:
-            return f"circuit-tracer knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
+            return f"circuit-tracer supports one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
         if sae.form not in ("standard", "jumprelu", _TOPK):
-            return f"circuit-tracer knows a ReLU, a threshold or TopK, and this is exported as {sae.architecture}"
+            return f"circuit-tracer supports ReLU, a threshold or TopK, and this is exported as {sae.architecture}"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -125,26 +125,26 @@ def refusal_of_set(members: Sequence[Member]) -> str | None:
     """Return the reason if the transcoders cannot form a set, else None."""
     layers = [one.layer for one in members]
     if None in layers:
-        return f"the data of transcoder {layers.index(None) + 1} does not tell its layer; export it alone and rename it"
+        return f"the data of transcoder {layers.index(None) + 1} does not name its layer; export it alone and rename it"
     if twice := [layer for layer in layers if layers.count(layer) > 1]:
-        return f"several transcoders are of layer {twice[0]}; name one run for each layer"
+        return f"several transcoders are of layer {twice[0]}; give one run for each layer"
     for name in ("d_in", "d_sae", "has_skip", "k"):
         if len(values := {getattr(one, name) for one in members}) > 1:
             listed = " and ".join(sorted(map(str, values)))
-            return f"circuit-tracer takes transcoders of one kind as a set, and {name} is {listed}"
+            return f"circuit-tracer takes a set of transcoders of one kind, but {name} is {listed}"
     if len({one.config for one in members}) > 1:
-        return "the transcoders are of different models or places of their layers; name runs on one model's MLPs"
+        return "the transcoders are of different models or sites; give runs on the MLPs of one model"
     return None
 
 
 def notes_of_set(members: Sequence[Member]) -> list[str]:
     """Return notes on a written set: unknown layers, missing layers, and how circuit-tracer reads TopK."""
     layers = [one.layer for one in members]
-    notes = ["the data does not tell its layer: rename layer_0.safetensors after it"] if None in layers else []
+    notes = ["the data does not name its layer: rename layer_0.safetensors after the layer"] if None in layers else []
     known = {layer for layer in layers if layer is not None}
     if missing := sorted(set(range(max(known, default=0))) - known):
         listed = ", ".join(map(str, missing))
-        notes.append(f"circuit-tracer loads a set from layer 0 on without a gap, and has none of {listed}")
+        notes.append(f"circuit-tracer loads a set from layer 0 on without a gap, but layers {listed} are missing")
     return notes + [_OF_TOPK] * any(one.k is not None for one in members)
 
 

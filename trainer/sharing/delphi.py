@@ -27,15 +27,15 @@ class Delphi(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.firings is None:
-            reason = "delphi holds on which tokens latents fire, and the data of this run does not tell its tokens"
-            return f"{reason}; that of `sae-train extract` does"
+            reason = "delphi needs the tokens on which latents fire, but the data of this run has no tokens"
+            return f"{reason}; data from `sae-train extract` has them"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
         assert sae.firings is not None
         firings = sae.firings()
         if not len(firings.activations):
-            raise UsageError("--format: delphi holds on which tokens latents fire, and none fires in the run's data")
+            raise UsageError("--format: delphi needs latents that fire, but no latent fires in the run's data")
         splits = _splits(firings, sae.d_sae)
         names = {f"{first}_{last}.safetensors": (first, last) for first, last in splits}
         with fill_folder(folder, last=CONFIG) as temporary:

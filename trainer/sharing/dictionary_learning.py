@@ -107,9 +107,9 @@ class DictionaryLearning(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.is_transcoder:
-            return "dictionary_learning knows no transcoders"
+            return "dictionary_learning has no transcoders"
         if sae.architecture not in _COMPUTED:
-            return f"dictionary_learning knows no {sae.architecture} SAE"
+            return f"dictionary_learning has no {sae.architecture} SAE"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -152,7 +152,7 @@ def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -
         name = str(said).rstrip("'>").rpartition(".")[2].replace("Matroyshka", "Matryoshka")
         if not isinstance(said, str) or name not in _KINDS:
             listed = ", ".join(_KINDS)
-            raise UsageError(f"{file}: trainer.dict_class is {str(said)[:60]!r}; only {listed} can be taken")
+            raise UsageError(f"{file}: trainer.dict_class is {str(said)[:60]!r}; only {listed} can be imported")
         return name
     fitting = [name for name, kind in _KINDS.items() if _fits(kind, tensors)]
     trained = [name for name in fitting if _TRAINERS[name] in str(trainer.get("trainer_class")).lower()]

@@ -45,7 +45,7 @@ class FoundSae(NamedTuple):
             return shared
         factor = positive(said)
         if shared.is_transcoder or factor is None:
-            raise UsageError(f"--config norm_scaling_factor: takes a number above 0, of an SAE alone, not {said!r}")
+            raise UsageError(f"--config norm_scaling_factor: takes a number above 0, for an SAE only, not {said!r}")
         return shared._replace(weights=with_row_scale(shared.weights, factor))
 
 
@@ -81,14 +81,14 @@ def _nothing(place: Path, form: str | None) -> str:
         hub = f"hf:{place}" if from_hub.parse(str(place)) else "the OWNER/NAME/FOLDER"
         return f"there is nothing at {place}; give a folder, a file or {hub} of an SAE on the hub"
     if not place.is_dir():
-        return f"{place} is not a file of an SAE that can be read here; give its folder"
+        return f"{place} is not an SAE file that can be imported; give its folder"
     if refused := _refused(place):
         return f"{place} holds no SAE: {refused}"
     if below := saes_below(place):
         return f"{place} holds {count_saes([str(one.relative_to(place)) for one in below])}; give the path of one"
     forms = [form] if form else catalog.READ_FORMATS
     wanted = [f"{' + '.join(names)} ({one})" for one in forms for names in format_named(one).reads]
-    return f"{place} holds no SAE; looked for {join_words(wanted)}; found {_listed(place)}"
+    return f"{place} holds no SAE; expected {join_words(wanted)}; found {_listed(place)}"
 
 
 def _refused(folder: Path) -> str:

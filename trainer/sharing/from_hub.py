@@ -113,7 +113,7 @@ def _elsewhere(name: HubName, there: Iterable[PurePosixPath]) -> str:
     folders = list(dict.fromkeys(str(one.parent) for one in below))
     what = f"{name.repository}/{name.path}".rstrip("/")
     if not folders:
-        return f"{what} on the hub holds no SAE that can be read here"
+        return f"{what} on the hub holds no SAE that can be imported"
     return f"{what} holds {count_saes(folders)}; give {name.repository}/FOLDER"
 
 

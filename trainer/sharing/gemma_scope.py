@@ -56,7 +56,7 @@ class GemmaScope(Format):
     reads = ((FIRST,), (CONFIG, SECOND), (SECOND,))
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
-        raise UsageError("--format: gemma-scope can only be read; choose another format")
+        raise UsageError("--format: gemma-scope can only be imported; choose another format")
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         folder = folder_of(place)

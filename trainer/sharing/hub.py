@@ -56,7 +56,7 @@ class Repository:
         except self._hub.errors.HfHubHTTPError as error:
             if error.response.status_code != 401:
                 raise
-            raise UsageError("--push: the hub does not take your token; log in again by `hf auth login`") from None
+            raise UsageError("--push: the hub does not accept your token; log in again with `hf auth login`") from None
 
     def _look(self) -> Any:
         """Return the hub's information on the repository; None if it does not exist or is hidden from the user."""
@@ -81,7 +81,7 @@ def _require_name(name: str) -> None:
     is_name = len(parts) <= 2 and all(_NAME.fullmatch(part) for part in parts) and len(name) <= 96
     if not is_name or "--" in name or ".." in name or name.endswith(".git"):
         raise UsageError(
-            f'--push: "{name[:60]}" is no name of a repository; it takes NAME or OWNER/NAME in letters, digits, -, _, .'
+            f'--push: "{name[:60]}" is not a repository name; use NAME or OWNER/NAME with letters, digits, -, _, .'
         )
 
 
@@ -105,7 +105,7 @@ def _client() -> tuple[Any, str]:
         raise UsageError("--push: HF_HUB_OFFLINE is set, so nothing is sent; unset it")
     token = hub.get_token()
     if not token:
-        raise UsageError("--push: you are not logged in to the Hugging Face hub; do so by `hf auth login`")
+        raise UsageError("--push: you are not logged in to the Hugging Face hub; run `hf auth login`")
     if not sys.stderr.isatty():
         hub.utils.disable_progress_bars()
     return hub, token
@@ -121,5 +121,5 @@ def _reason(error: BaseException) -> str:
         return first_line(error)
     told = getattr(error, "server_message", None)
     words = f", {first_line(Exception(told))}" if told else ""
-    right = "; the token must have the right to write there" if response.status_code in (401, 403) else ""
+    right = "; the token needs write access" if response.status_code in (401, 403) else ""
     return f"HTTP {response.status_code}{words}{right}"

@@ -25,9 +25,9 @@ class Neuronpedia(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.features is None or not sae.features.is_file():
-            return "neuronpedia shows what latents fire on, and `sae-train eval` has stored none of it here"
+            return "neuronpedia shows max-activating examples, but `sae-train eval` has stored none here"
         if Features(sae.features).n_latents != sae.d_sae:
-            return f"neuronpedia shows what latents fire on, and {sae.features} is of another SAE; run eval again"
+            return f"neuronpedia shows max-activating examples, but {sae.features} is of another SAE; run eval again"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:

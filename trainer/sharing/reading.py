@@ -125,7 +125,7 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
         isinstance(name, str) and isinstance(value, Tensor) and _is_stored(value) for name, value in content.items()
     )
     if not is_plain:
-        raise UserError(f"{file} is no state dict, tensors by name; save `dictionary.state_dict()` there")
+        raise UserError(f"{file} is not a state dict; save `dictionary.state_dict()` there")
     return dict(content)
 
 
@@ -199,15 +199,15 @@ def taken(
     """
     theirs = set(names.values())
     if missing := sorted(theirs - tensors.keys()):
-        raise UserError(f"{file} has no tensor {missing[0]}; it holds another kind of SAE than its settings say")
+        raise UserError(f"{file} has no tensor {missing[0]}; its settings describe another kind of SAE")
     if others := sorted(tensors.keys() - theirs):
-        raise UserError(f"{file} has a tensor {others[0][:60]}, which no architecture here computes with")
+        raise UserError(f"{file} has a tensor {others[0][:60]}, which no architecture here uses")
     for name in theirs:
         if tensors[name].dtype not in _FLOATS:
-            raise UserError(f"{file}: {name} is {str(tensors[name].dtype).removeprefix('torch.')}, not of floats")
+            raise UserError(f"{file}: {name} is {str(tensors[name].dtype).removeprefix('torch.')}, not floats")
     for name in (names[ours] for ours in transposed):
         if tensors[name].dim() != 2:
-            raise UserError(f"{file}: {name} is no matrix of weights")
+            raise UserError(f"{file}: {name} is not a weight matrix")
     own = {ours: tensors[name].float() for ours, name in names.items()}
     return own | {ours: own[ours].T for ours in transposed}
 
@@ -216,7 +216,7 @@ def checked(sae: SharedSae, place: Path) -> SharedSae:
     """Return the SAE; raise `UserError` if its shapes, values, thresholds or k are invalid."""
     for name in ("W_enc", "W_dec"):
         if sae.weights[name].dim() != 2 or not sae.weights[name].numel():
-            raise UserError(f"{place}: {name} is no matrix of weights")
+            raise UserError(f"{place}: {name} is not a weight matrix")
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PER_LATENT[sae.form], (sae.d_sae,))
     shapes |= {"W_enc": (sae.d_in, sae.d_sae), "W_dec": (sae.d_sae, sae.d_out), "b_dec": (sae.d_out,)}
     shapes |= {"W_skip": (sae.d_out, sae.d_in)} if sae.has_skip else {}
@@ -240,7 +240,7 @@ def converted(sae: SharedSae, place: Path) -> SharedSae:
     """Return the SAE; raise `UserError` if the conversion made any weight infinite or NaN."""
     for name, tensor in sae.weights.items():
         if not tensor.isfinite().all():
-            raise UserError(f"{place}: its weights are so large that {name} is beyond fp32 as it is computed with here")
+            raise UserError(f"{place}: its weights are so large that {name} overflows fp32 here")
     return sae
 
 
@@ -301,4 +301,4 @@ def wanted(config: Mapping[str, Any], place: Path, **values: Any) -> None:
     for name, allowed in values.items():
         if config.get(name, allowed[0]) not in allowed:
             listed = " or ".join(repr(value) for value in allowed)
-            raise UsageError(f"{place}: {name} is {str(config[name])[:60]!r}; only {listed} can be taken")
+            raise UsageError(f"{place}: {name} is {str(config[name])[:60]!r}; only {listed} can be imported")

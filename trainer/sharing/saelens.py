@@ -50,7 +50,7 @@ class SaeLens(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.architecture not in ARCHITECTURES:
-            return "SAELens knows no transcoder with k latents per token; give --format sparsify, or train a batch_topk"
+            return "SAELens has no transcoder with k latents per token; give --format sparsify, or train a batch_topk"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
@@ -59,7 +59,7 @@ class SaeLens(Format):
             write_json(temporary / CONFIG, _config(sae))
         forget_card(folder)
         is_gguf = str(sae.metadata.get("model_name")).endswith(".gguf")
-        return ["SAELens loads a GGUF model only with the files of its tokenizer beside it"] if is_gguf else []
+        return ["SAELens loads a GGUF model only with its tokenizer files next to it"] if is_gguf else []
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
         return saelens_reading.read(folder_of(place), (CONFIG, WEIGHTS), given)

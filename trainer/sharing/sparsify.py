@@ -33,9 +33,9 @@ class Sparsify(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.form != "topk":
-            return f"sparsify knows TopK only, and this SAE is exported as {sae.architecture}"
+            return f"sparsify supports TopK only, and this SAE is exported as {sae.architecture}"
         if sae.d_out != sae.d_in:
-            return f"sparsify knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
+            return f"sparsify supports one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
         return None
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:

@@ -11,8 +11,8 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.data_record import DataRecord, FolderRecord, ShardRecord, change_of, cut_sentence, sampled
 from trainer.reporting.report import Report
 
-_LEFT = "the run continues with the file that it has open, but can be resumed only if you put that file back"
-_CURE = "put it back as it was and resume, or start a new run"
+_LEFT = "the run continues with the file that it has open, but can be resumed only if you restore that file"
+_CURE = "restore it and resume, or start a new run"
 
 
 class DataWatch:
@@ -66,7 +66,7 @@ class DataWatch:
         if status is not None and status.st_size < shard.size:
             self.fault = f"{folder.field}: {cut_sentence(file, status.st_size, shard.size)}"
         else:
-            since = f"steps after {self._sound_at.step} may have learnt from it"
+            since = f"steps after {self._sound_at.step} may have used the change"
             self.fault = f"{folder.field}: {file} was written to while the run read it: it {why}, and {since}; {_CURE}"
         report.warn("data", self.fault)
 

@@ -111,7 +111,7 @@ def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
     labels = [*members(job)]
     if only and not job.sweep:
         raise JobFileError([Problem("--only", "this run has one SAE, which has no label; leave out --only")])
-    unknown = [Problem("--only", f"no SAE is called {one}; there are {', '.join(labels)}") for one in only]
+    unknown = [Problem("--only", f"no SAE is called {one}; the SAEs are {', '.join(labels)}") for one in only]
     if wrong := [problem for problem, one in zip(unknown, only, strict=True) if one not in labels]:
         raise JobFileError(wrong)
     return [label for label in labels if not only or label in only]
@@ -124,7 +124,7 @@ def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collec
     if "" in left_out:
         raise UsageError(f"--format: {left_out['']}")
     reasons = "; ".join(f"{label}: {reason}" for label, reason in left_out.items())
-    raise UserError(f"--format: {form} holds none of these SAEs, and nothing is written ({reasons})")
+    raise UserError(f"--format: {form} can hold none of these SAEs, so nothing is written ({reasons})")
 
 
 def how_far_of(
@@ -261,14 +261,14 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out: {out.parent} cannot be made: {error.strerror}; choose another folder") from None
+        raise UserError(f"--out: {out.parent} cannot be created: {error.strerror}; choose another folder") from None
     there = [folder for folder in folders.values() if folder.exists()]
     if there and not force and any(folder.is_file() or any(folder.iterdir()) for folder in there):
-        raise UsageError(f"--out: there is something in {there[0]} already; choose another folder or give --force")
+        raise UsageError(f"--out: {there[0]} already exists; choose another folder or give --force")
     for folder in there:
         if strangers := [folder.name] if folder.is_file() else _strangers(folder):
             raise UsageError(
-                f"--out: {folder} holds more than an SAE ({strangers[0]}) and is left alone; choose another"
+                f"--out: {folder} holds more than an SAE ({strangers[0]}) and is not replaced; choose another folder"
             )
 
 

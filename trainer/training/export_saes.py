@@ -77,7 +77,7 @@ class Exporter:
             return
         remedy = "compare its FVU only with SAEs of this L0"
         if learner.sae.target_l0 is not None:
-            remedy += "; to come nearer train longer, or fix sae.sparsity_coefficient"
+            remedy += "; to get closer, train longer or set sae.sparsity_coefficient"
         missed = f"L0 is {l0:.1f} ({asked_l0(l0, target)}): {remedy}"
         self._report.event("missed_l0", missed, label)
         rank_log.say(missed)

@@ -96,7 +96,7 @@ def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -
     if job.data.drop_dimensions:
         raise UsageError("--set data.drop_dimensions: the SAE reads all dimensions; leave it out")
     if changed or job.sweep:
-        raise UsageError(f"--set sae.{(changed or ['*'])[0]}: is the SAE's own and cannot be changed; leave it out")
+        raise UsageError(f"--set sae.{(changed or ['*'])[0]}: is fixed by the SAE and cannot be changed; leave it out")
     return job
 
 
@@ -119,7 +119,7 @@ def _open(job: JobConfig, shared: SharedSae) -> Source:
     if source.d_in != shared.d_in:
         raise UsageError(f"--data: has rows of {source.d_in} dimensions, and the SAE takes {shared.d_in}")
     if shared.is_transcoder and source.d_out is None:
-        raise UsageError("--set data.target_path: is missing: a transcoder needs what its rows are to become")
+        raise UsageError("--set data.target_path: is missing: a transcoder needs the targets of its rows")
     if (source.d_out or source.d_in) != shared.d_out or (source.d_out is not None) != shared.is_transcoder:
         raise UsageError(
             f"--set data.target_path: does not fit, since the SAE maps {shared.d_in} to {shared.d_out} dimensions"
@@ -153,13 +153,13 @@ def _set_weights(learner: Learner, shared: SharedSae) -> None:
         place = getattr(sae, name)
         place.copy_(value if value.shape == place.shape else value[0])
         if not place.isfinite().all():
-            raise UserError(f"--data: at its scale {name} of the SAE is beyond fp32; give rows like those it is for")
+            raise UserError(f"--data: at its scale {name} of the SAE overflows fp32; give rows like its training rows")
 
 
 def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any]) -> None:
     """Write the files of a finished run; remove all of them if one fails."""
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise UsageError(f"--out: there is something in {run_dir} already; choose another folder")
+        raise UsageError(f"--out: {run_dir} already exists; choose another folder")
     RunPaths(run_dir).create()
     try:
         _fill(job, RunPaths(run_dir), learner, facts)
@@ -185,5 +185,5 @@ def _notes(learner: Learner) -> list[str]:
     """Return notes on what the first step of further training would change."""
     lengths = learner.sae.W_dec.detach().norm(dim=1)
     if learner.sae.unit_decoder and (lengths - 1).abs().max() > _UNIT:
-        return ["its decoder rows are not of length 1, to which a further training would scale them at its first step"]
+        return ["its decoder rows do not have norm 1; further training would normalise them at its first step"]
     return []

@@ -75,11 +75,11 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
-        f"{join_words(by_batch)} choose latents within each piece, and learn another SAE than with {whole:,}"
+        f"{join_words(by_batch)} choose latents within each piece, and learn a different SAE than with {whole:,}"
         if by_batch
         else "the SAE stays the same"
     )
-    return f"{whole:,} tokens at a time do not fit into memory: each step takes them in pieces of {size:,}; {changes}"
+    return f"{whole:,} tokens at a time do not fit into memory: each step processes pieces of {size:,}; {changes}"
 
 
 class EndedInterval(NamedTuple):
@@ -222,7 +222,7 @@ class Trainer:
         """Open the data and detect outliers; record the state of the shards to detect changes."""
         source, job = self._source, self._job
         if isinstance(source, StreamSource) and self._parallel.is_main:
-            self._progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
+            self._progress.event("stream", f"reading the held-out rows and a sample, the first of {source.place}")
         self.record = continue_from(source, job, resumed.data_before if resumed else None)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
@@ -287,7 +287,7 @@ class Trainer:
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None
             self._cut = cut_of(self._layout, self._parallel)
-            rank_log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
+            rank_log.say(f"{most:,} tokens at a time do not fit: trying {-(-most // 2):,}")
         if most < whole and self._parallel.is_main:
             self._progress.event("halved", halved_sentence(self._job, whole, most), "warning")
 
@@ -381,7 +381,7 @@ class Trainer:
         self._cool_down = CoolDown.after(self.position.step, self.total_steps)
         if self._cool_down is None:
             left = plural(self.total_steps - self.position.step, "step")
-            self.report.event("cool_down", f"was asked to finish: ends in {left} in any case")
+            self.report.event("cool_down", f"was asked to finish, but ends in {left} anyway")
             return
         share = max((one.lr_factor(self.position.step) for one in self.learners.values()), default=1.0)
         for learner in self.learners.values():

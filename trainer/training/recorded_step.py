@@ -156,12 +156,8 @@ class RecordedSteps:
         except Exception as error:
             self._n_failed += 1
             self._learner.drop_gradients()
-            again = (
-                f"another attempt follows in {RETRY_STEPS} steps"
-                if self._n_failed < MOST_FAILURES
-                else "no further attempt follows"
-            )
-            self._report(f"steps could not be recorded on this GPU, and take longer ({again}): {first_line(error)}")
+            again = f"next attempt in {RETRY_STEPS} steps" if self._n_failed < MOST_FAILURES else "no more attempts"
+            self._report(f"CUDA-graph capture failed on this GPU, so steps take longer ({again}): {first_line(error)}")
             return
         self._n_recorded += 1
         self._recording = _CapturedStep(tape, own_x, own_y, self._lasting())

@@ -51,7 +51,7 @@ class RowSampler:
         self.n_zero = int((norms_of(x) == 0).sum())
         _, ordinary = self._outliers.leave_out(x, y)
         if not len(ordinary):
-            raise UserError(f"data.path: all {len(x):,} rows of a sample are left out; see what `inspect` says of them")
+            raise UserError(f"data.path: all {len(x):,} rows of a sample are left out; run `inspect` on the data")
         scales = dimension_scales(ordinary, job.data)
         self.scaled = scales_sentence(changed_scales(scales), len(scales))
         self.heavy = heavy_dimensions(moments(ordinary)[1] * scales.double().square())

@@ -150,10 +150,10 @@ class Saving:
 
     def _tell_failure(self, error: Exception) -> None:
         self._failures += 1
-        rank_log.say(f"{error}; training goes on")
+        rank_log.say(f"{error}; training continues")
         # Later failures would repeat the message.
         if self._failures == 1:
-            self._report.event("checkpoint", f"{error}; training goes on until the next one is due", level="error")
+            self._report.event("checkpoint", f"{error}; training continues until the next one is due", level="error")
 
 
 class Timer:

@@ -14,7 +14,7 @@ from trainer.training.learner import Learner, StepState
 MOST_SKIPPED = 5
 # In fp16 some skips only lower the loss scale; starting from 2^15 it cannot usefully halve more often than this.
 MOST_SKIPPED_FP16 = 25
-OVERFLOWED = "many more latents were active than in the steps before, more than there was room for; training goes on"
+OVERFLOWED = "many more latents were active than in the steps before, more than the buffers hold; training continues"
 
 
 def is_hopeless(in_a_row: int, learner: Learner) -> bool:
@@ -60,4 +60,4 @@ class Skips:
     def end_where_none_learns(self) -> None:
         """Raise `UserError` if all SAEs were given up, on any ranks."""
         if self.given_up == self._report.values.keys():
-            raise UserError("train.lr: the gradients of all SAEs are not finite any more; choose a lower rate")
+            raise UserError("train.lr: the gradients of all SAEs are no longer finite; choose a lower rate")

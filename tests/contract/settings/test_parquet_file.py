@@ -106,7 +106,7 @@ def test_a_data_set_too_large_for_the_temporary_folder_is_refused(
     pq.write_table(lists(*rows(1000, 8).tolist()), tmp_path / "a.parquet")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1000))
-    assert "set TMPDIR to a folder with more, or store the rows as safetensors" in problem(tmp_path, shards)
+    assert "set TMPDIR to a folder with more space, or store the rows as safetensors" in problem(tmp_path, shards)
 
 
 def test_a_missing_pyarrow_is_reported_with_the_install_command(

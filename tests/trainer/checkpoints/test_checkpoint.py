@@ -259,13 +259,13 @@ def test_a_full_quota_gives_one_sentence_and_the_previous_checkpoint_stays(tmp_p
     with small_disk(tmp_path / "disk", "size=64m,usrquota,usrquota_block_hardlimit=1m,mode=777") as disk:
         # Quotas do not apply to root.
         lines = in_loaded_process(save_until_full, disk, 0, 65534)
-        require_previous_checkpoint_only(lines, "quota", "free some of your quota there and try again")
+        require_previous_checkpoint_only(lines, "quota", "free some of your quota on it and try again")
 
 
 def test_the_error_for_a_full_quota_names_the_quota(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught, fill_folder(tmp_path / "c", last="z"):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    assert str(caught.value).endswith("Disk quota exceeded; free some of your quota there and try again")
+    assert str(caught.value).endswith("Disk quota exceeded; free some of your quota on it and try again")
 
 
 def test_no_space_for_a_parent_folder_is_reported_as_a_full_disk(

@@ -99,8 +99,8 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     for arguments, reason in (
         ([str(theirs), "--data", inputs], "--targets: is missing: "),
         ([alone, "--data", str(activations), "--targets", str(activations)], "mine is no transcoder"),
-        ([str(theirs), "--targets", targets], "--targets: is of an SAE or transcoder that is measured on --data"),
-        ([alone, "--transcoder"], "--transcoder: is of an SAE or transcoder that is measured on --data"),
+        ([str(theirs), "--targets", targets], "--targets: needs --data"),
+        ([alone, "--transcoder"], "--transcoder: needs --data"),
         ([str(theirs), "--data", inputs, "--targets", "none"], "data.target_path"),
     ):
         assert main(["eval", *arguments, "--device", "cpu"]) == 2
@@ -219,7 +219,7 @@ def test_untrusted_text_is_escaped_in_the_model_card(
         (("--model", "auto"), "--model: takes the folder of a run, and "),
         (("--contexts", "5"), "--contexts: takes the folder of a run, and "),
         (("--best",), "--best: takes the folder of a run, and "),
-        (("--tokens", "64"), "--tokens: says how many --model reads; give that too, or leave it out"),
+        (("--tokens", "64"), "--tokens: needs --model; give both, or leave it out"),
     ],
 )
 def test_flags_that_do_not_apply_to_a_single_sae_are_refused(

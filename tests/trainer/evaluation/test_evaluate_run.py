@@ -134,7 +134,7 @@ def test_a_model_card_contains_no_path_of_this_machine(
     assert "- model name: smol\n" in card
     assert "- dataset path: corpus.jsonl\n" in card
     assert str(tmp_path) not in card
-    assert "rows; none are left out for their norm.\n" in card
+    assert "rows; no rows are left out for their norm.\n" in card
     assert "rows of more than" not in card
     figures = json.loads((run / "sae" / "card.json").read_text())["figures"]
     assert figures["rare"] is None

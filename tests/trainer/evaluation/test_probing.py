@@ -115,7 +115,7 @@ def test_the_card_of_a_run_has_the_probing_results(
     (told,) = evaluate(folder, best=False, device="cpu", model="auto", is_probed=True, n_sets=1)
     card, last = told["card"], told["lines"][-2]
     assert (card["spliced"] is not None) == has_loss
-    assert (last == "no loss: the language model predicts no next token") != has_loss
+    assert (last == "no loss: the language model does not predict next tokens") != has_loss
     probing = card["probing"]
     assert {*probing["k"]} == {"1", "16"}
     assert probing["dense"]["auc"] > 0.9
@@ -126,8 +126,8 @@ def test_the_card_of_a_run_has_the_probing_results(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--probe"], "--probe: takes texts that --model reads; give that too"),
-        (["--sets", "3"], "--sets: says on how many sets --probe trains; give that too"),
+        (["--probe"], "--probe: needs --model"),
+        (["--sets", "3"], "--sets: needs --probe"),
     ],
 )
 def test_probes_without_their_requirements_are_refused(

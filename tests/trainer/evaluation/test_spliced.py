@@ -174,7 +174,7 @@ def test_the_output_of_a_transcoder_replaces_another_hook(gpt2: Path, job: Extra
     spliced = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(halved, None, n_tokens=10**6)
     assert spliced.ce == pytest.approx(np.mean(ce["clean"]), rel=1e-4)
     assert spliced.ce_with_sae == pytest.approx(np.mean(ce["sae"]), rel=1e-4)
-    with pytest.raises(UserError, match="is not run before"):
+    with pytest.raises(UserError, match="does not run before"):
         SplicedModel(whole, "mlp_out.1", CPU, "mlp_in.1").measure(halved, None, n_tokens=10)
 
 
@@ -294,7 +294,7 @@ def test_the_extraction_that_wrote_the_data_is_found_and_another_hook_refused(jo
     assert (known.model, known.text, known.extract) == (job.model, job.text, job.extract)
     assert hook_of_data(job, {"hook_name": "blocks.1.hook_resid_post"}) == HOOK
     with pytest.raises(
-        UserError, match=r"--model: its job reads resid_post.1, mlp_out.0, and this SAE is of resid_pre.0"
+        UserError, match=r"--model: its job reads resid_post.1, mlp_out.0, but this SAE's hook is resid_pre.0"
     ):
         hook_of_data(job, {"hook": "resid_pre.0"})
     with pytest.raises(UserError, match="--model: no extraction wrote"):

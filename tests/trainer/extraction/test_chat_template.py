@@ -39,7 +39,7 @@ def test_a_missing_chat_template_or_its_refusal_is_one_sentence(tokenizer) -> No
 def test_an_endless_template_is_a_one_sentence_error_in_any_thread(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(chat_template, "_LIMIT_S", 0.2)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
-    sentence = "text.column: the model's chat template takes more than 0.2 s for a chat; take another template"
+    sentence = "text.column: the model's chat template takes more than 0.2 s for a chat; use another template"
     assert refusal(tokenizer, loops) == sentence
     errors: list[str] = []
     thread = threading.Thread(target=lambda: errors.append(refusal(tokenizer, loops)))
@@ -63,7 +63,7 @@ def test_an_endless_template_is_a_one_sentence_error_in_any_thread(tokenizer, mo
     ],
 )
 def test_a_template_that_makes_a_huge_value_is_refused_at_once(tokenizer, template: str) -> None:
-    expected = "text.column: the model's chat template refuses a chat: it makes a huge number or text; remove it"
+    expected = "text.column: the model's chat template refuses a chat: it creates a huge number or text; remove it"
     assert refusal(tokenizer, template) == expected
 
 

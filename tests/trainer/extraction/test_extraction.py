@@ -295,7 +295,7 @@ def test_a_text_that_ends_early_gives_all_its_rows(make: Make) -> None:
 
 def test_a_text_without_rows_is_refused_and_may_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match=r"^text.path: the text gives no row; give more text$"):
+    with pytest.raises(UserError, match=r"^text.path: the text gives no rows; give more text$"):
         run(make(text=empty))
     assert run(make()).state == "finished"
 
@@ -341,7 +341,7 @@ def test_shards_of_other_origin_are_not_mixed_with_ours(make: Make) -> None:
     job = make()
     job.folder("mlp_out.0").mkdir(parents=True)
     save_file({"activations": torch.zeros(2, 2)}, job.folder("mlp_out.0") / "shard-00007.safetensors")
-    shown = f"extract.output: {job.folder('mlp_out.0')} holds shards of something else; choose another folder or delete"
+    shown = f"extract.output: {job.folder('mlp_out.0')} holds other shards; choose another folder or delete"
     assert refusal(job).startswith(shown)
 
 

@@ -148,7 +148,7 @@ def test_blocks_are_the_longest_list_that_is_not_nested_in_another() -> None:
 
 
 def test_a_model_without_a_list_of_blocks_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^model.hooks: the model has no list of blocks; name modules by their path$"):
+    with pytest.raises(UserError, match=r"^model.hooks: the model has no list of blocks; give the paths of modules$"):
         find_blocks(nn.Sequential(linear(0)))
 
 
@@ -159,7 +159,7 @@ def test_a_model_without_a_list_of_blocks_is_refused() -> None:
         (
             Hook("mlp_out", 1),
             "model.hooks: mlp_out.1: the blocks of this model have no mlp_out; "
-            "name a module by its path, in layers.1: experts",
+            "give the path of a module in layers.1: experts",
         ),
         (
             Hook(path="layers.0.mlp"),

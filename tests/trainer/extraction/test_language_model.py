@@ -143,7 +143,7 @@ def test_remote_code_is_not_run_by_default(copy) -> None:
     folder = copy("gpt2")
     (folder / "own.py").write_text("raise SystemExit(5)\n")
     edit(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.C", "AutoModel": "own.M"})
-    shown = "comes with Python code of its own; set model.remote_code = true if you trust who wrote it"
+    shown = "comes with its own Python code; set model.remote_code = true if you trust who wrote it"
     with pytest.raises(UserError, match=shown):
         load(folder)
 
@@ -175,7 +175,7 @@ def test_an_excessive_configuration_is_refused_before_building_the_model(copy, s
 @pytest.mark.parametrize(
     ("file", "settings", "sentence"),
     [
-        ("config.json", {"n_positions": 8}, "its weights have other shapes than its config.json says; download it"),
+        ("config.json", {"n_positions": 8}, "its weights do not have the shapes in its config.json; download it"),
         ("config.json", {"n_layer": "2"}, "Validation error for field 'n_layer': .*expected int, got str"),
         ("tokenizer.json", {"added_tokens": None}, r"one of its files is damaged \(TypeError: .*\); download it again"),
     ],
@@ -230,7 +230,7 @@ def test_model_files_outside_the_folder_and_oversized_ones_are_refused(copy) -> 
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     index = {"metadata": {}, "weight_map": {"wte.weight": "../outside.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="names weights outside of its folder"):
+    with pytest.raises(UserError, match="names weights outside its folder"):
         load(folder)
     folder = copy("llama")
     with (folder / "config.json").open("r+b") as stream:
@@ -251,7 +251,7 @@ def test_a_model_that_needs_more_than_text_is_refused(tiny, tmp_path: Path) -> N
     transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path)
     for file in tiny("gpt2").glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    require_refused("model.path: T5Model does not read a text by itself: ", tmp_path, "encoder.block.0")
+    require_refused("model.path: T5Model needs more than a text: ", tmp_path, "encoder.block.0")
 
 
 def test_a_context_longer_than_the_model_allows_is_refused(tiny) -> None:
@@ -275,7 +275,7 @@ def test_unknown_token_ids_are_refused(tiny) -> None:
     model = load(tiny("gpt2"))
     for unknown in (300, -100):
         ids = np.array([[5, unknown, 7]])
-        with pytest.raises(UserError, match=f"^text.column: holds the token id {unknown}; the model's are 0 to 299$"):
+        with pytest.raises(UserError, match=f"^text.column: holds the token id {unknown}; the model has ids 0 to 299$"):
             rows_of(model, ContextBatch(ids, np.arange(3)[None], np.zeros((1, 3), np.int64)))
 
 
@@ -284,7 +284,7 @@ def test_modules_without_a_row_per_token_or_that_do_not_run_are_refused(tiny) ->
     shape = r"^model.hooks: pooler gives a tensor of shape \[1, 32\] for \[1, 8\] tokens; choose another module$"
     with pytest.raises(UserError, match=shape):
         rows_of(load(tiny("bert"), "pooler"), batch)
-    with pytest.raises(UserError, match=r"^model.hooks: h.0.attn.attn_dropout is not run when the model reads; choose"):
+    with pytest.raises(UserError, match=r"^model.hooks: h.0.attn.attn_dropout does not run in a forward pass; choose"):
         rows_of(load(tiny("gpt2"), "h.0.attn.attn_dropout"), batch)
     heads = rows_of(load(tiny("qwen3"), "layers.0.self_attn.q_norm"), batch)
     assert heads.shape == (1, 8, 2 * 16)

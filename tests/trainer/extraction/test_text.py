@@ -115,7 +115,7 @@ def test_a_sharegpt_chat_is_converted_to_the_roles_of_chat_templates(tmp_path: P
     assert read(lines_of(tmp_path / "a.jsonl", {"id": "1", "conversations": theirs})) == [ours]
     named = [{"from": "user", "value": "a cat"}, {"from": "assistant", "value": "sat", "weight": 1}]
     assert read(lines_of(tmp_path / "b.jsonl", {"conversations": named})) == [CHAT]
-    with pytest.raises(UserError, match=r'^text.column: "conversations" of row 0 of .* is neither text nor a chat'):
+    with pytest.raises(UserError, match=r'^text.column: "conversations" of row 0 of .* is not text, a chat'):
         read(lines_of(tmp_path / "c.jsonl", {"conversations": [{"from": "human"}]}))
 
 
@@ -180,10 +180,10 @@ def test_an_unreadable_hub_data_set_is_one_sentence() -> None:
         ("a.parquet", "no parquet", "text.path: {} cannot be read: "),
         ("a.txt", b"caf\xe9", "text.path: {} is not UTF-8"),
         ("a.jsonl", b'{"text": "caf\xe9"}', "text.path: {} is not UTF-8"),
-        ("a.jsonl", "5\n", "text.path: row 0 of {} is no object with a column of text"),
+        ("a.jsonl", "5\n", "text.path: row 0 of {} is not an object with a text column"),
         ("a.jsonl", '{"prose": "a", "id": 1}\n', "text.column: row 0 of {} has none of"),
         ("a.jsonl", '{"text": "a"}\n{"prose": "a"}\n', 'text.column: row 1 of {} has no'),
-        ("a.jsonl", '{"text": 5}\n', 'text.column: "text" of row 0 of {} is neither text nor a chat nor token ids'),
+        ("a.jsonl", '{"text": 5}\n', 'text.column: "text" of row 0 of {} is not text, a chat or token ids'),
         ("a.jsonl", '{"messages": [{"from": "a"}]}\n', 'text.column: "messages" of row 0 of {} is neither'),
         ("a.csv", "a,b", "text.path: {} must end in .txt, .md, .rst, .jsonl, .json, .parquet"),
     ],

@@ -143,7 +143,7 @@ def test_random_rows_of_large_data_are_inspected(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(inspection, "SAMPLE_ROWS", 500)
     facts = inspect_data(store(tmp_path / "a", ordinary()))
     assert (facts.n_tokens, facts.n_looked_at) == (2000, 500)
-    assert "500 of them looked at" in table(facts)
+    assert "500 of them checked" in table(facts)
 
 
 def test_the_command_prints_json_and_refuses_invalid_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_a_persistently_slow_rank_is_reported_once_and_again_when_it_keeps_up() 
     [
         ({"data_ms": [0, 9]}, "waits 9 ms of each step for data"),
         ({"foreign_bytes": [0, 3e9]}, "another process is on its GPU, with 2.8 GiB"),
-        ({"core_share": [1.0, 0.5]}, "another process takes its core, of which it gets 50%"),
+        ({"core_share": [1.0, 0.5]}, "another process uses its core, and its share of the core is 50%"),
         ({}, "its device is slower or throttled"),
     ],
 )

@@ -334,7 +334,7 @@ def test_a_rank_finds_the_gpus_of_its_language_model_or_reports_missing_ones(
     assert model_devices(spec, 1) == [torch.device("cuda", 3), torch.device("cuda", 5)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     assert model_devices(spec, 0) == [torch.device("cuda", 2), torch.device("cuda", 4)]
-    with pytest.raises(UserError, match="sees 5 GPUs, so the language model of rank 1 has not all of its own"):
+    with pytest.raises(UserError, match="sees 5 GPUs, so the language model of rank 1 lacks one"):
         model_devices(spec, 1)
     simulated = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, model_gpus=2, device="cpu")
     assert model_devices(simulated, 0) == [torch.device("cpu")] * 2

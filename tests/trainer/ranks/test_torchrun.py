@@ -113,7 +113,7 @@ def test_join_without_torchrun_says_how_to_start(
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "job.toml").write_text(dump_job(make_job()))
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
-    assert "RANK is not set: start it by torchrun" in capsys.readouterr().err
+    assert "RANK is not set: start it with torchrun" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -129,7 +129,7 @@ def test_join_refuses_the_folder_of_a_run_of_another_sae(
         monkeypatch.setenv(name, str(value))
     (tmp_path / "job.toml").write_text(dump_job(make_job(sae={"d_sae": 65})))
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(run_dir)]) == EXIT_USAGE
-    assert "sae: [sae] is not that of the run in" in capsys.readouterr().err
+    assert "sae: [sae] differs from the run in" in capsys.readouterr().err
 
 
 def test_model_only_gpus_are_refused_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -141,7 +141,7 @@ def test_model_only_gpus_are_refused_under_torchrun(tmp_path: Path, monkeypatch:
     assert job, problems
     (tmp_path / "job.toml").write_text(dump_job(job))
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
-    assert capsys.readouterr().err.startswith("data.model_gpus: torchrun starts a rank for each GPU, so that none is")
+    assert capsys.readouterr().err.startswith("data.model_gpus: torchrun starts a rank for each GPU, so no GPU is")
     assert not (tmp_path / "run").exists()
 
 

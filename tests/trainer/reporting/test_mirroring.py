@@ -108,7 +108,10 @@ def test_a_mirror_that_does_not_close_is_abandoned_and_reported(
     monkeypatch.setattr("trainer.reporting.mirroring.CLOSE_S", 0.3)
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
         progress.rows([MetricRow("loss", 1, 0.5)])
-    assert told(tmp_path)[-1] == ("warning", "toy may lack some metrics: it has not taken all 0.3 s after the end")
+    assert told(tmp_path)[-1] == (
+        "warning",
+        "toy may lack some metrics: it did not accept all within 0.3 s after the end",
+    )
     Toy.hangs.set()
 
 

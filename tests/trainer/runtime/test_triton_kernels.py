@@ -28,13 +28,13 @@ CPU = torch.device("cpu")
     ("kernels_of", "purpose"),
     [
         (partial(sparse._working_triton, dtype=torch.bfloat16), "sparse products in bfloat16"),
-        (top_k._working_triton, "choices of latents"),
-        (partial(dead_latents._working_triton, dtype=torch.float16), "weights of dead latents in float16"),
-        (losses._working_triton, "errors of reconstructions"),
-        (silence._working_triton, "counts of silent latents"),
-        (gradients._working_triton, "scales of gradients"),
-        (interval._working_triton, "sums of metrics"),
-        (partial(encode._working_triton, dtype=torch.float16), "what encoders read in float16"),
+        (top_k._working_triton, "latent selections"),
+        (partial(dead_latents._working_triton, dtype=torch.float16), "dead latents' weights in float16"),
+        (losses._working_triton, "reconstruction errors"),
+        (silence._working_triton, "tokens since fired"),
+        (gradients._working_triton, "gradient scales"),
+        (interval._working_triton, "metric sums"),
+        (partial(encode._working_triton, dtype=torch.float16), "encoder inputs in float16"),
         (row_adam._working_kernels, "steps"),
     ],
 )
@@ -43,7 +43,7 @@ def test_if_triton_fails_a_warning_is_given_and_it_is_not_used(
 ) -> None:
     # No kernel can run on this CPU. The warning appears once.
     triton_kernels.forget()
-    with pytest.warns(UserWarning, match=f"{purpose} on cpu go without Triton"):
+    with pytest.warns(UserWarning, match=f"{purpose} on cpu run without Triton"):
         assert kernels_of(torch.device("cpu")) is None
 
 
@@ -84,7 +84,7 @@ def test_a_trial_is_repeated_once_if_another_process_changes_the_cache(kernels: 
     busy, gone = OSError(16, "Device or resource busy"), FileNotFoundError(2, "gone")
     once, twice = kernels("once", busy), kernels("twice", busy, gone)
     assert working_kernels(once, CPU) is sys.modules[once]
-    with pytest.warns(UserWarning, match="steps of twice on cpu go without Triton"):
+    with pytest.warns(UserWarning, match="steps of twice on cpu run without Triton"):
         assert working_kernels(twice, CPU) is None
 
 

@@ -114,7 +114,7 @@ def test_circuit_tracer_computes_the_same_as_the_transcoder(
     yaml = pytest.importorskip("yaml")
     _, expected, notes = written("circuit-tracer", kind, tmp_path / "set", d_out=32, skip=skip)
     gap, *of_topk = notes
-    assert gap == "circuit-tracer loads a set from layer 0 on without a gap, and has none of 0, 1"
+    assert gap == "circuit-tracer loads a set from layer 0 on without a gap, but layers 0, 1 are missing"
     assert ["from version 0.5.0 on" in note for note in of_topk] == ([True] if kind == "topk" else [])
     config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
     assert config == {
@@ -154,12 +154,12 @@ def test_a_circuit_tracer_topk_without_its_k_is_one_sentence(k: str, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "kind", "d_out", "reason"),
     [
-        ("sparsify", "jumprelu", None, "sparsify knows TopK only, and this SAE is exported as jumprelu"),
-        ("sparsify", "topk", 20, "sparsify knows one width only, and this maps 32 dimensions to 20"),
-        ("saelens", "topk", 32, "SAELens knows no transcoder with k latents per token; give --format sparsify"),
-        ("dictionary_learning", "jumprelu", 32, "dictionary_learning knows no transcoders"),
+        ("sparsify", "jumprelu", None, "sparsify supports TopK only, and this SAE is exported as jumprelu"),
+        ("sparsify", "topk", 20, "sparsify supports one width only, and this maps 32 dimensions to 20"),
+        ("saelens", "topk", 32, "SAELens has no transcoder with k latents per token; give --format sparsify"),
+        ("dictionary_learning", "jumprelu", 32, "dictionary_learning has no transcoders"),
         ("circuit-tracer", "topk", None, "circuit-tracer takes transcoders"),
-        ("circuit-tracer", "standard", 20, "circuit-tracer knows one width only, and this maps 32 dimensions to 20"),
+        ("circuit-tracer", "standard", 20, "circuit-tracer supports one width only, and this maps 32 dimensions to 20"),
     ],
 )
 def test_a_format_that_cannot_represent_the_sae_is_refused(
@@ -182,7 +182,7 @@ def test_metadata_unknown_to_sparsify_is_kept_next_to_its_settings(tmp_path: Pat
 def test_a_layer_is_never_used_as_a_path(tmp_path: Path) -> None:
     shared = shared_form(made("standard", 32), {"hook_layer": "../x"})
     (note,) = form_of("circuit-tracer").write(shared, tmp_path / "set")
-    assert note == "the data does not tell its layer: rename layer_0.safetensors after it"
+    assert note == "the data does not name its layer: rename layer_0.safetensors after the layer"
     assert {file.name for file in (tmp_path / "set").iterdir()} == {"config.yaml", "layer_0.safetensors"}
 
 
@@ -255,8 +255,8 @@ def test_neuronpedia_merges_characters_that_span_tokens(tmp_path: Path) -> None:
 def test_neuronpedia_is_refused_without_stored_features_of_the_sae(tmp_path: Path) -> None:
     shared = with_features(tmp_path)
     for other, reason in (
-        (shared._replace(features=None), "has stored none of it here"),
-        (shared._replace(features=tmp_path / "gone"), "has stored none of it here"),
+        (shared._replace(features=None), "has stored none here"),
+        (shared._replace(features=tmp_path / "gone"), "has stored none here"),
         (shared._replace(weights=shared_form(made(), {}).weights), "is of another SAE; run eval again"),
     ):
         assert str(form_of("neuronpedia").refusal(other)).endswith(reason)

@@ -58,7 +58,7 @@ def test_an_sae_of_the_hub_is_downloaded_once_with_only_its_own_files(
 def test_the_error_for_a_repository_with_many_saes_names_the_first_ones(hub: Hub) -> None:
     with pytest.raises(UserError, match=r"ada/saes holds 2 SAEs, e.g. layers.\d+ and layers.\d+; give ada/saes/FOLDER"):
         find(Path("ada/saes"))
-    with pytest.raises(UserError, match=r"ada/saes/layers\.4 on the hub holds no SAE that can be read here"):
+    with pytest.raises(UserError, match=r"ada/saes/layers\.4 on the hub holds no SAE that can be imported"):
         find(Path("ada/saes/layers.4"))
     with pytest.raises(UserError, match="nothing at ada/other, and the hub has no model ada/other that you may see"):
         find(Path("ada/other"))

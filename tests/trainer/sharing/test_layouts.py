@@ -335,7 +335,7 @@ def test_the_error_for_a_folder_without_an_sae_lists_searched_and_found_files(tm
     message = str(refused.value)
     assert "looked for cfg.json + sae_weights.safetensors (saelens), cfg.json + sae.safetensors (sparsify), " in message
     assert message.endswith("found config.json and model\N{REPLACEMENT CHARACTER}.bin")
-    with pytest.raises(UserError, match=r"holds no SAE; looked for cfg.json \+ sae.safetensors \(sparsify\); found "):
+    with pytest.raises(UserError, match=r"holds no SAE; expected cfg.json \+ sae.safetensors \(sparsify\); found "):
         find(tmp_path, "sparsify")
     FOREIGN(tmp_path)
     with pytest.raises(UserError, match="holds an SAE in the format saelens, not sparsify; leave out --format"):

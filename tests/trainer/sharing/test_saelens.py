@@ -215,7 +215,7 @@ def test_the_hook_name_for_saelens_is_restored_when_read_again(tmp_path: Path) -
         "hook_name_out": "blocks.1.hook_mlp_out", "module": "model.layers.1.norm", "module_out": "model.layers.1.mlp",
     }  # fmt: skip
     notes = SaeLens().write(shared_form(made("batch_topk", 32), facts), tmp_path / "sae")
-    assert notes == ["SAELens loads a GGUF model only with the files of its tokenizer beside it"]
+    assert notes == ["SAELens loads a GGUF model only with its tokenizer files next to it"]
     told = json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"]
     assert (told["model_name"], told["hook_name"]) == ("/models/tiny", "model.layers.1.norm")
     assert told["model_from_pretrained_kwargs"] == {"gguf_file": "tiny.gguf"}

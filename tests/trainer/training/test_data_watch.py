@@ -132,7 +132,7 @@ def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
     make_trainer(job).run()
     rows = load_file(activations / "a.safetensors")["activations"]
     save_file({"activations": rows.flip(0).contiguous()}, activations / "a.safetensors")
-    with pytest.raises(UserError, match=r"a\.safetensors in .*/acts, which holds other values; put it back as it was"):
+    with pytest.raises(UserError, match=r"a\.safetensors in .*/acts, which holds other values; restore the data"):
         make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
 
 
@@ -171,7 +171,7 @@ def test_a_run_saves_its_state_and_fails_with_the_name_of_an_overwritten_shard(
     trainer = make_trainer(job, progress)
     with pytest.raises(UserError, match=r"data\.path: .*a\.safetensors was written to while the run read it") as error:
         trainer.run()
-    assert "steps after 10 may have learnt from it; put it back as it was" in str(error.value)
+    assert "steps after 10 may have used the change; restore it" in str(error.value)
     assert 15 <= trainer.position.step < 20
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position == trainer.position
     assert (tmp_path / "sae" / "cfg.json").exists()

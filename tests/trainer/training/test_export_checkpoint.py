@@ -131,7 +131,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     arguments = ["--format", "sparsify", "--only", labels[2], "--only", labels[1]]
     assert export(run_dir, none, *arguments) == EXIT_FAILED
     error = capsys.readouterr().err
-    assert error.startswith("--format: sparsify holds none of these SAEs")
+    assert error.startswith("--format: sparsify can hold none of these SAEs")
     assert all(f"{label}: sparsify knows TopK only" in error for label in labels[1:])
     assert not none.exists()
     assert export(run_dir, none, "--only", labels[1]) == EXIT_FINISHED
@@ -223,7 +223,7 @@ def test_only_an_sae_is_overwritten_and_only_with_force(
     out.mkdir()
     assert export(run_dir, out) == EXIT_FINISHED
     assert export(run_dir, out) == EXIT_USAGE
-    assert capsys.readouterr().err.startswith(f"--out: there is something in {out} already")
+    assert capsys.readouterr().err.startswith(f"--out: {out} already exists")
     assert export(run_dir, out, "--format", "sparsify", "--force") == EXIT_FINISHED
     assert {file.name for file in out.iterdir()} == {"cfg.json", "sae.safetensors"}
     (out / "thesis.tex").write_text("mine")
@@ -352,7 +352,7 @@ def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
         (
             [runs[0], runs[2]],
             "circuit-tracer",
-            "circuit-tracer takes transcoders of one kind as a set, and d_sae is 32",
+            "circuit-tracer takes a set of transcoders of one kind, but d_sae is 32",
         ),
     ):
         assert main([*command, form, *map(str, chosen)]) == EXIT_USAGE

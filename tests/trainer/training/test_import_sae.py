@@ -340,8 +340,8 @@ def test_wrong_flags_are_refused_and_nothing_is_overwritten(
         ((tmp_path / "acts", run, data), "FOLDER: "),
         ((theirs, run, tmp_path / "targets"), "--data: has rows of 20 dimensions, and the SAE takes 32"),
         ((theirs, run, data, "--format", "sparsify"), "--format: "),
-        ((theirs, run, data, "--set", "sae.d_sae=64"), "--set sae.d_sae: is the SAE's own"),
-        ((theirs, theirs, data), "--out: there is something in"),
+        ((theirs, run, data, "--set", "sae.d_sae=64"), "--set sae.d_sae: is fixed by the SAE"),
+        ((theirs, theirs, data), f"--out: {theirs} already exists"),
     ):
         assert command(*flags) == EXIT_USAGE
         assert capsys.readouterr().err.startswith(reason)
@@ -419,4 +419,4 @@ def test_an_import_warns_of_what_further_training_would_change_at_once(
     weights = load_file(tmp_path / "theirs" / "sae_weights.safetensors")
     save_file(weights | {"W_dec": 2 * weights["W_dec"]}, tmp_path / "theirs" / "sae_weights.safetensors")
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
-    assert "its decoder rows are not of length 1" in capsys.readouterr().out
+    assert "its decoder rows do not have norm 1" in capsys.readouterr().out

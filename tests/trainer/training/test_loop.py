@@ -463,7 +463,7 @@ def test_an_l0_that_a_penalty_has_not_reached_is_reported(make_job: MakeJob, mak
     make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
     (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
     assert missed[0] == "warning"
-    assert re.match(r"L0 is \d+\.\d \(2 asked, [+-]\d+%\): .*to come nearer train longer", missed[1])
+    assert re.match(r"L0 is \d+\.\d \(2 asked, [+-]\d+%\): .*to get closer, train longer", missed[1])
 
 
 def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ def test_training_continues_if_an_intermediate_checkpoint_cannot_be_written(
     failed, saved, last = [event for event in kept.events if event[0] == "checkpoint"]
     assert failed[1] == "error"
     assert str(checkpoints) in failed[2]
-    assert failed[2].endswith("training goes on until the next one is due")
+    assert failed[2].endswith("training continues until the next one is due")
     assert saved[1:] == ("info", "checkpoint saved at step 15, the first after 2 that could not be written")
     assert last[1:] == ("info", "checkpoint saved at step 20")
     assert load(checkpoints)[1].step == 20

@@ -205,8 +205,8 @@ def uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (break_token, "the hub does not take your token; log in again by `hf auth login`"),
-        (log_out, "you are not logged in to the Hugging Face hub; do so by `hf auth login`"),
+        (break_token, "the hub does not accept your token; log in again with `hf auth login`"),
+        (log_out, "you are not logged in to the Hugging Face hub; run `hf auth login`"),
         (go_offline, "HF_HUB_OFFLINE is set, so nothing is sent; unset it"),
         (uninstall, "needs the hub's client; pip install 'sae-tui[hf]'"),
     ],
@@ -231,7 +231,7 @@ def test_an_invalid_repository_name_is_refused_without_contacting_the_hub(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "out"), f"--push={name}", "--yes"]) == EXIT_USAGE
-    assert "is no name of a repository; it takes NAME or OWNER/NAME" in capsys.readouterr().err
+    assert "is not a repository name; use NAME or OWNER/NAME" in capsys.readouterr().err
     assert hub.asked == []
 
 
@@ -244,7 +244,7 @@ def test_a_push_that_fails_midway_leaves_nothing_on_the_hub_and_is_reported(
     assert push(run, tmp_path / "out", "--yes") == EXIT_FAILED
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(f"--push: sending to {hub.url}/ada/my-sae failed: HTTP 507")
-    assert error.endswith(f"none of the files is there, and all are in {tmp_path / 'out'}: try again")
+    assert error.endswith(f"no file was sent, and all are in {tmp_path / 'out'}: try again")
     assert TOKEN not in error
     assert "signature" not in error
     assert not hub.files.get("ada/my-sae")
