@@ -17,21 +17,21 @@ _EXITS = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED)
 
 OVERVIEW = f"""\
 examples:
-  sae-train extract job.toml                        store what a language model has at some hooks
-  sae-train run job.toml                            train on what the job file asks for
+  sae-train extract job.toml                        store a language model's activations at some hooks
+  sae-train run job.toml                            train what the job file describes
   sae-train run job.toml --set 'sae.k=[16,32,64]'   three SAEs from one pass over the data
   sae-train resume runs/sae-20250101-120000         resume after Ctrl-C, a crash or a reboot
   sae-train stop runs/sae-20250101-120000 --finish  cool down and finish early
   sae-train eval runs/sae-20250101-120000           its report card
   sae-train export runs/sae-20250101-120000 --out my-sae --best
-  sae-train estimate job.toml                       memory per GPU, before anything runs
+  sae-train estimate job.toml                       memory per GPU, before a run
   sae-train bench job.toml                          tokens/s here, and where the time goes
 
-the job file of a training needs no more than:
+a minimal job file of a training:
   [data]
   path = "data/sample"       # .safetensors shards with a tensor `activations` [n_tokens, d_in]
 
-Ctrl-C saves a checkpoint and stops; a second one ends at once. `COMMAND --help` has more on each.
+Ctrl-C saves a checkpoint and stops; a second one ends at once. `COMMAND --help` has details.
 {_EXITS}
 """
 
@@ -41,7 +41,7 @@ examples:
   sae-train run job.toml --set launch.gpus=cpu:2                on two CPU processes
   sae-train run job.toml --set train.n_steps=50 --out /tmp/try --json
 
-a sweep trains several SAEs from one pass over the data; a list makes one of a setting, two lists every pair:
+a sweep trains several SAEs from one pass over the data; a list of values makes one, two lists make every pair:
   sae-train run job.toml --set 'sae.k=[16,32,64]'
   sae-train run job.toml --set 'sae.d_sae=[3072,12288]' --set 'train.seed=[0,1]'
 
@@ -54,7 +54,7 @@ Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or a lost terminal save a checkpoint 
 
 EXTRACT = f"""\
 examples:
-  sae-train extract job.toml                                      go on, where a part of it is there already
+  sae-train extract job.toml                                      starts, or continues a stopped extraction
   sae-train extract job.toml --set extract.n_tokens=10M --json
 
 a job file:
@@ -67,11 +67,11 @@ a job file:
   context = 256
   [extract]
   n_tokens = 1_000_000
-  output = "activations"                         # a folder in it for every hook, which `data.path` of a training takes
+  output = "activations"                         # one subfolder per hook, for `data.path` of a training
 
-documents are packed end to end, and none sees another. The rows of special tokens, the first token of each document in
-a context and rows of more than 10 times the median norm are left out, and counted. All hooks have the same rows.
-Ctrl-C stops; the same command goes on after the last shard that is finished. Needs `pip install 'sae-tui[hf]'`.
+documents are packed end to end, and do not attend to each other. The rows of special tokens, of the first token of each
+document in a context and of more than 10 times the median norm are left out and counted. All hooks have the same rows.
+Ctrl-C stops; the same command continues after the last finished shard. Needs `pip install 'sae-tui[hf]'`.
 {_EXITS}
 """
 
@@ -80,9 +80,9 @@ examples:
   sae-train inspect data/sample
   sae-train inspect acts/resid_post.12 --json
 
-it looks at 65,536 random rows: NaN, rows of enormous norm, constant dimensions, rows that are there more than once,
-and how far the mean is from the origin (gamma, in spreads of the rows). Each finding says what to do.
-Exit codes: 0 looked at, 1 of no use for a training, 2 bad usage or data that cannot be read.
+it checks 65,536 random rows: NaN, rows with a huge norm, constant dimensions, rows that occur more than once, and how
+far the mean is from the origin (gamma, in spreads of the rows). Each finding names its remedy.
+Exit codes: 0 checked, 1 not usable for a training, 2 bad usage or data that cannot be read.
 """
 
 RESUME = f"""\
@@ -90,13 +90,13 @@ examples:
   sae-train resume runs/sae-20250101-120000
   sae-train resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
   sae-train resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
-  sae-train resume runs/sae-20250101-120000 --finish                      cool down from there, and end
+  sae-train resume runs/sae-20250101-120000 --finish                      cool down from there, and finish
 
-it resumes at the newest checkpoint that is whole; on the CPU the result is bit for bit that of a run without a break.
-The config of a run is frozen: --set takes its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
-train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. Another length moves the learning
-rate, whose schedule spans the run. On another number of devices a step stays the same tokens.
-A run that is finished is left alone (exit code 0), unless it is made longer.
+it resumes at the newest complete checkpoint; on the CPU the result is bit-identical to that of an uninterrupted run.
+The config of a run is frozen: --set accepts its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
+train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. Another length changes the learning
+rate, whose schedule spans the run. On another number of devices a step keeps its number of tokens.
+A finished run is not changed (exit code 0), unless it is made longer.
 --finish ends a run early as `stop --finish` does: most of an SAE's quality comes while the learning rate falls.
 {_EXITS}
 """
@@ -107,7 +107,7 @@ examples:
   sae-train stop runs/sae-20250101-120000 --finish     cool down first: a finished run, only shorter
 
 --finish: the learning rate falls to 0 over a further {COOL_DOWN_SHARE:.0%} of the steps done so far. Everything else
-that follows the run's length ends with it, and the run ends as finished, with its SAE and report card. Most of an SAE's
+that depends on the run's length ends with it, and the run is finished, with its SAE and report card. Most of an SAE's
 quality comes while the rate falls: a run stopped halfway is worse than a finished one of half the length. Another
 `stop` ends the cool-down at once; `resume` continues it, and `resume --set train.n_steps=N` trains to N steps instead.
 A stopped run whose disk is full waits for space; another `stop` ends that wait.
@@ -125,12 +125,12 @@ examples:
 
 {_FORMATS}
 
-a format that cannot hold an SAE without changing what it computes is refused; anything else left out is reported. Each
-SAE of a sweep gets its own folder: the SAEs that fit the format are written, the others are listed with the reason.
-raw activations go in and come out: scales are folded into the weights.
---push sends the files that this export wrote, and a model card where neither DIR nor the hub has a README.md: it tells
-which and where, and asks. Their metadata names model, hook and text as your job did. It needs `pip install
-'sae-tui[hf]'` and a login by `hf auth login`. Without --push nothing is contacted.
+a format that would change the output of an SAE is refused; anything else left out is reported. Each SAE
+of a sweep gets its own folder: the SAEs that fit the format are written, the others are listed with the reason.
+the SAE takes and returns raw activations: scales are folded into the weights.
+--push sends the files that this export wrote, and a model card if neither DIR nor the hub has a README.md: it lists the
+files and the repository, and asks. Their metadata contains model, hook and text as in your job. It needs `pip install
+'sae-tui[hf]'` and a login with `hf auth login`. Without --push no host is contacted.
 {_EXITS}
 """
 
@@ -146,11 +146,11 @@ examples:
   sae-train export runs/theirs --out copy --format sparsify   in another format
 
 formats, recognised by their files: {_READ}.
-an SAE that none of our architectures can compute is refused with the reason. FOLDER may be a folder, a file, or
+an SAE that no architecture here can compute is refused with the reason. FOLDER may be a folder, a file, or
 OWNER/NAME/FOLDER on the Hugging Face hub, whose cache is searched first. From a .pt file only tensors are read and from
-an .npz file only arrays; a file with anything else is refused. Links are followed inside the hub's cache only.
+an .npz file only arrays; a file with anything else is refused. Links are followed only inside the hub's cache.
 the SAE's model, hook, text and context are kept for later exports. It is checked on 1,000 rows of DATA by L0 and FVU,
-with a warning if they cannot be right. Weights stay as they are, at the scale of DATA. Its optimizer starts from zero.
+with a warning if they are implausible. Weights keep the scale of DATA. Its optimizer starts from zero.
 {_EXITS}
 """
 
@@ -164,21 +164,21 @@ examples:
 
 FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare (on 100,000
 rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of
-SAELens and SAEBench, on the rows that the run has held back, and 20 latents by chance with their texts. With --model,
-what the model loses where the SAE's reconstructions take the place of its activations: cross-entropy and KL divergence,
-their scores against zeroed rows, on text after the extracted part. All this, and the explained variance on that text,
-is measured twice. First without the rows that were not extracted, such as first tokens and special tokens: they stay as
-they are and do not count. Then on all tokens, as in SAELens (`all_tokens` in JSON): compare these with figures from
-SAELens. First tokens often have huge norms, and SAEs are not trained on them: one SAE had a CE score of 0.97 without
-them and 0.63 with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents whose means differ most
-between two classes of texts, next to one on all activations, over 3 splits of the texts of sae-probes
-(`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error
-of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE is probed all
-the same, without loss. An evaluation adds to the card and replaces only what it measures again; the previous card stays
-in .cards. The card is written next to the weights as card.json and as a model card, README.md, if they are of this
-checkpoint; so are the texts in which each latent fires most, if the data has the tokens of its rows or a language model
-streams them, and with --model the tokens that it promotes and suppresses: W_dec @ W_U, with the weight of the
-final norm folded into W_U. `sae-tui features` shows them.
+SAELens and SAEBench, on the held-out rows of the run, and 20 random latents with their texts. With --model, the loss of
+the model when the SAE's reconstructions replace its activations: cross-entropy and KL divergence, and loss recovered
+relative to zeroed rows, on text after the extracted part. All this and the explained variance on that text is measured
+twice: first without the rows that were not extracted, such as first tokens and special tokens. They are not replaced
+and do not count. Then on all tokens, as in SAELens (`all_tokens` in JSON): compare these with figures from SAELens.
+First tokens often have huge norms, and SAEs are not trained on them: one SAE had a CE score of 0.97 without and 0.63
+with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents whose means differ most between two
+classes of texts, next to one on all activations, over 3 splits of the texts of sae-probes (`pip install
+'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error of the split
+alone: the sets are the same for every SAE. An encoder does not predict next tokens: --probe works for its SAE, without
+loss. An evaluation adds to the report card and replaces only what it measures again; the previous report card stays in
+.cards. The report card is written next to the weights as card.json and as a model card, README.md, if they are of this
+checkpoint. So are the max-activating examples, if the data has the tokens of its rows or a language model streams them,
+and with --model the tokens that each latent promotes and suppresses: W_dec @ W_U, with the weight of the final norm
+folded into W_U. `sae-tui features` shows them.
 {_EXITS_OF_EVAL}
 """
 
@@ -194,15 +194,15 @@ examples:
   sae-train bench job.toml --set train.batch_size=16384 --set train.precision=bf16
   sae-train bench --set launch.gpus=cpu --set sae.d_sae=3072 --steps 50 --json
 
-it takes steps on random data of the job's shape, so neither disk nor page cache count. The floor is the time that the
-encoder's one dense product takes here, or the step's traffic at the memory bandwidth measured here, whichever is
+it runs steps on random data of the job's shape, so disk and page cache do not count. The floor is the time of the
+encoder's one dense product on this machine, or of the step's traffic at the measured memory bandwidth, whichever is
 longer: no step that computes every pre-activation can be faster.
 {_EXITS}
 """
 
 PROBE = """\
-Takes a second or two after the ranks have started. `auto` chooses a parallel mode by such figures, which every run
-with several ranks measures as it starts.
+Takes a second or two after the ranks have started. `auto` chooses a parallel mode from such figures, which every run
+with several ranks measures when it starts.
 
 examples:
   sae-train probe
@@ -211,24 +211,24 @@ examples:
 """
 
 JOIN = f"""\
-Every host needs the project, the data at the same path, and the run folder on a file system that all of them see.
-Given again on every host, the command resumes from the newest checkpoint; leave torchrun's --max-restarts at 0, since
-hosts that meet by the static form do not restart together. SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU save and stop.
+Every host needs the project, the data at the same path, and the run folder on a shared file system. If it is
+run again on every host, the command resumes from the newest checkpoint; leave torchrun's --max-restarts at 0, since
+hosts that meet by the static rendezvous do not restart together. SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU save and stop.
 
 example, with --node-rank 0 on host0 and 1 on the other:
   torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-backend static \\
       --master-addr host0 --master-port 29500 -m trainer join job.toml --out /shared/runs/one
 
-torchrun listens on the port on every address of host0 and asks nobody who they are: a firewall has to keep strangers
-from it. With --rdzv-backend c10d or --standalone, whoever reaches the port can run code as you: do not use them. On
-one host `run` needs no such port, on a cluster launch.backend = "slurm" of sae-tui needs none.
+torchrun listens on the port on every address of host0 without authentication: a firewall must block other users. With
+--rdzv-backend c10d or --standalone, anyone who reaches the port can run code as you: do not use them. On one host `run`
+needs no such port, and on a cluster launch.backend = "slurm" of sae-tui needs none.
 {_EXITS}
 """
 
 SELF_TEST = """\
-Nothing of it reads or writes your data. Checked are sparse products and selections against float64, whether the host
-waits for the GPU in a step, batches that are copied beside it, runs that are broken off and resumed to the last bit,
-and FVU of every architecture in every precision against the CPU; with --full also reserved memory against the
-estimate. Nobody else should use the GPU meanwhile.
-Exit codes: 0 all right, 1 something is wrong, 2 bad usage.
+The checks do not read or write your data. They cover sparse products and selections against float64, whether the host
+waits for the GPU in a step, batches copied during a step, interrupted runs that resume bit for bit, and FVU of every
+architecture in every precision against the CPU; with --full also reserved memory against the estimate. No other process
+should use the GPU during the checks.
+Exit codes: 0 all checks passed, 1 a check failed, 2 bad usage.
 """

@@ -167,4 +167,4 @@ def test_a_model_too_large_to_share_a_gpu_is_planned_on_its_own_gpus(tmp_path) -
     for model_gpus in ("auto", 6):
         row = told(model_gpus)[8]
         assert row.fits
-        assert " of 8 GPUs to itself: beside the SAE it would not fit into 2" in row.reason
+        assert " of 8 GPUs to itself: next to the SAE it would not fit into 2" in row.reason

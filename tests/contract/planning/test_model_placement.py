@@ -75,8 +75,8 @@ def test_each_training_gpu_has_the_same_number_of_model_gpus(devices: int, count
         ("auto:2", 2, {}, "with 2 GPUs 1 works, so that each training GPU has equally many, not 2"),
         ("auto", 1, {}, '1 GPU cannot spare 1; use 0 or "auto", or give launch.gpus at least 2'),
         ("cpu:4", 2, {}, '2 GPUs for the model alone are not possible with launch.gpus = "cpu:4"; use 0 or "auto"'),
-        ("auto:4", 2, {"launch": {"backend": "slurm"}}, "do not go with launch.backend"),
-        ("auto:4", 2, {"parallel": {"mode": "dp"}}, "do not go with parallel.mode"),
+        ("auto:4", 2, {"launch": {"backend": "slurm"}}, "are not possible with launch.backend"),
+        ("auto:4", 2, {"parallel": {"mode": "dp"}}, "are not possible with parallel.mode"),
         ("auto:4", 2, {}, ""),
         ("auto:4", 0, {}, ""),
         ("cpu:4", "auto", {}, ""),
@@ -103,7 +103,7 @@ def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
     assert own in (4, 6, 7)
     assert chosen.settled.work.ranks == 8 - own
     assert chosen.sentence == (
-        f"the language model has {own} of 8 GPUs to itself: beside the SAE it would not fit into 24.0 GiB"
+        f"the language model has {own} of 8 GPUs to itself: next to the SAE it would not fit into 24.0 GiB"
     )
     assert chosen.reader
     assert chosen.reader.total > 2 * 10.5e9
@@ -123,21 +123,21 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     assert together.model_gpus == 0
     assert together.reader is None
     assert together.sentence.startswith("the language model runs on the GPUs that train: on ")
-    assert together.sentence.endswith(("× as long", "hardly less time"))
+    assert together.sentence.endswith(("× as long", "about the same time"))
     # With a slow bus, training on many GPUs is expensive.
     fast = assumed_speeds(H100, "bf16")
     slow = {f"{H100} x{n}": Bus(5e8, 1e-3) for n in (2, 4, 8)}
     box = MeasuredHardware({H100: DeviceSpeeds({"bf16": fast.flops_per_s}, fast.memory_bytes_per_s)}, slow)
     apart = place(make(d_sae=16384), H100, box, room=DeviceMemory(80 * GIB, 80 * GIB))
     assert apart.model_gpus == 7
-    assert "to itself: beside the SAE a step would take " in apart.sentence
+    assert "to itself: next to the SAE a step would take " in apart.sentence
     beside = place(with_model_gpus(make(d_sae=16384), 8, 0), H100, box, room=DeviceMemory(80 * GIB, 80 * GIB))
     assert beside.settled.time.total_s >= 1.1 * apart.settled.time.total_s
 
 
 def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Make) -> None:
     chosen = place(make(), room=DeviceMemory(8 * GIB, 8 * GIB))
-    assert "needs least memory" in chosen.why
+    assert "needs the least memory" in chosen.why
     assert chosen.needs_bytes <= place(with_model_gpus(make(), 8, 0)).needs_bytes
 
 

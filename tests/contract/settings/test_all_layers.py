@@ -101,7 +101,7 @@ def test_an_extraction_accepts_ranges_and_full_mlps_and_all_layers(model: Path) 
     table = {"model": {"path": "some/model", "hooks": ["mlp"]}, "text": {"path": "text"}}
     _, (problem,) = parse_extraction({"kind": "extract", **table})
     assert problem.path == "model.hooks"
-    assert "name them, like mlp.0-11" in problem.message
+    assert "list them, like mlp.0-11" in problem.message
 
 
 def test_the_launch_screen_accepts_ranges_and_full_mlps(model: Path, tmp_path: Path) -> None:

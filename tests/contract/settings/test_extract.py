@@ -40,7 +40,7 @@ def test_a_job_needs_a_model_and_hooks_and_a_text_and_has_defaults_for_the_rest(
             {"model": {"path": None}},
             "model.path: is missing: Folder, name on the hub, or .gguf file of a language model.",
         ),
-        ({"model": {"hooks": None}}, "model.hooks: is missing: Where activations are read"),
+        ({"model": {"hooks": None}}, "model.hooks: is missing: Hooks where activations are read"),
         (
             {"model": {"hooks": []}},
             'model.hooks: must be a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"], not []',

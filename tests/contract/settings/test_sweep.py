@@ -201,7 +201,7 @@ def test_a_written_sweep_is_read_back_unchanged(table: dict[str, Any]) -> None:
         (
             {"sae": {"d_sae": 64, "expansion_factor": [2, 4]}},
             "sae.expansion_factor",
-            "changes nothing beside sae.d_sae",
+            "has no effect next to sae.d_sae",
         ),
         ({"train": {"batch_size": [64, 128]}}, "train.batch_size", "not [64, 128]; the SAEs of a sweep share it"),
         ({"train": {"precision": ["fp32", "bf16"]}}, "train.precision", "the SAEs of a sweep share it"),

@@ -104,7 +104,7 @@ class Evil:
 def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     torch.save({"activations": rows(3, 4), "x": Evil(trace)}, tmp_path / "a.pt")
-    assert "code would have to be run (io.open); write it again" in problem(tmp_path)
+    assert "only be read by running code (io.open); write it again" in problem(tmp_path)
     assert not trace.exists()
 
 

@@ -151,10 +151,10 @@ def test_remote_code_is_not_run_by_default(copy) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"n_layer": 10**7}, "n_layer = 10,000,000, and no model has more than 2,048"),
-        ({"n_layer": 900}, "n_layer = 900, and its files hold "),
-        ({"text_config": {"num_local_experts": 10**6}}, "text_config.num_local_experts = 1,000,000, and no model has"),
-        ({"layer_types": ["full"] * 10_000}, "layer_types = 10,000, and no model has"),
+        ({"n_layer": 10**7}, "n_layer = 10,000,000, but no model has more than 2,048"),
+        ({"n_layer": 900}, "n_layer = 900, but its files hold "),
+        ({"text_config": {"num_local_experts": 10**6}}, "text_config.num_local_experts = 1,000,000, but no model has"),
+        ({"layer_types": ["full"] * 10_000}, "layer_types = 10,000, but no model has"),
         (
             {"attn_implementation": "org/kernel"},
             'asks for code of the hub (attn_implementation = "org/kernel"); remove',
@@ -221,7 +221,7 @@ def test_the_weights_of_a_model_in_several_files_are_counted(copy) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"W_dec": torch.zeros(2, 2)}, folder / "sae.safetensors")
     edit(folder / "config.json", n_layer=900)
-    with pytest.raises(UserError, match=rf"n_layer = 900, and its files hold {len(names)} weights"):
+    with pytest.raises(UserError, match=rf"n_layer = 900, but its files hold {len(names)} weights"):
         load(folder)
 
 

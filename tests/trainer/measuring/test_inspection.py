@@ -129,7 +129,7 @@ def test_constant_dimensions_and_repeated_rows_and_a_far_mean_are_reported(tmp_p
     assert (facts.constant_dimensions, facts.duplicates) == (2, 100)
     assert facts.gamma > 10
     found = "\n".join(sentences(facts))
-    for part in ("2 dimensions of 32 are the same", "100 of 2,000 rows are there more than once", "the mean is"):
+    for part in ("2 dimensions of 32 are the same", "100 of 2,000 rows occur more than once", "the mean is"):
         assert part in found
 
 

@@ -132,7 +132,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     assert export(run_dir, none, *arguments) == EXIT_FAILED
     error = capsys.readouterr().err
     assert error.startswith("--format: sparsify can hold none of these SAEs")
-    assert all(f"{label}: sparsify knows TopK only" in error for label in labels[1:])
+    assert all(f"{label}: sparsify supports TopK only" in error for label in labels[1:])
     assert not none.exists()
     assert export(run_dir, none, "--only", labels[1]) == EXIT_FINISHED
     assert capsys.readouterr().out == f"{labels[1]} of step 20 -> {none / labels[1]}\n"

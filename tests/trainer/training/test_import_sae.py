@@ -270,8 +270,8 @@ huge = torch.zeros(1).expand(2**40)
 TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle that runs code": (replaced(lambda _: Trap()), "holds more than tensors"),
     "code among tensors": (replaced(lambda one: one.update(b_dec=Trap())), "holds more than tensors"),
-    "a list": (replaced(lambda one: list(one.values())), "is no state dict"),
-    "a tensor larger than its file": (replaced(lambda one: one.update(b_dec=huge)), "is no state dict"),
+    "a list": (replaced(lambda one: list(one.values())), "is not a state dict"),
+    "a tensor larger than its file": (replaced(lambda one: one.update(b_dec=huge)), "is not a state dict"),
     "a compressed file": (compressed, "is compressed"),
     "no archive": (lambda folder: (folder / "ae.pt").write_bytes(b"\x80\x02."), "holds more than tensors"),
     "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "holds more than tensors"),
@@ -283,7 +283,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be read"),
     "a tensor of an endless name": (replaced(lambda one: one.update({"x" * 9000: one["b_dec"]})), f"{60 * 'x'}, which"),
     "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
-    "whole numbers": (replaced(lambda one: one.update(b_dec=torch.ones(32).int())), "b_dec is int32, not of floats"),
+    "whole numbers": (replaced(lambda one: one.update(b_dec=torch.ones(32).int())), "b_dec is int32, not floats"),
     "another width": (replaced(lambda one: one.update(b_dec=torch.ones(31))), "b_dec is (31,)"),
     "a number for a matrix": (replaced(lambda one: one.update({"encoder.weight": torch.ones(())})), "no matrix"),
 }

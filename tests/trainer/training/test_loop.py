@@ -330,7 +330,7 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     assert 0 < n_bad < len(rows) - len(ordinary) < 0.1 * len(rows)
     ((_, _, left_out),) = [event for event in kept.events if event[0] == "heldout_rows"]
     n_outliers = len(rows) - len(ordinary) - n_bad
-    assert left_out.endswith(f" leave out {n_bad} not finite and {n_outliers} of enormous norm")
+    assert left_out.endswith(f" leave out {n_bad} not finite and {n_outliers} with a huge norm")
     learner = only(trainer)
     with torch.no_grad(), learner.evaluating():
         target = ordinary * learner.sae.y_scale

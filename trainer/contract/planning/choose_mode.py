@@ -139,7 +139,7 @@ def _reason(best: Settled, ways: list[Settled], place: PlannedResources) -> str:
     times = next_best.time.with_dead_s / best.time.with_dead_s
     speed = f"{gibibytes(step_time.wire_of(next_best.work).n_bytes)} per step at {rate(place.speeds.bus_bytes_per_s)}"
     assumed = "" if place.speeds.is_measured else ", speeds assumed"
-    gain = f"{times:.1f}× less time than" if times >= LEAST_GAIN else "hardly slower than"
+    gain = f"{times:.1f}× less time than" if times >= LEAST_GAIN else "about as fast as"
     return f"{choice}: {gain} {_name_of(next_best)} (which sends {speed}{assumed})"
 
 

@@ -43,7 +43,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """The placement, like `the language model has 6 of 8 GPUs to itself: beside the SAE it would not fit into 24.0
+        """The placement, like `the language model has 6 of 8 GPUs to itself: next to the SAE it would not fit into 24.0
         GiB`.
         """
         return words_of_place(self.model_gpus, self.devices, self.why)
@@ -164,4 +164,4 @@ def _why(best: ModelPlacement, ways: list[ModelPlacement], room: DeviceMemory) -
         limit = (room.free_bytes, room.total_bytes)[lack] or room.total_bytes or 0
         return f"{where} it would not fit into {gibibytes(limit)}"
     times = other.settled.time.total_s / best.settled.time.total_s
-    return f"{where} a step would take {f'{times:.1f}× as long' if times >= LEAST_GAIN else 'hardly less time'}"
+    return f"{where} a step would take {f'{times:.1f}× as long' if times >= LEAST_GAIN else 'about the same time'}"
