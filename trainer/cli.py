@@ -401,7 +401,7 @@ def _self_test(flags: argparse.Namespace) -> int:
         raise UsageError("--gpus: name one GPU, or cpu")
     if not uuids and flags.gpus != "cpu":
         raise UsageError("--gpus: there is no GPU here; cpu checks this machine's CPU")
-    # Memory and products are then those of a run.
+    # Memory and products are then the same as in a run.
     cuda_variables.set_here()
     from trainer.self_test.base import Check
     from trainer.self_test.run import run

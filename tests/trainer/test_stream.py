@@ -133,7 +133,7 @@ def test_a_stream_is_not_resumed_on_another_number_of_data_parallel_ranks(tmp_pa
     run.go()
     run.job = toy_job(train={"n_steps": 20, "global_batch_size": BATCH})
     assert run.go(world_size=2) == [EXIT_FAILED] * 2
-    assert "launch.gpus: the stream was read in 1 parts, one for each rank with tokens of its own" in run.error()
+    assert "launch.gpus: the stream was read in 1 parts, one for each rank that reads tokens" in run.error()
     run.job = toy_job(train={"n_steps": 20}, parallel={"mode": "tensor"})
     assert run.go(world_size=2) == [EXIT_FINISHED] * 2
 

@@ -150,7 +150,7 @@ class IndexedSource(Source):
 
 
 class StreamSource(Source):
-    """Activations that are read once, in a fixed order, such as those of a language model while it reads text.
+    """Activations that are read once, in a fixed order, such as activations streamed from a language model.
 
     A stream is split into parts. Ranks with different tokens read different parts; ranks with the same tokens read the
     same part. A part must give the same rows in the same order every time, so that a resumed run continues exactly.

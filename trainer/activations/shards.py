@@ -217,7 +217,7 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
 
 
 def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Texts]:
-    """Return the texts of each set, or [] if a shard from which held-out rows are chosen does not record its texts.
+    """Return the texts of each set, or [] if a shard that held-out rows come from does not record its texts.
 
     Rows of later shards that do not record their texts belong to no held-out text.
     """

@@ -50,7 +50,7 @@ class Texts:
         return Counts(np.concatenate(numberings), np.concatenate(numbers), np.concatenate(counts))
 
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
-        """Return all rows of some texts, ascending; `texts` are some of those that `counts(n_rows)` returns.
+        """Return all rows of some texts, ascending; `texts` is a subset of `counts(n_rows)`.
 
         In shards that begin after the first `n_rows` rows, rows with these numbers match in any numbering.
         """

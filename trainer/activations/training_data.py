@@ -331,7 +331,7 @@ def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] =
 
 
 def _n_split(source: Source) -> int | None:
-    """Return the number of rows from which held-out rows are drawn, or None for a stream of unknown length."""
+    """Return the number of rows that held-out rows are drawn from, or None for a stream of unknown length."""
     return sum(source.split_sizes) or source.n_tokens if isinstance(source, IndexedSource) else source.n_tokens
 
 
@@ -572,7 +572,7 @@ def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> Bu
         raise UserError("data.source: the checkpoint is from a run on stored data, not on a stream; start a new run")
     if len(places) != group.size:
         raise UserError(
-            f"launch.gpus: the stream was read in {len(places)} parts, one for each rank with tokens of its own, and "
+            f"launch.gpus: the stream was read in {len(places)} parts, one for each rank that reads tokens, and "
             f"{group.size} cannot continue with them; resume on the same number of ranks as before"
         )
     return places[group.index]

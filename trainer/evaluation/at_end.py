@@ -35,7 +35,7 @@ ERROR_NAME = error_of(held_out(CRITERION))
 MOST_ROWS = 32_768
 # At most one row is measured for this many training tokens; a row takes a third of the work that it takes in training.
 SHARE_OF_TOKENS = 20
-# Texts to keep for each latent: half as many as the command `eval` keeps, since fewer rows are read.
+# Texts to keep for each latent: half the number that the command `eval` keeps, since fewer rows are read.
 N_CONTEXTS = 10
 
 
@@ -56,7 +56,7 @@ class Cards:
         self._at = trainer.position
 
     def write(self) -> None:
-        """Write a card next to every SAE that this rank has exported, and report it; never fail.
+        """Write a report card next to every SAE that this rank has exported, and report it; never fail.
 
         Ranks that only add tokens or latents to the SAEs of another rank write no card.
         """
@@ -77,7 +77,7 @@ class Cards:
         self._progress.beat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Write the cards of this rank's SAEs; return by label an event's level and message, and the FVU's error."""
+        """Evaluate and write this rank's SAEs; return by label an event's level and message, and the FVU's error."""
         told: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return told

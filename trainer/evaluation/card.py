@@ -38,10 +38,10 @@ from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, has_own_mode
 def write_card(
     folder: Path, card: Card, tensors: Mapping[str, Tensor] | None = None, replaces: Card | None = None
 ) -> Card:
-    """Merge new measurements into the card next to an SAE's weights, and return the merged card.
+    """Merge new measurements into the report card next to an SAE's weights, and return the merged card.
 
     Earlier measurements of the same weights stay unless they were repeated. The same holds for `tensors`: the texts
-    that latents fire on and the tokens that they promote. The previous card becomes an older version, unless the same
+    that latents fire on and the tokens that they promote. The previous one becomes an older version, unless the same
     evaluation wrote it (`replaces`). Only one process writes at a time, and each file is written atomically. Raise
     `UserError` if the disk fails or the weights have changed. A README.md that `eval` did not write stays.
     """
@@ -55,11 +55,11 @@ def write_card(
                 archive(folder)
             return _add(folder, msgspec.structs.replace(card, weights=weights), tensors or {}, before)
     except OSError as error:
-        raise UserError(f"{folder}: the card could not be written: {error.strerror or error}") from None
+        raise UserError(f"{folder}: the report card could not be written: {error.strerror or error}") from None
 
 
 def _is_in(folder: Path, card: Card) -> bool:
-    """Return whether the card in a folder equals `card`."""
+    """Return whether the report card in a folder equals `card`."""
     with contextlib.suppress(OSError), open_plain(folder / CARD) as stream:
         return stream.read() == card.as_json()
     return False
@@ -105,14 +105,14 @@ def rows_part(timed: Callable[..., Part], figures: Figures, data: EvaluationData
 
 
 def with_latents(card: Card, folder: Path) -> Card:
-    """Return the card with a sample of latents and their texts, if the folder has a valid features file."""
+    """Return the report card with a sample of latents and their texts, if the folder has a valid features file."""
     with contextlib.suppress(UserError):
         return msgspec.structs.replace(card, latents=sample_latents(folder / FEATURES))
     return card
 
 
 def model_card(card: Card) -> str:
-    """Return the card as the Markdown text of a model card."""
+    """Return the report card as the Markdown text of a model card."""
     origin = {name: public_name(value) for name, value in card.origin.items() if value is not None}
     if card.spliced:
         card = msgspec.structs.replace(

@@ -61,9 +61,9 @@ def evaluate(
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     A transcoder in a folder is measured against `targets`; `given` corrects the settings in the files of the folder.
-    Return for each SAE its `card`, the text of the card as `lines`, and the folder that it was `written_to`.
+    Return for each SAE its `card`, the text of the report card as `lines`, and the folder that it was `written_to`.
     A job file may ask for a language model's own Python code, which runs only if `allows_code`.
-    With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.
+    With `keeps_rows`, rows are measured only if the report card has no figures on rows for these weights.
     With `is_probed`, the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
     Cards, and up to `n_contexts` (20) texts on which each latent fires, are written if the run has exported the SAE.
     Raise `UserError` if something cannot be read.
@@ -78,7 +78,7 @@ def evaluate(
         if is_given and not data:
             raise UsageError(f"{flag}: needs --data; give the activations to measure on")
     if path.is_file():
-        raise UsageError(f"{path} is a file, but the card is written next to an SAE; give a folder, or import the file")
+        raise UsageError(f"{path} is a file, but an SAE needs a folder for its report card; give a folder or import it")
     if is_folder_of_saes(path):
         of_runs = {
             "--keep-rows": keeps_rows,
@@ -128,7 +128,7 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
-    """Write the card of an SAE, if the run has exported it, after each part: a stop loses only the current part."""
+    """Write the report card of an exported SAE after each part, so a stop loses only the current part."""
     notes, written = [], None
     for card in one.cards:
         if card.parts and exported_tokens(one.folder) == card.tokens:
@@ -147,7 +147,7 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
 
 
 def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card | None) -> Card:
-    """Write the features file with the latents' texts and promoted tokens; return the resulting card of the folder."""
+    """Write the features file with the latents' texts and promoted tokens; return the updated report card."""
     has_rows, is_there = ROWS in card.parts, (one.folder / FEATURES).exists()
     if not has_rows and is_there:
         n_contexts = 0

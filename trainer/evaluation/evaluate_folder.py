@@ -41,7 +41,7 @@ def cards_in(
     *,
     allows_code: bool = False,
 ) -> Iterator[tuple[Path, Card]]:
-    """Measure the SAE in a folder, or the SAEs in its subfolders; yield the folder and the card of each.
+    """Measure the SAE in a folder, or the SAEs in its subfolders; yield the folder and the report card of each.
 
     An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`.
     Without `data`, they are measured on the held-out rows of their run. `given` corrects the settings in their files.

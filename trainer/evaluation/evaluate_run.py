@@ -181,7 +181,7 @@ class _PartTimer:
         self._learner, self._rows, self._hooks, self._begin = learner, rows, hooks, begin
 
     def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
-        """Yield the card with these facts after each part; with `kept`, take the figures on rows from that card."""
+        """Yield the card with these facts after each part; with `kept`, take its figures on rows."""
         learner, hooks = self._learner, self._hooks
         if kept:
             yield (card := Card(**facts, data=kept.data, figures=kept.figures))

@@ -19,7 +19,7 @@ _AT_ONCE = 2**25
 def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
     """Return the tokens that each direction promotes and suppresses most, and their logits, [d_sae, n] each.
 
-    The names are those that `trainer.contract.runs.features` reads. `w_dec` [d_sae, d_model] has the directions, and
+    `trainer.contract.runs.features` reads these names. `w_dec` [d_sae, d_model] has the directions, and
     `w_u` [d_model, n_ids] maps them to logits.
     """
     n, at_once = min(N_TOKENS, w_u.shape[1]), max(1, _AT_ONCE // w_u.shape[1])

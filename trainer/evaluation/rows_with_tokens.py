@@ -21,7 +21,7 @@ from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.peers import Alone
 
 READING_TEXTS = "reading the text again"
-# Rows for which a language model reads the text again, by device. On a CPU this takes a minute or two.
+# Number of rows that a language model computes again from the text, by device. On a CPU this takes a minute or two.
 N_ROWS = {"cuda": 2**16, "cpu": 2**13}
 
 

@@ -1,8 +1,8 @@
 """Measures how much worse a language model gets when an SAE's reconstructions replace the rows at a hook.
 
-The definitions are those of SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
+The definitions follow SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
 spliced in, and with the hook's rows set to zero. A score is the share of the loss added by this ablation that the SAE
-avoids. The main figures replace and count only rows like those in the training data, so they may leave out first
+avoids. The main figures replace and count only rows like the training rows, so they may leave out first
 tokens, for example. `all_tokens` replaces and counts every row, as SAELens does.
 """
 

@@ -82,7 +82,7 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
 def _branch(block: nn.Module, site: str) -> str | None:
     """Return the path, inside a block, of the module whose input or output is the site, or None if there is none.
 
-    The output of a branch is what it adds to the residual stream. If the block normalises it first, this is the output
+    The output of a branch is its term in the residual stream. If the block normalises it first, this is the output
     of the norm.
     """
     children = dict(block.named_children())

@@ -195,7 +195,7 @@ class LanguageModel:
         given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
         if packed:
             # When positions restart, transformers masks the tokens before. Without packing, the model chooses the
-            # positions itself: those of RoBERTa start at 2.
+            # positions itself: RoBERTa positions start at 2.
             given["position_ids"] = self._tensor(batch.positions)
         elif not is_token.all():
             given["attention_mask"] = self._tensor(is_token.astype(np.int64))

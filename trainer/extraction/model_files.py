@@ -69,7 +69,7 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
 
 
 def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the settings, including those of nested parts such as a vision model."""
+    """Yield the settings, including settings of nested parts such as a vision model."""
     for name, value in config.items():
         if isinstance(value, Mapping) and depth < 4:
             # Each part of a model may name an implementation.

@@ -23,7 +23,7 @@ SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
 class ExtractionState(msgspec.Struct):
     """The progress of an extraction, saved after each shard; with several processes, each saves its own.
 
-    The extraction continues with batch number `batch`, of which `offset` rows are stored. `left_out` counts the rows
+    The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` counts the rows
     left out before that batch, by reason. `limits` are the largest norms of kept rows by hook; `dtype` is the type of
     the rows. `lacking` is the number of rows missing from a process's share because its text has ended.
     """

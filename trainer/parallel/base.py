@@ -22,7 +22,7 @@ class StepSums(NamedTuple):
     """The tensors to reduce over ranks at the end of a step.
 
     `of_latents` are all-reduced over the ranks that hold the same latents. `dealt` are reduce-scattered over the same
-    ranks: each rank gets the sums of its own rows only. `of_all` are all-reduced over all ranks.
+    ranks: each rank gets only the sums of its rows. `of_all` are all-reduced over all ranks.
     """
 
     of_latents: list[Tensor]
@@ -145,7 +145,7 @@ class Parallel:
         return Totals(parts, group, self.device)
 
     def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
-        """All-gather values keyed by SAE label; each rank passes the values of its own SAEs.
+        """All-gather values keyed by SAE label; each rank passes the values of its SAEs.
 
         Values must be plain types that msgpack can encode.
         """

@@ -294,7 +294,7 @@ def packs(tensors: Iterable[Tensor]) -> list[Pack]:
 
 
 def split_by(test: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Separate the tensors that pass a test from those that do not."""
+    """Separate the tensors that pass a test from the rest."""
     passing: list[Tensor] = []
     others: list[Tensor] = []
     for tensor in tensors:

@@ -59,7 +59,7 @@ def _occupied(run_dir: Path) -> str:
     if is_held(RunPaths(run_dir).lock_file):
         return f"--out: {still_going(run_dir)}, or choose another folder"
     if newest_first(RunPaths(run_dir).checkpoints):
-        return f"--out: there is already a run in {run_dir}; choose another folder, or resume it"
+        return f"--out: there is a run in {run_dir} already; choose another folder, or resume it"
     ended = f"--out: there is a run in {run_dir} already that had saved no checkpoint"
     return f"{ended}; remove the folder, choose another, or `resume` it from the beginning"
 

@@ -220,7 +220,7 @@ def has_own_model_card(folder: Path) -> bool:
 def forget_card(folder: Path) -> None:
     """Archive the report card of the replaced weights as an older version and delete it from the folder."""
     with contextlib.suppress(OSError), locked(folder):
-        # Delete the card even if it cannot be archived: it must not describe other weights.
+        # Delete the report card even if it cannot be archived: it must not describe other weights.
         with contextlib.suppress(OSError, UserError):
             archive(folder)
         for name in (CARD, FEATURES, SUMS, *([MODEL_CARD] if has_own_model_card(folder) else [])):

@@ -87,7 +87,7 @@ def _sections(
 def _card_text(card: Path) -> str:
     """Return the text of a model card with all HTML escaped; "" if the file is too large or cannot be read.
 
-    The run may come from someone else, so the card may contain text by its author.
+    The run may come from someone else, so the report card may contain text by its author.
     """
     with contextlib.suppress(OSError), open_plain(card) as stream:
         content = stream.read(_LARGEST_CARD + 1)

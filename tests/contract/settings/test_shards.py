@@ -95,7 +95,7 @@ def test_a_name_that_is_too_long_is_refused() -> None:
 def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)
-    assert problem(file) == f"{file} is not a complete safetensors file; copy it again"
+    assert problem(file) == f"{file} is not a whole safetensors file; copy it again"
 
 
 def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_header_without_a_matrix_is_refused(tmp_path: Path, tensor: object) -> None:
     file = with_header(tmp_path / "a.safetensors", {"activations": tensor}, bytes(40))
-    assert problem(file).endswith("is not a complete safetensors file; copy it again")
+    assert problem(file).endswith("is not a whole safetensors file; copy it again")
 
 
 @pytest.mark.parametrize(

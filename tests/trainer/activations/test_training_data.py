@@ -164,7 +164,7 @@ def test_a_stream_that_ended_or_has_other_parts_is_refused_with_the_setting() ->
         data.read(255, 1)
     with pytest.raises(UserError, match=r"has ended \(part 2 of 2\) before the run"):
         stream_data(1, 2, ends_after=45)
-    with pytest.raises(UserError, match=r"^launch\.gpus: the stream was read in 1 parts, .* 2 cannot go on"):
+    with pytest.raises(UserError, match=r"^launch\.gpus: the stream was read in 1 parts, .* 2 cannot continue"):
         stream_data(0, 2, places=data.stream_places())
 
 

@@ -132,7 +132,7 @@ def test_contexts_are_found_if_the_data_has_tokens(
     trainer = trained(make_trainer, job, kept)
     cards_of(trainer, job, kept).write()
     features = Features(tmp_path / "sae" / "features.safetensors")
-    # As many rows of the text as a card uses; activations are at the scale of the training.
+    # As many rows of the text as a report card uses; activations are at the scale of the training.
     assert features.n_rows == 1024
     ((learner, outliers),) = [(one, trainer.outliers[one.hook]) for one in trainer.learners.values()]
     with learner.evaluating():

@@ -1,4 +1,4 @@
-"""An evaluation updates a card: parts that it does not measure are kept, and earlier cards stay readable."""
+"""An evaluation updates a report card: it keeps parts that it does not measure, and earlier versions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Write parts to the card like an evaluation of only these parts."""
+    """Write parts to the report card like an evaluation of only these parts."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}
@@ -77,7 +77,7 @@ def test_an_evaluation_on_rows_keeps_the_model_figures_and_promoted_tokens(run: 
     assert after.parts[ROWS].measured > before.parts[ROWS].measured
     evaluate(run, "--keep-rows")
     assert card_of(sae).parts[ROWS] == after.parts[ROWS]
-    # An evaluation of the folder alone does not know the step; the card keeps it.
+    # An evaluation of the folder alone does not know the step; the report card keeps it.
     assert main(["eval", str(sae), "--device", "cpu"]) == 0
     assert card_of(sae).step == before.step
     assert card_of(sae).spliced == before.spliced
@@ -135,7 +135,7 @@ def test_all_parts_of_one_evaluation_make_one_version(run: Path) -> None:
     spliced = msgspec.convert(SPLICED, PatchedModel)
     second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
     assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
-    # A card that another evaluation wrote in the meantime becomes a version.
+    # A report card that another evaluation wrote in the meantime becomes a version.
     write_card(sae, msgspec.structs.replace(second, step=22), replaces=first)
     assert [one.card.step for one in versions(sae)] == [22, 21, 20]
 

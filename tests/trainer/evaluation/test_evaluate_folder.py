@@ -1,4 +1,4 @@
-"""Tests of cards of SAEs in folders: next to a run on its held-out rows, otherwise on the rows given."""
+"""Tests of report cards of SAEs in folders: next to a run on its held-out rows, otherwise on the rows given."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_unknown_rows_and_rows_of_another_width_are_refused(alone: str, tmp_path
     assert main(["eval", alone, "--data", str(narrow)]) == 1
     assert "maps 16 to 16 dimensions" in capsys.readouterr().err
     assert main(["eval", str(Path(alone) / "cfg.json"), "--data", "x"]) == 2
-    assert "cfg.json is a file, but the card is written next to an SAE; give a folder" in capsys.readouterr().err
+    assert "cfg.json is a file, but an SAE needs a folder for its report card; give a folder" in capsys.readouterr().err
     (deep := tmp_path / "deep" / "layers").mkdir(parents=True)
     shutil.copytree(alone, deep / "3")
     assert main(["eval", str(tmp_path / "deep"), "--data", "x"]) == 2

@@ -1,4 +1,4 @@
-"""Tests of the card of a real run: measured on its held-out rows, equal to the training's metrics, stored with the
+"""Tests of the figures of a real run: measured on its held-out rows, equal to the training's metrics, stored with the
 weights.
 """
 

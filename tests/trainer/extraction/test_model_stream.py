@@ -506,8 +506,8 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_shows_it(
         "ddp on 2; the language model has 2 of 4 GPUs to itself: so it fits; each reads one of 2 parts of the text, "
         "for 25 % of a step"
     )
-    beside = msgspec.structs.replace(plan, model_why="on 2 of 4 of its own it would not fit")
-    assert beside.sentence() == f"{plan.sentence()}; on 2 of 4 of its own it would not fit"
+    beside = msgspec.structs.replace(plan, model_why="on 2 of 4 GPUs alone it would not fit")
+    assert beside.sentence() == f"{plan.sentence()}; on 2 of 4 GPUs alone it would not fit"
 
 
 def with_stored_data(job: JobConfig) -> JobConfig:

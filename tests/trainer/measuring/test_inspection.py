@@ -78,7 +78,7 @@ def test_zero_rows_are_reported_as_padding_and_not_as_duplicates(tmp_path: Path)
     facts = inspect_data(store(tmp_path / "a", rows))
     assert (facts.zero_rows, facts.duplicates, facts.outliers) == (1200, 0, 10)
     (found,) = [one for one in facts.findings if "zero" in one.sentence]
-    assert found.sentence == "60.0 % of 2,000 rows are zero, as padding leaves them"
+    assert found.sentence == "60.0 % of 2,000 rows are zero, like padding"
     assert found.remedy == "set data.drop_zero_rows = true to leave them out"
 
 

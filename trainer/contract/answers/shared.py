@@ -266,7 +266,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "architecture": (str, "Architecture of the SAE."),
     "step": (int, "Step of its checkpoint."),
     "tokens": (int, "Tokens it was trained on."),
-    "origin": (by_name({}), "What is known of model, hook and text."),
+    "origin": (by_name({}), "Known facts about the model, hook and text."),
     "data": (_DATA, "What it was measured on."),
     "figures": (_FIGURES, "What was measured."),
     "recovery": (float | None, "Share of the true directions that the SAE found; null: they are not known."),
@@ -278,7 +278,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "training": (or_null(_TRAINING), "How far its training went; null: not known."),
     "weights": (str, 'Digest of the measured weights; "": not known.'),
     "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
-    "features": (str, 'Digest of the stored file of its latents; "": none, or the card is current.'),
+    "features": (str, 'Digest of the stored file of its latents; "": none, or the report card is current.'),
 }
 # The progress of a training, by the names of the series in a run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {

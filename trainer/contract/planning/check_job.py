@@ -319,7 +319,7 @@ def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
         return Problem("data.held_out_tokens", message)
     if work.tokens_per_step <= n_train:
         return None
-    kept_back = f", of which {held_out:,} are held out" if held_out else ""
+    kept_back = f", with {held_out:,} held out" if held_out else ""
     message = f"one step takes {work.tokens_per_step:,} tokens, but {place} holds {n_tokens:,}{kept_back}"
     if work.job.train.global_batch_size:
         return Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")

@@ -1,7 +1,7 @@
 """THE REGISTRY of GPU vendors: how to detect a vendor's driver, read its GPUs, and pin a rank to some of them.
 
 A rank is pinned by an environment variable of the vendor, such as CUDA_VISIBLE_DEVICES. If the user sets that variable
-to restrict the GPUs, app, commands and trainer all respect it. Its numbers are read as those of the vendor's own tool,
+to restrict the GPUs, app, commands and trainer all respect it. Its numbers are read as in the vendor's own tool,
 which counts by PCI bus. CUDA counts that way only with CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise it may put the fastest
 GPU first. Ranks are started with that order and with UUIDs.
 """

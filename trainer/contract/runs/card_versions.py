@@ -1,6 +1,6 @@
 """Keeps the older report cards of an SAE, with their features, in `.cards` next to its weights.
 
-Files are named after a digest of their content, so nothing is stored twice. At most `MOST_CARDS` older cards and
+Files are named after a digest of their content, so nothing is stored twice. At most `MOST_CARDS` older report cards and
 `MOST_FEATURES_BYTES` of older features are kept; the oldest are removed first.
 """
 
@@ -37,7 +37,7 @@ _CHANGING = ("measured", "seconds", "device")
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """The current card of an SAE or an older one. `number` counts from 1; `features` is None if they are not stored."""
+    """A current or older report card of an SAE. `number` counts from 1; `features` is None if not stored."""
 
     number: int
     card: Card
@@ -66,7 +66,7 @@ def weights_of(folder: Path) -> str:
 
 
 def versions(folder: Path) -> list[Version]:
-    """Return the cards of the SAE in a folder, the newest first; the current one is marked."""
+    """Return the report cards of the SAE in a folder, the newest first; the current one is marked."""
     older = {digest: (number, file) for number, digest, file in _stored(folder)}
     found = [
         Version(number=number, card=card, features=_features(folder, card), is_current=False)
@@ -88,7 +88,7 @@ def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Versio
 
 
 def archive(folder: Path) -> None:
-    """Store the card and the features of a folder as a version, unless they are already stored.
+    """Store the report card and the features of a folder as a version, unless they are already stored.
 
     Both also stay in the folder. Raise `OSError` or `UserError` if they cannot be written.
     """
@@ -110,7 +110,7 @@ def archive(folder: Path) -> None:
 
 
 def _stored(folder: Path) -> list[tuple[int, str, Path]]:
-    """Return the number, the digest and the file of each older card, the oldest first."""
+    """Return the number, the digest and the file of each older report card, the oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for file in (folder / FOLDER).iterdir():
@@ -126,12 +126,12 @@ def _read(file: Path) -> Card | None:
 
 def _features(folder: Path, card: Card) -> Path | None:
     file = folder / FOLDER / f"{card.features}{Path(FEATURES).suffix}"
-    # A card may come from another user and name any path, so only a digest is accepted.
+    # A report card may come from another user and name any path, so only a digest is accepted.
     return file if _DIGEST.fullmatch(card.features) and file.is_file() else None
 
 
 def _content(card: Card) -> str:
-    """Return a digest of a card's content, without the times and devices of its measurements and its features."""
+    """Return a digest of a report card without its features and the times and devices of its measurements."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
         for name in _CHANGING:

@@ -1,4 +1,4 @@
-"""An SAE's training settings with every "auto" resolved, for its card and the metadata of its exports."""
+"""An SAE's training settings with every "auto" resolved, for its report card and the metadata of its exports."""
 
 from __future__ import annotations
 

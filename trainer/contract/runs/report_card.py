@@ -26,7 +26,7 @@ BINS_PER_DECADE = 2
 # rare latents is unknown.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
-# The number of latents in the sample on the card, and of texts per latent.
+# The number of latents in the sample on the report card, and of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
 # A few short texts always occur twice; a larger share of held-out rows that equal training rows is reported.
@@ -234,7 +234,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-# The parts of a card and their titles; each is measured separately and stays until it is measured again.
+# The parts of a report card and their titles; each is measured separately and stays until it is measured again.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
 PART_TITLES = {
     ROWS: "rows",
@@ -284,13 +284,13 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether the card is for these weights; without a digest, compare tokens and step (0: any step)."""
+        """Return whether it measures these weights; without a digest, compare tokens and step (0: any step)."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
 
     def with_older(self, older: Card | None) -> Card:
-        """Return the card with the parts that it lacks taken from an older card of the same weights."""
+        """Return the report card with the parts that it lacks taken from an older report card of the same weights."""
         if older is None or not older.is_of(self.weights, self.tokens, self.step):
             return self
         rows = self if ROWS in self.parts or not self.parts else older
@@ -313,13 +313,13 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def read_card(folder: Path) -> Card | None:
-    """Return the card of the SAE in a folder, or None if it is missing or cannot be read."""
+    """Return the report card of the SAE in a folder, or None if it is missing or cannot be read."""
     table = read_json(folder / CARD, dict[str, Any])
     return None if table is None else card_from(table)
 
 
 def card_from(table: dict[str, Any]) -> Card | None:
-    """Return the card in a table that was read from JSON, or None if it is not valid."""
+    """Return the report card in a table that was read from JSON, or None if it is not valid."""
     try:
         return convert_as(_without_unknown(table), Card)
     except (msgspec.ValidationError, RecursionError):
@@ -327,14 +327,14 @@ def card_from(table: dict[str, Any]) -> Card | None:
 
 
 def _without_unknown(value: Any) -> Any:
-    """Remove null entries, so that fields get their defaults: cards store numbers that are not finite as null."""
+    """Remove null entries, so that fields get their defaults: numbers that are not finite are stored as null."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
     return value
 
 
 def as_table(card: Card) -> dict[str, Any]:
-    """Return the card as a table for JSON; numbers that are not finite become None."""
+    """Return the report card as a table for JSON; numbers that are not finite become None."""
     table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(msgspec.structs.replace(card, sums=None)))
     del table["sums"]
     return table
@@ -369,7 +369,7 @@ def _text(context: ActivatingExample) -> SampledText:
 
 
 def lines(card: Card) -> list[str]:
-    """Return the card as lines for a terminal."""
+    """Return the report card as lines for a terminal."""
     table = facts(card)
     width = max(len(title) for title, _ in table)
     return [*title_lines(card), *(f"  {title:<{width}}  {value}" for title, value in table)]
@@ -403,7 +403,7 @@ def of_parts(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """Return the card in one line: the most important figures, the rows, and notes that qualify the figures."""
+    """Return the report card in one line: the most important figures, the rows, and notes that qualify the figures."""
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"

@@ -39,7 +39,7 @@ class RowSums(msgspec.Struct, frozen=True):
 
 
 def read_sums(folder: Path, fvu: float) -> RowSums | None:
-    """Return the sums stored next to a card with this FVU, or None if they are missing or belong to another card."""
+    """Return the sums stored next to a report card with this FVU, or None if they are missing or do not match."""
     sums = read_json(folder / SUMS, RowSums)
     is_of_card = sums is not None and sums.is_valid and math.isclose(sums.fvu, fvu, rel_tol=1e-4)
     return sums if is_of_card else None

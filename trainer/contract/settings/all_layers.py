@@ -68,7 +68,7 @@ def _layers_of_model(path: Any, revision: Any, bases: Sequence[Path]) -> range:
 
 
 def _layers_in(folders: Sequence[str], site: str) -> list[int]:
-    """Return the layers for which every extraction folder has the rows of a site; for "mlp", the rows of both ends."""
+    """Return the layers that have rows of a site in every extraction folder; for "mlp", the rows of both ends."""
     sites = {parse_hook(end).site for end in ends_of(f"{site}.0")}
     of_each = [_stored(folder, one) for folder in folders for one in sites]
     return sorted(set.intersection(*of_each)) if of_each else []

@@ -1,4 +1,4 @@
-"""Where the rows lie in an Arrow file, such as those of a folder that `datasets` has written, found without a library.
+"""Where the rows lie in an Arrow file, such as a file of a folder that `datasets` has written, found without a library.
 
 An Arrow file, or stream, is a row of messages: a description of the columns, and batches, each with a list of where its
 columns are in it. The numbers of a column of lists are one block in each batch, so that they can be mapped into memory.
@@ -28,7 +28,7 @@ _FLOATS, _FIXED_SIZE_LIST = 3, 16
 _LISTS = {12: 4, 21: 8}
 _DTYPES = ("F16", "F32", "F64")
 _BYTES = {"F16": 2, "F32": 4, "F64": 8}
-# By type, how many buffers it has; those of the columns in it come after. Null has none.
+# By type, how many buffers it has; the buffers of nested columns come after. Null has none.
 _BUFFERS = {
     1: 0,
     **dict.fromkeys((13, _FIXED_SIZE_LIST), 1),
@@ -47,7 +47,7 @@ class _Message(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """A column: its level and buffers count from the first of all columns, and those of lists come with its own."""
+    """A column: its level and buffers count from the first of all columns; a list column includes its items."""
 
     name: str
     first_level: int
@@ -60,7 +60,7 @@ class _Column(NamedTuple):
 def read_arrow_file(file: Path, name: str) -> list[RowRange]:
     """Find the rows of a column of lists: of the one by this name, or of the only one; one `RowRange` for each batch.
 
-    Rows are those of the innermost lists, so that [n_contexts, n_tokens, d_in] are n_contexts * n_tokens rows. Raise
+    Rows come from the innermost lists, so that [n_contexts, n_tokens, d_in] are n_contexts * n_tokens rows. Raise
     `OSError`, or `NotRowsError`.
     """
     with open_plain(file) as stream:
@@ -131,7 +131,7 @@ def _column(field: Table, level: int, buffer: int) -> _Column:
 
 
 def _count(field: Table, depth: int = 0) -> tuple[int, int]:
-    """Return how many levels and buffers a column has, with those of the columns in it."""
+    """Return how many levels and buffers a column has, including nested columns."""
     kind = field.number(2, "B")
     if kind not in _BUFFERS or depth > _DEEPEST:
         raise NotRowsError(f"its column {field.text(0)!a} has an unsupported type; leave it out")

@@ -1,4 +1,4 @@
-"""How many rows a Parquet file has, and of which width, found in its footer without a library.
+"""The number and width of the rows of a Parquet file, found in its footer without a library.
 
 The rows themselves are packed, page by page: the trainer decodes them, with pyarrow. See
 https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.

@@ -250,7 +250,7 @@ def _read_safetensors(file: Path, field: str) -> RowRange:
         header, begin = read_header(file)
         tensors = {name: convert_as(one, _HeaderTensor) for name, one in header.items() if name != "__metadata__"}
     except ValueError:
-        raise _problem(field, file, "is not a complete safetensors file; copy it again") from None
+        raise _problem(field, file, "is not a whole safetensors file; copy it again") from None
     tensor = tensors[choose_tensor(TENSOR, {name: (one.dtype, one.shape) for name, one in tensors.items()})]
     (n_tokens, d_in), dtype, (start, end) = rows_and_width(tensor.shape), tensor.dtype, tensor.data_offsets
     if dtype in DTYPE_BYTES and end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:

@@ -2,7 +2,7 @@
 
 Since torch 1.6 such a file is a zip whose members lie in it as they are: `data.pkl` says which tensors there are, and
 `data/0`, `data/1`, ... hold their numbers. A pickle is a program; its steps are listed with `pickletools.genops`, and
-those that make tensors, tables and lists are followed here by hand. What asks for anything else to be called is
+calls that make tensors, tables and lists are followed here by hand. What asks for anything else to be called is
 refused, so that no file can run code.
 """
 
@@ -24,7 +24,7 @@ SUFFIXES = (".pt", ".pth")
 # Tensors take 300 bytes each in it; what is larger holds numbers or texts as Python objects.
 _LARGEST_PICKLE = 10_000_000
 _LOCAL_HEADER = struct.Struct("<26xHH")
-# torch's names of the types that are read, and those of safetensors for the same.
+# torch's names of the types that are read, and the safetensors names of the same types.
 _DTYPES = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "DoubleStorage": "F64"}
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 # The first bytes of a file in the format of torch before 1.6, which later versions can also write.
@@ -208,7 +208,7 @@ class _Pickle:
         self._stack.append(_CALLS[name](*arguments))
 
     def build(self, _: Any) -> None:
-        """Drop what is set on a table beside its items, such as the versions in the weights of a module."""
+        """Drop attributes of a table other than its items, such as the versions in the weights of a module."""
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
             raise NotRowsError(f"it can only be read by running code (BUILD); {_AGAIN}")
