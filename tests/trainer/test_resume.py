@@ -168,7 +168,7 @@ def test_a_finished_run_is_left_alone_unless_it_is_made_longer(
     with contextlib.closing(SeriesWriter(run_dir / "metrics.db")) as writer:
         writer.write([MetricRow("heldout_fvu", 20, 0.25)], Heartbeat("finished", 20, 20, 2560, 1.0))
     assert main(["resume", str(run_dir)]) == EXIT_FINISHED
-    assert capsys.readouterr().out.startswith("finished already after 20 steps; the SAE is in")
+    assert capsys.readouterr().out.startswith("already finished after 20 steps; the SAE is in")
     assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED
     assert json.loads(capsys.readouterr().out)["heldout_fvu"] == 0.25
     assert not (run_dir / "attempt3").exists()

@@ -98,7 +98,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     (theirs / "card.json").unlink()
     for arguments, reason in (
         ([str(theirs), "--data", inputs], "--targets: is missing: "),
-        ([alone, "--data", str(activations), "--targets", str(activations)], "mine is no transcoder"),
+        ([alone, "--data", str(activations), "--targets", str(activations)], "mine is not a transcoder"),
         ([str(theirs), "--targets", targets], "--targets: needs --data"),
         ([alone, "--transcoder"], "--transcoder: needs --data"),
         ([str(theirs), "--data", inputs, "--targets", "none"], "data.target_path"),
