@@ -159,8 +159,8 @@ class Run:
 
     def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
         """Return a sample; its tokens are interpolated from the tokens of the newest step."""
-        job, beat = self._job, self._live.heartbeat
-        steps, tokens = (beat.step, beat.tokens) if beat else (job.step, job.tokens) if job else (0, 0)
+        job, heartbeat = self._job, self._live.heartbeat
+        steps, tokens = (heartbeat.step, heartbeat.tokens) if heartbeat else (job.step, job.tokens) if job else (0, 0)
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
 
     def _start(self) -> float:

@@ -47,8 +47,8 @@ class LiveRun:
         if "memory_bytes" in self.latest:
             fields["peak_memory_bytes"] = int(self.latest["memory_bytes"])
         if self.heartbeat:
-            beat = self.heartbeat
-            fields |= {"step": beat.step, "total_steps": beat.total_steps or None, "tokens": beat.tokens}
+            heartbeat = self.heartbeat
+            fields |= {"step": heartbeat.step, "total_steps": heartbeat.total_steps or None, "tokens": heartbeat.tokens}
             fields["overfitting"] = self.overfitting
         # Values from a damaged file must not make the list of jobs unreadable.
         return fitting(fields)

@@ -197,13 +197,13 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     """Return the columns that the ranks wrote after the supervisor was gone, and whether the job is complete."""
     run = LiveRun(data.run(job.id))
     run.poll()
-    fields, beat = run.fields(), run.heartbeat
+    fields, heartbeat = run.fields(), run.heartbeat
     run.close()
     output = output_of(data, job)
     if output:
         fields["output_path"] = output
     # A job that was extended may have lost its supervisor before any rank started.
-    is_last = beat is not None and beat.is_complete(job.total_steps or 0)
+    is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 
 

@@ -87,19 +87,19 @@ def _grown(
 ) -> PanelHeights:
     """Distribute the remaining rows, most useful first; GPUs that are not lines get up to `tallest` rows each."""
     several = bool(rows.totals) and width >= PLOTS_FROM
-    wishes = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
-    wishes += [_plots(_LEAST_PLOT)] if several else []
-    wishes += [{"preview": _LEAST_PREVIEW}] if previews and not rows.beside else []
-    wishes += [{"gpus": n_gpus * lines} for lines in range(2, tallest + 1)]
-    wishes += [{"gpus": 2 * n_gpus, "per_gpu": 2}] if n_gpus and width >= PLOTS_FROM and not tallest else []
-    wishes += [_plots(plot) for plot in range(_LEAST_PLOT + 1, _GOOD_PLOT + 1)] if several else []
+    preferences = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
+    preferences += [_plots(_LEAST_PLOT)] if several else []
+    preferences += [{"preview": _LEAST_PREVIEW}] if previews and not rows.beside else []
+    preferences += [{"gpus": n_gpus * lines} for lines in range(2, tallest + 1)]
+    preferences += [{"gpus": 2 * n_gpus, "per_gpu": 2}] if n_gpus and width >= PLOTS_FROM and not tallest else []
+    preferences += [_plots(plot) for plot in range(_LEAST_PLOT + 1, _GOOD_PLOT + 1)] if several else []
     if previews and not rows.beside:
-        wishes += [{"preview": preview} for preview in range(_LEAST_PREVIEW + 1, _GOOD_PREVIEW + 1)]
-    wishes += [{"jobs": _GOOD_PREVIEW}] if previews and rows.beside else []
-    wishes += [{"jobs": 1 + n_jobs}]
-    wishes += [_plots(plot) for plot in range(_GOOD_PLOT + 1, _TALLEST_PLOT + 1)] if several else []
-    for wish in wishes:
-        larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in wish.items()})
+        preferences += [{"preview": preview} for preview in range(_LEAST_PREVIEW + 1, _GOOD_PREVIEW + 1)]
+    preferences += [{"jobs": _GOOD_PREVIEW}] if previews and rows.beside else []
+    preferences += [{"jobs": 1 + n_jobs}]
+    preferences += [_plots(plot) for plot in range(_GOOD_PLOT + 1, _TALLEST_PLOT + 1)] if several else []
+    for preference in preferences:
+        larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in preference.items()})
         rows = larger if larger.height <= room else rows
     spare = max(0, room - rows.height)
     rest = "preview" if rows.preview and not rows.beside else "jobs"

@@ -394,10 +394,10 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _preselect(self, picker: GpuPicker) -> None:
         """Tick the GPUs that the settings select."""
-        wish = self.session.settings.default_gpu_selection
-        if wish == "available":
+        default = self.session.settings.default_gpu_selection
+        if default == "available":
             picker.action_available()
-        elif wish == "all":
+        elif default == "all":
             picker.choose(
                 [choice.index for choice in picker.choices if choice.state == "busy" or choice.may_be_offered]
             )

@@ -135,8 +135,8 @@ def log_steps(data: DataDir, jobs: Sequence[int]) -> None:
         time.sleep(1)
         values = {"loss": 150 / step, "fvu": 1 / step, "l0": 32 + step % 7 / 10, "tokens_per_s": 14000.0 + step}
         for writer in writers:
-            beat = Heartbeat("training", step, 10_000, step * 8192, time.time())
-            writer.write([MetricRow(name, step, value) for name, value in values.items()], beat)
+            heartbeat = Heartbeat("training", step, 10_000, step * 8192, time.time())
+            writer.write([MetricRow(name, step, value) for name, value in values.items()], heartbeat)
 
 
 def report(start_up: float, first_bytes: int, cpu_per_minute: float, peak: int, bytes_per_s: float) -> None:

@@ -109,8 +109,8 @@ def attempt(spec: RankSpec, kind: str, stop_at: int | None = None) -> float:
 
 def step_of(paths: RunPaths) -> int:
     with contextlib.suppress(StoreError, OSError), contextlib.closing(SeriesReader(paths.metrics_db)) as reader:
-        beat = reader.heartbeat()
-        return beat.step if beat else 0
+        heartbeat = reader.heartbeat()
+        return heartbeat.step if heartbeat else 0
     return 0
 
 

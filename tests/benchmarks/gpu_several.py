@@ -106,8 +106,8 @@ def last_rank(process: subprocess.Popen[str], run_dir: Path) -> int | None:
     """Return the pid of the last rank once the ranks train, or None."""
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < STARTED_S:
-        beat, _ = read_progress(RunPaths(run_dir).metrics_db)
-        if beat and beat.step > 0:
+        heartbeat, _ = read_progress(RunPaths(run_dir).metrics_db)
+        if heartbeat and heartbeat.step > 0:
             ranks = [
                 (int(child.environ().get("RANK", -1)), child.pid) for child in psutil.Process(process.pid).children()
             ]

@@ -178,7 +178,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
 
 def report(progress: StoredProgress, step: int) -> None:
     progress.rows([MetricRow(f"metric_{number}", step, 0.5) for number in range(30)])
-    progress.beat("training", step, 4096 * step)
+    progress.heartbeat("training", step, 4096 * step)
 
 
 def peer(folder: Path, n_steps: int) -> float:

@@ -122,8 +122,8 @@ def tokens_done(run_dir: Path) -> int:
 
 def heartbeat(run_dir: Path) -> tuple[int, int]:
     with contextlib.suppress(Exception), contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
-        beat = reader.heartbeat()
-        return (beat.step, beat.tokens) if beat else (0, 0)
+        last = reader.last()
+        return (last.step, last.tokens) if last else (0, 0)
     return 0, 0
 
 

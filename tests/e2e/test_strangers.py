@@ -150,10 +150,10 @@ class World:
         for job in (USUAL, FAILED, RUNNING):
             record_metrics(self.box.data, job, steps=50, ranks=2)
             run, text = self.box.data.run(job), self.texts.text
-            beat = Heartbeat(text("phase"), 50, 400, 50 * 8192, 1_700_000_000.0)
+            heartbeat = Heartbeat(text("phase"), 50, 400, 50 * 8192, 1_700_000_000.0)
             event = Event(timestamp=1_700_000_000.0, level="info", kind=text("event kind"), message=text("event"))
             with closing(SeriesWriter(run.metrics_db)) as writer:
-                writer.write([MetricRow(text("metric"), step, float(step)) for step in (10, 20)], beat, [event])
+                writer.write([MetricRow(text("metric"), step, float(step)) for step in (10, 20)], heartbeat, [event])
             run.log(0).write_text(f"a line {self.texts.log('log')}\nValueError: {self.texts.log('log error')}\n")
             run.log(1).write_text(f"a line {self.texts.log('log of rank 1')}\n")
             run.supervisor_log.write_text(f"a line {self.texts.log('log of the supervisor')}\n")

@@ -88,7 +88,7 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
         job.kill(rank)
         began = time.monotonic()
         wait_for(lambda: not any(other.is_alive() for other in others), "the other rank's end", PEERS_GONE_AFTER_S)
-        wait_for(lambda: job.row.attempt == 2 and job.step and job.beat.phase != "resuming", "a restart", 60)
+        wait_for(lambda: job.row.attempt == 2 and job.step and job.heartbeat.phase != "resuming", "a restart", 60)
         wait_for(lambda: "resumed from" in job.log(), "training again", 60)
         again = time.monotonic() - began
         job.ended()

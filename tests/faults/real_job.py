@@ -74,7 +74,7 @@ class RealJob:
         return [rank for rank in self.box.control.ranks(self.id) if rank.attempt == attempt]
 
     @property
-    def beat(self) -> Heartbeat | None:
+    def heartbeat(self) -> Heartbeat | None:
         run = LiveRun(self.paths)
         run.poll()
         run.close()
@@ -82,7 +82,7 @@ class RealJob:
 
     @property
     def step(self) -> int:
-        return self.beat.step if self.beat else 0
+        return self.heartbeat.step if self.heartbeat else 0
 
     def log(self, rank: int = 0) -> str:
         file = self.paths.log(rank)

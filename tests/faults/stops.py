@@ -53,6 +53,6 @@ def _stop(job: RealJob) -> float:
     if row.step:
         job.require_whole_checkpoints()
     else:
-        assert not codes or job.beat is None or job.beat.step == 0, "trained, and nothing is known of it"
+        assert not codes or job.heartbeat is None or job.heartbeat.step == 0, "trained, and nothing is known of it"
     job.mend()
     return taken

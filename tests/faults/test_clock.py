@@ -40,11 +40,11 @@ def test_events_are_shown_in_their_order_of_arrival(box) -> None:
         box.control.add_event(job_id, kind, "of the supervisor")
     box.control._db.execute("UPDATE events SET timestamp = timestamp - ? WHERE kind = 'second'", (clock.HOUR_S,))
     with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
-        beat = Heartbeat("training", 1, 10, 64, time.time())
+        heartbeat = Heartbeat("training", 1, 10, 64, time.time())
         events = [
             Event(timestamp=time.time() - ago, level="info", kind=kind, message="of rank 0") for kind, ago in _SAID
         ]
-        writer.write([], beat, events)
+        writer.write([], heartbeat, events)
     reader = JobReader(box.data, job_id)
     reader.poll()
     kinds = [event.kind for event in reader.events]

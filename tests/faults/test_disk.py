@@ -44,11 +44,11 @@ def require_recovered(training: Training, first_failed: int) -> None:
     """Require that later saves succeeded, and that failure and recovery are reported in order."""
     job = training.stop()
     assert (job.state, job.error) == (JobState.STOPPED, None)
-    steps, events, beat = training.stored()
-    assert steps == sorted({*range(LOG_EVERY, beat.step + 1, LOG_EVERY), beat.step})
+    steps, events, heartbeat = training.stored()
+    assert steps == sorted({*range(LOG_EVERY, heartbeat.step + 1, LOG_EVERY), heartbeat.step})
     # A third checkpoint may be kept as the best one.
     newest, other, *_ = saved_steps(training)
-    assert newest == beat.step
+    assert newest == heartbeat.step
     assert other > first_failed
     (failed,) = [event for event in events if event.level == "error"]
     assert "could not be written: " in failed.message

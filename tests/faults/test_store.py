@@ -32,9 +32,9 @@ def test_a_store_locked_for_30_s_loses_no_row(train) -> None:
             training.rest(2)
     job = training.stop()
     assert (job.state, job.error) == (JobState.STOPPED, None)
-    steps, events, beat = training.stored()
-    assert steps == sorted({*range(LOG_EVERY, beat.step + 1, LOG_EVERY), beat.step})
-    assert beat.dropped == 0
+    steps, events, heartbeat = training.stored()
+    assert steps == sorted({*range(LOG_EVERY, heartbeat.step + 1, LOG_EVERY), heartbeat.step})
+    assert heartbeat.dropped == 0
     (store_event,) = [event for event in events if event.kind == "store"]
     assert store_event.level == "warning"
     assert "s; no rows were lost (" in store_event.message
@@ -49,13 +49,13 @@ def test_a_deleted_store_is_recreated_and_missing_rows_are_reported(train) -> No
     training.says("metrics.db was deleted; ")
     training.go_on(100)
     assert training.stop().state == JobState.STOPPED
-    steps, events, beat = training.stored()
+    steps, events, heartbeat = training.stored()
     (store_event,) = [event for event in events if event.kind == "store"]
     missing = int(store_event.message.removeprefix("metrics.db was deleted; ").split()[-1])
     assert missing >= 10 * LOG_EVERY
     assert missing <= steps[0] <= missing + LOG_EVERY
     assert steps[:-1] == list(range(steps[0], steps[-1], LOG_EVERY))
-    assert steps[-1] == beat.step
+    assert steps[-1] == heartbeat.step
     assert sae_of(training).exists()
 
 
@@ -68,9 +68,9 @@ def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
     training.says("metrics.db was damaged and is kept as metrics.db.corrupt-1; ")
     training.go_on(100)
     assert training.stop().state == JobState.STOPPED
-    steps, events, beat = training.stored()
+    steps, events, heartbeat = training.stored()
     assert [event.level for event in events if event.kind == "store"] == ["warning"]
-    assert steps[-1] == beat.step
+    assert steps[-1] == heartbeat.step
     assert (training.paths.root / "metrics.db.corrupt-1").read_bytes().startswith(b"garbage ")
     assert sae_of(training).exists()
 

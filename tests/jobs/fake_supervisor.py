@@ -15,7 +15,7 @@ def plant_a_mistake() -> None:
 
     class Buggy(follow_run.Watch):
         def poll(self) -> bool:
-            if self._beat and self._beat.step > 3:
+            if self._heartbeat and self._heartbeat.step > 3:
                 raise ZeroDivisionError("division by zero")
             return super().poll()
 

@@ -87,9 +87,9 @@ def test_a_run_in_the_trash_with_an_unreadable_row_keeps_its_files(tmp_path, con
 
 def test_an_invalid_progress_line_affects_no_other_line(tmp_path):
     file = tmp_path / "progress.jsonl"
-    beat = Heartbeat("training", 5, 10, 50, 1.0)
+    heartbeat = Heartbeat("training", 5, 10, 50, 1.0)
     bad = [b'{"rows": "\xff', b"[" * 100_000, b'{"rows": [["a", 99999999999999999999, 1.0, 0]]}', b"\r\0"]
-    file.write_bytes(b"\n".join([*bad, encode(ProgressLine(heartbeat=beat))]))
+    file.write_bytes(b"\n".join([*bad, encode(ProgressLine(heartbeat=heartbeat))]))
     ingest = Ingest(file, tmp_path / "metrics.db")
     assert ingest.poll()
     assert ingest._writer is not None

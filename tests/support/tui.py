@@ -146,8 +146,8 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
             rows += [MetricRow(name, step, value * (1.3 if rank == 0 else 1.0), rank) for rank in range(ranks)]
         rows += [MetricRow("tokens_per_s", step, 14000.0 + step), MetricRow("memory_bytes", step, 700 << 20)]
     writer = SeriesWriter(paths.metrics_db)
-    beat = Heartbeat("training", steps, 400, steps * 8192, NOW)
-    writer.write(rows, beat, [Event(timestamp=NOW, level="info", kind="start", message="2 ranks, ddp, gloo")])
+    heartbeat = Heartbeat("training", steps, 400, steps * 8192, NOW)
+    writer.write(rows, heartbeat, [Event(timestamp=NOW, level="info", kind="start", message="2 ranks, ddp, gloo")])
     writer.close()
     paths.log(0).write_text("".join(f"step {step}  loss {150 / step:.3f}\n" for step in range(10, steps + 1, 10)))
 

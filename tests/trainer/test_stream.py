@@ -94,8 +94,8 @@ def be_rank(spec: RankSpec, rank: int, killed_at: int) -> None:
     from trainer.reporting.progress import StoredProgress
 
     class Killed(StoredProgress):
-        def beat(self, phase: str, step: int, tokens: int) -> None:
-            super().beat(phase, step, tokens)
+        def heartbeat(self, phase: str, step: int, tokens: int) -> None:
+            super().heartbeat(phase, step, tokens)
             if killed_at and step == killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -93,13 +93,13 @@ class Hiding(Simulated):
         return dataclasses.replace(super().sample(index, processes=processes), **changes.get(index, {}))
 
 
-@pytest.mark.parametrize("wish", ["available", "all"])
-async def test_gpus_with_unknown_use_or_memory_can_only_be_ticked_by_hand(make_app, wish) -> None:
-    app = make_app(monitor=StillMonitor(source=Hiding(5, clock=lambda: 0.0)), default_gpu_selection=wish)
+@pytest.mark.parametrize("default", ["available", "all"])
+async def test_gpus_with_unknown_use_or_memory_can_only_be_ticked_by_hand(make_app, default) -> None:
+    app = make_app(monitor=StillMonitor(source=Hiding(5, clock=lambda: 0.0)), default_gpu_selection=default)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         picker = screen.query_one(GpuPicker)
-        assert picker.chosen == ({4} if wish == "available" else {0, 3, 4})
+        assert picker.chosen == ({4} if default == "available" else {0, 3, 4})
         assert "in use (98 %, 20.0 GiB), by w" in picker.plain.splitlines()[1]
         assert "free memory unknown" in picker.plain.splitlines()[2]
         for key in ("a", "r"):
@@ -111,9 +111,9 @@ async def test_gpus_with_unknown_use_or_memory_can_only_be_ticked_by_hand(make_a
         assert picker.chosen == {1, 4}
 
 
-@pytest.mark.parametrize(("wish", "expected"), [("available", {0, 1, 2}), ("all", {0, 1, 2, 3}), ("manual", set())])
-async def test_a_setting_chooses_which_gpus_are_ticked(make_app, wish, expected) -> None:
-    app = make_app(4, default_gpu_selection=wish)
+@pytest.mark.parametrize(("default", "expected"), [("available", {0, 1, 2}), ("all", {0, 1, 2, 3}), ("manual", set())])
+async def test_a_setting_chooses_which_gpus_are_ticked(make_app, default, expected) -> None:
+    app = make_app(4, default_gpu_selection=default)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         assert screen.query_one(GpuPicker).chosen == expected

@@ -54,8 +54,8 @@ async def test_the_preview_follows_the_cursor_once_it_rests_on_a_job(make_app, d
 def report(data, job_id: int, kind: str, message: str) -> None:
     """Write an event of a run, as rank 0 does."""
     with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
-        beat = Heartbeat("training", 400, 400, 400 * 8192, NOW)
-        writer.write([], beat, [Event(timestamp=NOW, level="warning", kind=kind, message=message)])
+        heartbeat = Heartbeat("training", 400, 400, 400 * 8192, NOW)
+        writer.write([], heartbeat, [Event(timestamp=NOW, level="warning", kind=kind, message=message)])
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])

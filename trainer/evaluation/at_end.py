@@ -62,7 +62,7 @@ class Cards:
         """
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
-        self._progress.beat(JUDGING, self._at.step, self._at.tokens)
+        self._progress.heartbeat(JUDGING, self._at.step, self._at.tokens)
         # Store all rows first: from here on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
@@ -74,7 +74,7 @@ class Cards:
             if fvu_error is not None:
                 names = {f"{ERROR_NAME}@{label}" if label else ERROR_NAME, *([] if place else [ERROR_NAME])}
                 self._progress.rows([MetricRow(name, self._at.step, fvu_error) for name in sorted(names)])
-        self._progress.beat(FINISHED, self._at.step, self._at.tokens)
+        self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
         """Evaluate and write this rank's SAEs; return by label an event's level and message, and the FVU's error."""

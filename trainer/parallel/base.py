@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.parallel.group import Group, own_part, split_by
 from trainer.parallel.shares import Shares, even
-from trainer.parallel.stop_flags import Wishes, wishes_reader
+from trainer.parallel.stop_flags import Requests, requests_reader
 from trainer.parallel.totals import Totals
 from trainer.parallel.waiting import HostWaits, Waiting, Waits
 
@@ -94,12 +94,12 @@ class Parallel:
         """Whether this rank writes checkpoints, metrics and the SAE."""
         return self.rank == 0
 
-    def sum_step_(self, several: Iterable[StepSums], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+    def sum_step_(self, several: Iterable[StepSums], requests: tuple[bool, ...]) -> tuple[bool, ...]:
         """Reduce the `StepSums` of all SAEs at the end of a step, and return which requests any rank has made."""
         if self.world_size == 1:
-            return wishes
+            return requests
         # Filled on the device, since a copy from the host would synchronise.
-        wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
+        wanted = torch.stack([torch.full((), float(request), device=self.device) for request in requests])
         sums = StepSums.concatenate(several)
         # Vectors are small, so they are all-reduced together with the other small tensors.
         vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.dealt)
@@ -111,7 +111,7 @@ class Parallel:
             transfers = self.data.start_sums(of_latents)
             self.data.sum_parts_(sent_parts)
             self.world.finish([*transfers, *self.world.start_sums(of_world)])
-        return self._wishes.read(wanted)
+        return self._requests.read(wanted)
 
     @contextlib.contextmanager
     def _as_sent(self, tensors: list[Tensor], *, are_parts: bool = False) -> Iterator[list[Tensor]]:
@@ -133,8 +133,8 @@ class Parallel:
         return tensor.bfloat16() if is_narrow else tensor
 
     @cached_property
-    def _wishes(self) -> Wishes:
-        return wishes_reader(self.device)
+    def _requests(self) -> Requests:
+        return requests_reader(self.device)
 
     def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Sum vectors over a group in one exchange and return the sums on the CPU."""

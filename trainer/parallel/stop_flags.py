@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 
-class Wishes(Protocol):
+class Requests(Protocol):
     """Reads summed flags; the result is the same on all ranks, since it depends only on the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         """Return for each of the n requests whether any rank has made it; `total` [n] has the sums of this step."""
 
 
-class HostWishes:
+class HostRequests:
     """Reads sums in host memory, which are available as soon as the exchange is done."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return tuple(total.bool().tolist())
 
 
-class CudaWishes:
+class CudaRequests:
     """Reads the sums one step late: the previous copy ends while this step is queued, so no step waits for it."""
 
     def __init__(self) -> None:
@@ -42,6 +42,6 @@ class CudaWishes:
         return tuple(self._copies[before].bool().tolist())
 
 
-def wishes_reader(device: torch.device) -> Wishes:
+def requests_reader(device: torch.device) -> Requests:
     """Return the reader for this device."""
-    return CudaWishes() if device.type == "cuda" else HostWishes()
+    return CudaRequests() if device.type == "cuda" else HostRequests()

@@ -40,7 +40,7 @@ def extract_rows(
     Ranks find each other in `folder`, which must be new; rank 0 writes the result there.
     """
     n_stored = stored_state(job, size).n_stored
-    progress.beat(LOADING_MODEL, n_stored, n_stored)
+    progress.heartbeat(LOADING_MODEL, n_stored, n_stored)
     reporter = Reporter(progress, device, job.extract.n_tokens, n_stored)
     peers = Peers(folder, rank, size, stop, reporter.advance) if size > 1 else Alone(stop, reporter.advance)
     result = extract(job, device, peers, rank_log.say)
@@ -62,7 +62,7 @@ class Reporter:
     def advance(self, n_kept: int) -> None:
         """Report that `n_kept` rows are kept; called after every batch."""
         now = time.monotonic()
-        self._progress.beat("extracting", n_kept, n_kept)
+        self._progress.heartbeat("extracting", n_kept, n_kept)
         if self._since is None:
             self._n_before, self._since = n_kept, now
         if now - self._since < ROW_EVERY_S:
@@ -81,7 +81,7 @@ class Reporter:
         """Report the result of the extraction."""
         left_out = "".join(f", left out {n:,} {reason}" for reason, n in result.left_out.items() if n)
         sentence = f"{result.state}: {result.n_tokens:,} rows for each hook{left_out}"
-        self._progress.beat(result.state, result.n_tokens, result.n_tokens)
+        self._progress.heartbeat(result.state, result.n_tokens, result.n_tokens)
         self._progress.rows([self._memory(result.n_tokens)])
         self._progress.event("extraction", sentence)
         rank_log.say(sentence)

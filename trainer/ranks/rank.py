@@ -298,7 +298,7 @@ class Compiling:
         if not (self._progress.place[0] == "starting" or is_before_first_step(self._progress.place[0])):
             return
         of_all = f"{number} of {N_KERNELS}" if number <= N_KERNELS else f"{number}"
-        self._progress.beat(f"{COMPILING}, {of_all}", self._step, self._tokens)
+        self._progress.heartbeat(f"{COMPILING}, {of_all}", self._step, self._tokens)
         if time.monotonic() - self._said > SLOW_S:
             self._said = time.monotonic()
             rank_log.say(f"compiling {of_all} kernels, first time on this machine")

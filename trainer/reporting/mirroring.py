@@ -37,9 +37,9 @@ class MirroredProgress(RunProgress):
         for mirror in self._mirrors:
             mirror.add(rows)
 
-    def beat(self, phase: str, step: int, tokens: int) -> None:
-        super().beat(phase, step, tokens)
-        self._stored.beat(phase, step, tokens)
+    def heartbeat(self, phase: str, step: int, tokens: int) -> None:
+        super().heartbeat(phase, step, tokens)
+        self._stored.heartbeat(phase, step, tokens)
 
     def shorten(self, total_steps: int) -> None:
         self._stored.shorten(total_steps)

@@ -76,7 +76,7 @@ class RunProgress:
     def rows(self, rows: Iterable[MetricRow]) -> None:
         """Queue metric values for the store."""
 
-    def beat(self, phase: str, step: int, tokens: int) -> None:
+    def heartbeat(self, phase: str, step: int, tokens: int) -> None:
         """Record the phase, step and tokens of the run; cheap, since every step calls it."""
         self.place = (phase, step)
 
@@ -153,8 +153,8 @@ class StoredProgress(RunProgress):
     def rows(self, rows: Iterable[MetricRow]) -> None:
         self._rows.add(rows)
 
-    def beat(self, phase: str, step: int, tokens: int) -> None:
-        super().beat(phase, step, tokens)
+    def heartbeat(self, phase: str, step: int, tokens: int) -> None:
+        super().heartbeat(phase, step, tokens)
         self._heartbeat = Heartbeat(phase, step, self._total_steps, tokens, time.time())
 
     def shorten(self, total_steps: int) -> None:
@@ -230,9 +230,9 @@ class StoredProgress(RunProgress):
         rows, events = self._rows.take(ROWS_AT_ONCE), self._events.take(MOST_EVENTS)
         # Read after the rows, so that the heartbeat is never older than they are.
         heartbeat = self._heartbeat
-        beat = msgspec.structs.replace(heartbeat, dropped=self._rows.dropped) if heartbeat else None
+        latest = msgspec.structs.replace(heartbeat, dropped=self._rows.dropped) if heartbeat else None
         try:
-            self._store.write(rows, beat, events)
+            self._store.write(rows, latest, events)
         except BaseException:
             self._rows.put_back(rows)
             self._events.put_back(events)

@@ -41,9 +41,9 @@ class FinalWrites:
     """
 
     def __init__(
-        self, parallel: Parallel, report: Report, stop: threading.Event, beat: Callable[[str], object]
+        self, parallel: Parallel, report: Report, stop: threading.Event, heartbeat: Callable[[str], object]
     ) -> None:
-        self._parallel, self._report, self._stop, self._beat = parallel, report, stop, beat
+        self._parallel, self._report, self._stop, self._heartbeat = parallel, report, stop, heartbeat
         # The folder of an SAE on another disk, by its intended folder.
         self._rescued: dict[Path, Path] = {}
         self._failed: list[UserError | OSError] = []
@@ -98,9 +98,9 @@ class FinalWrites:
         return n_waiting > 0 and not n_over
 
     def _wait(self) -> None:
-        self._beat(WAITING)
+        self._heartbeat(WAITING)
         self._stop.wait(RETRY_S)
-        self._beat("saving")
+        self._heartbeat("saving")
 
     def _report_wait(self, error: NoRoomError) -> None:
         message = f"{WAITING}: {error}"

@@ -125,7 +125,7 @@ class Trainer:
         self._cool_down = resumed.cool_down_of(self._planned_steps) if resumed else None
         if self._cool_down:
             progress.shorten(self._cool_down.end)
-        progress.beat("preparing", at.step, at.tokens)
+        progress.heartbeat("preparing", at.step, at.tokens)
         self._open_data(resumed)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
@@ -182,12 +182,12 @@ class Trainer:
                     self._record_intervals()
                     self._evaluate()
                 if self._is_save_due():
-                    self._beat("saving")
+                    self._heartbeat("saving")
                     self._progress.settle()
                     self._saving.try_save(self.learners, self.position)
                     self._reshard_latents()
                     # Reset the stall clock: a save may take any time, the next step may not.
-                    self._beat(self._phase)
+                    self._heartbeat(self._phase)
         except BaseException as error:
             self._batches.abandon()
             if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
@@ -202,17 +202,17 @@ class Trainer:
                     self._record_intervals()
             raise
         self._batches.close()
-        self._beat("saving")
+        self._heartbeat("saving")
         self._reserve.release()
         last = self._saving.last(self.learners, self.position)
-        FinalWrites(self._parallel, self.report, self._stop, self._beat).write([*last, *self._exports()])
+        FinalWrites(self._parallel, self.report, self._stop, self._heartbeat).write([*last, *self._exports()])
         self._report_overfitting()
         self._share_news()
         if self._watch.fault:
             raise UserError(self._watch.fault)
         finished = self.position.step >= self.total_steps
         word = "finished" if finished else "stopped"
-        self._beat(word)
+        self._heartbeat(word)
         rank_log.say(f"{word} at step {self.position.step}/{self.total_steps}")
         return finished
 
@@ -364,16 +364,16 @@ class Trainer:
             # Exclude set-up and saves from the measured pace.
             self._pace.begin(self._batches.waited_s)
         batches = (self._batches.next() for _ in self._cut.stretches)
-        agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._wishes)
+        agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._requests)
         self._stopping, self._saving.granted, finishing = agreed
         self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)
         if finishing and not self._is_finishing and not self._is_over():
             self._begin_cool_down()
-        self._beat(self._phase)
+        self._heartbeat(self._phase)
 
-    def _wishes(self) -> tuple[bool, bool, bool]:
+    def _requests(self) -> tuple[bool, bool, bool]:
         """Return this rank's requests: whether to stop, to save (by rank 0's timer) and to finish early."""
-        return self._stop.is_set(), self._saving.take_wish(), self._finish.is_set()
+        return self._stop.is_set(), self._saving.take_request(), self._finish.is_set()
 
     def _begin_cool_down(self) -> None:
         """Start the cool-down and request a save, so that a run that is killed resumes to the same last step."""
@@ -406,7 +406,7 @@ class Trainer:
         """Revive dead latents if resampling is due."""
         due = {label: one for label, one in self.learners.items() if one.is_resampled_after(self.position.step)}
         if due:
-            self._beat("resampling")
+            self._heartbeat("resampling")
             for sampler, learners in self._of_hooks(due):
                 sampler.revive(learners, self.position.step, self._train.seed, self.report)
 
@@ -546,7 +546,7 @@ class Trainer:
         """Redistribute the latents by loading the checkpoint that was just saved, which fits any distribution."""
         if not self._wanted_shares or self._saving.has_failed_anywhere():
             return
-        self._beat("rebalancing")
+        self._heartbeat("rebalancing")
         synchronise(self._device)
         self._adopt(self._wanted_shares)
         self.learners.clear()
@@ -567,7 +567,7 @@ class Trainer:
         self._look_at_data()
         if self._evaluated == self.position or not self.data.n_held_out:
             return
-        self._beat("evaluating")
+        self._heartbeat("evaluating")
         began = time.monotonic()
         measured = evaluate(self.learners, self._held_out, self._parallel, self._cut.largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
@@ -644,5 +644,5 @@ class Trainer:
         learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
         return self._exporter.writes(learning, self.position, self.how_far)
 
-    def _beat(self, phase: str) -> None:
-        self._progress.beat(phase, self.position.step, self.position.tokens)
+    def _heartbeat(self, phase: str) -> None:
+        self._progress.heartbeat(phase, self.position.step, self.position.tokens)

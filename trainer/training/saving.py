@@ -66,7 +66,7 @@ class Saving:
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
 
-    def take_wish(self) -> bool:
+    def take_request(self) -> bool:
         """Return and clear the request to save, because of the timer or a new best FVU; only rank 0 makes requests."""
         wants, self._wants_best = self._wants_best, False
         return self._parallel.is_main and (self._timer.take_due() or wants)

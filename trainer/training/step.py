@@ -11,10 +11,10 @@ from trainer.parallel.base import Parallel
 from trainer.runtime.phases import EXCHANGE, UPDATE, phase
 from trainer.training.learner import Learner
 
-Wishes = tuple[bool, ...]
+Requests = tuple[bool, ...]
 
 
-def no_wishes() -> Wishes:
+def no_requests() -> Requests:
     """Return no requests, for callers that never stop or save."""
     return (False,)
 
@@ -24,11 +24,11 @@ def take_step(
     parallel: Parallel,
     number: int,
     batches: Iterable[Batch],
-    wishes: Callable[[], Wishes] = no_wishes,
-) -> Wishes:
+    requests: Callable[[], Requests] = no_requests,
+) -> Requests:
     """Take step `number`, counted from 0, of all SAEs of this rank, each on all micro-batches of its raw data.
 
-    All ranks call it together. `wishes` returns this rank's requests and is called before the exchange; return, for
+    All ranks call it together. `requests` returns this rank's requests and is called before the exchange; return, for
     each request, whether any rank made it.
     """
     for learner in learners:
@@ -38,14 +38,14 @@ def take_step(
         for learner in learners:
             assert learner.whole_steps is not None
             learner.whole_steps.take(*hooks[learner.hook], of_all)
-        return wishes()
+        return requests()
     n_passed = 0
     for hooks, of_all in batches:
         n_passed += of_all
         for learner in learners:
             learner.accumulate(*hooks[learner.hook], of_all, is_last=n_passed == learner.tokens_per_step)
     with phase(EXCHANGE):
-        agreed = parallel.sum_step_((learner.tensors_to_exchange() for learner in learners), wishes())
+        agreed = parallel.sum_step_((learner.tensors_to_exchange() for learner in learners), requests())
     with phase(UPDATE):
         for learner in learners:
             learner.update()

@@ -261,11 +261,11 @@ class OneAttempt:
 
     def _is_complete(self) -> bool:
         """Return whether the training had written all its output before the ranks were ended."""
-        beat, job = self._heartbeat(), self._job
+        heartbeat, job = self._heartbeat(), self._job
         with tolerate("reading its number of steps"):
             # A run that was asked to finish early makes fewer steps than planned.
             job = self._control.job(job.id)
-        is_last = beat is not None and beat.is_complete(job.total_steps or 0)
+        is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None
 
     def _has_no_metrics(self) -> bool:

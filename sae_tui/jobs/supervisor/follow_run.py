@@ -75,7 +75,7 @@ class Watch:
         self._run = LiveRun(paths)
         self._run.poll()
         # The last heartbeat of the previous attempt, which says nothing about this one.
-        self._old_beat = self._run.heartbeat
+        self._old_heartbeat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
@@ -113,7 +113,7 @@ class Watch:
     @property
     def is_given_up(self) -> bool:
         """True after the time limit without a step; saving, evaluating and waiting for space may take any time."""
-        may_take_long = self._beat is not None and self._beat.phase in ("saving", JUDGING, WAITING)
+        may_take_long = self._heartbeat is not None and self._heartbeat.phase in ("saving", JUDGING, WAITING)
         return self.is_overdue and not may_take_long
 
     @property
@@ -123,13 +123,13 @@ class Watch:
         return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
 
     @property
-    def _beat(self) -> Heartbeat | None:
-        return None if self._run.heartbeat == self._old_beat else self._run.heartbeat
+    def _heartbeat(self) -> Heartbeat | None:
+        return None if self._run.heartbeat == self._old_heartbeat else self._run.heartbeat
 
     @property
     def _is_starting(self) -> bool:
         """True while starting up, within the time limit."""
-        is_before = self._beat is None or is_before_first_step(self._beat.phase)
+        is_before = self._heartbeat is None or is_before_first_step(self._heartbeat.phase)
         return is_before and time.monotonic() < self._late_at
 
     @property
@@ -158,8 +158,8 @@ class Watch:
             before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns
             if before not in (0, self._signed_ns):  # rank 0 makes steps that it cannot store
                 self._stall.begin(time.monotonic())
-        if beat := self._beat:
-            self._is_quiet = self._stall.is_stalled((beat.phase, beat.step), time.monotonic())
+        if heartbeat := self._heartbeat:
+            self._is_quiet = self._stall.is_stalled((heartbeat.phase, heartbeat.step), time.monotonic())
 
     def nothing_expected(self) -> None:
         """Restart the slow-start and stall clocks while the attempt waits in an external queue."""
@@ -212,10 +212,10 @@ class Watch:
 
     def _publish(self) -> None:
         self._tell_mode()
-        if self._beat is None:
+        if self._heartbeat is None:
             self._warn_of_slow_start()
             return
-        self._judge(self._beat.phase)
+        self._judge(self._heartbeat.phase)
         fields = self._run.fields() if self._has_news else self._published
         if fields != self._published:
             self._control.update(self._job.id, **fields)

@@ -378,12 +378,12 @@ def _lost_list_problem(data: DataDir) -> str:
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
     """Return the row as a view, with newer values from its run."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
-    beat = live.heartbeat if live else None
+    heartbeat = live.heartbeat if live else None
     return JobView(
         **msgspec.structs.asdict(job),
         # A queued job has no phase; the heartbeat is that of its last attempt.
-        phase=beat.phase if beat and job.state != JobState.QUEUED else "",
-        dropped=beat.dropped if beat else None,
+        phase=heartbeat.phase if heartbeat and job.state != JobState.QUEUED else "",
+        dropped=heartbeat.dropped if heartbeat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,
         eta_s=job.left_s if job.state == JobState.RUNNING else None,
         stop_requested=asked,

@@ -155,12 +155,16 @@ def test_no_two_of_eight_racing_processes_lease_the_same_gpu(
     assert [racer.hear() for racer in racers] == ["ready"] * 8
     for turn in range(12):
         jobs = [recorded(control, queued()) for _ in racers]
-        wishes = [[GPUS[(number + turn) % 4], GPUS[(number * turn + 1) % 4]] for number in range(8)]
-        for racer, job, wish in zip(racers, jobs, wishes, strict=True):
-            racer.tell(json.dumps([job.id, wish]))
+        requests = [[GPUS[(number + turn) % 4], GPUS[(number * turn + 1) % 4]] for number in range(8)]
+        for racer, job, request in zip(racers, jobs, requests, strict=True):
+            racer.tell(json.dumps([job.id, request]))
         answers = [racer.hear() for racer in racers]
         assert set(answers) <= {"True", "conflict"}
-        won = {job.id: set(wish) for job, wish, answer in zip(jobs, wishes, answers, strict=True) if answer == "True"}
+        won = {
+            job.id: set(request)
+            for job, request, answer in zip(jobs, requests, answers, strict=True)
+            if answer == "True"
+        }
         held = [gpu for gpus in won.values() for gpu in gpus]
         assert won
         assert len(held) == len(set(held))

@@ -212,11 +212,11 @@ def test_a_missing_step_has_the_timestamp_of_the_next_step(run: Store) -> None:
 
 
 def test_heartbeat_and_events_are_written_with_the_flush(run: Store) -> None:
-    beats = [Heartbeat("training", step, 100, 64 * step, 1.5, dropped=2) for step in (1, 2)]
+    heartbeats = [Heartbeat("training", step, 100, 64 * step, 1.5, dropped=2) for step in (1, 2)]
     events = [Event(timestamp=float(number), level="warning", kind="nan", message=f"m{number}") for number in range(3)]
-    run.writer.write([], beats[0], events[:2])
-    run.writer.write([], beats[1], iter(events[2:]))
-    assert run.reader.heartbeat() == beats[1]
+    run.writer.write([], heartbeats[0], events[:2])
+    run.writer.write([], heartbeats[1], iter(events[2:]))
+    assert run.reader.heartbeat() == heartbeats[1]
     assert run.reader.events() == events
 
 
@@ -276,11 +276,11 @@ def test_a_reader_follows_a_writing_process_without_gaps(
     values_read: list[float | None] = []
 
     def read_on() -> bool:
-        beat = reader.heartbeat()
+        heartbeat = reader.heartbeat()
         new = reader.points("loss", after=len(values_read) - 1)
         values_read.extend(point.value for point in new)
         assert len(values_read) % 10 == 0  # each flush is visible in full
-        assert beat is None or beat.step < len(values_read)
+        assert heartbeat is None or heartbeat.step < len(values_read)
         assert len(reader.points("fvu")) >= len(values_read)
         return len(values_read) > 3000
 

@@ -17,9 +17,9 @@ from trainer.contract.store.rows import Event
 
 def line(step: int, value: float = 0.5, *, told: str = "", rewind: int | None = None) -> bytes:
     events = (Event(timestamp=float(step), level="info", kind="said", message=told),) if told else ()
-    beat = Heartbeat("training", step, 100, 64 * step, float(step))
+    heartbeat = Heartbeat("training", step, 100, 64 * step, float(step))
     back = None if rewind is None else Heartbeat("resuming", rewind, 100, 64 * rewind, 0.0)
-    return encode(ProgressLine(stored_rows([MetricRow("loss", step, value)]), beat, events, back))
+    return encode(ProgressLine(stored_rows([MetricRow("loss", step, value)]), heartbeat, events, back))
 
 
 class Run:

@@ -315,7 +315,7 @@ class Clock(RunProgress):
         self.now, self._seconds = 0.0, seconds
         monkeypatch.setattr("trainer.training.saving.time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def beat(self, phase: str, step: int, tokens: int) -> None:
+    def heartbeat(self, phase: str, step: int, tokens: int) -> None:
         self.now += self._seconds * (phase == "training" and step != self.place[1])
         self.place = (phase, step)
 

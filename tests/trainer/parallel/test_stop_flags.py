@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.base import Parallel, StepSums
-from trainer.parallel.stop_flags import CudaWishes
+from trainer.parallel.stop_flags import CudaRequests
 from trainer.parallel.threads import Threads, on_all
 
 CPU = torch.device("cpu")
@@ -82,23 +82,23 @@ NOTHING, STOP, SAVE = (False, False), (True, False), (False, True)
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(rank: int, gpu: Gpu) -> None:
-    wishes = [NOTHING, SAVE, NOTHING, NOTHING, STOP, NOTHING, NOTHING]
+    requests = [NOTHING, SAVE, NOTHING, NOTHING, STOP, NOTHING, NOTHING]
 
     def run(thread: Threads) -> tuple[list[tuple[bool, ...]], int]:
         parallel, agreed = Parallel(CPU, world=thread, data=thread), []
-        parallel.__dict__["_wishes"] = CudaWishes()
-        for own in wishes:
+        parallel.__dict__["_wishes"] = CudaRequests()
+        for own in requests:
             # While the host queued this step, the GPU finished all earlier work.
             gpu.catch_up()
             agreed.append(parallel.sum_step_([StepSums([], [], [])], own if thread.index == rank else NOTHING))
         return agreed, gpu.waits
 
-    assert on_all(3, run, 20.0) == [([NOTHING, *wishes[:-1]], 0)] * 3
+    assert on_all(3, run, 20.0) == [([NOTHING, *requests[:-1]], 0)] * 3
 
 
 def test_a_gpu_that_lags_behind_gives_the_same_answers_in_the_same_steps(gpu: Gpu) -> None:
     totals = [(0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0, 0.0)]
-    prompt, late = CudaWishes(), CudaWishes()
+    prompt, late = CudaRequests(), CudaRequests()
     answers = []
     for total in totals:
         gpu.catch_up()

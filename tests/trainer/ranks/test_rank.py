@@ -209,16 +209,16 @@ def test_each_stop_signal_is_a_separate_request() -> None:
 
 def test_a_rank_without_progress_counts_as_stuck_unless_it_saves_or_waits() -> None:
     progress = RunProgress()
-    progress.beat("saving", 1, 0)
+    progress.heartbeat("saving", 1, 0)
     waiting = threading.Thread(target=wait_until_stuck, args=(progress, 0.2), daemon=True)
     waiting.start()
     waiting.join(1)
     assert waiting.is_alive()
-    progress.beat(WAITING, 1, 0)
+    progress.heartbeat(WAITING, 1, 0)
     waiting.join(1)
     assert waiting.is_alive()
     for step in range(10):
-        progress.beat("training", step, 0)
+        progress.heartbeat("training", step, 0)
         waiting.join(0.1)
         assert waiting.is_alive()
     waiting.join(5)

@@ -32,7 +32,7 @@ def test_reported_data_is_in_the_file_after_closing(tmp_path: Path) -> None:
     with reporting(tmp_path) as progress:
         progress.rows([MetricRow("loss", 10, math.inf), MetricRow("step_ms", 10, 3.0, rank=1)])
         progress.event("checkpoint", "saved")
-        progress.beat("training", 10, 400)
+        progress.heartbeat("training", 10, 400)
     (line,) = lines(tmp_path)
     assert line is not None
     assert line.rows == (("loss", 10, None, 0), ("step_ms", 10, 3.0, 1))
@@ -58,7 +58,7 @@ def test_data_for_a_missing_folder_is_written_later(tmp_path: Path, eventually: 
         eventually(lambda: progress._outage)
         folder.mkdir()
         progress.rows([MetricRow("loss", 2, 2.0)])
-        progress.beat("training", 2, 80)
+        progress.heartbeat("training", 2, 80)
     whole_lines = [line for line in lines(folder) if line is not None]
     assert [row for line in whole_lines for row in line.rows] == [("loss", 1, 1.0, 0), ("loss", 2, 2.0, 0)]
     assert whole_lines[-1].heartbeat is not None

@@ -81,7 +81,7 @@ def test_a_mirror_gets_all_rows_and_is_closed(make_job: MakeJob, tmp_path: Path)
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
         progress.rows([MetricRow("loss", 1, 1.0)])
         progress.rows([MetricRow("loss", 2, 0.5)])
-        progress.beat("training", 2, 64)
+        progress.heartbeat("training", 2, 64)
         assert progress.place == ("training", 2)
     (toy,) = Toy.opened
     assert {step: values for _, step, values in toy.kept} == {1: {"loss": 1.0}, 2: {"loss": 0.5}}

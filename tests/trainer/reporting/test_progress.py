@@ -33,7 +33,7 @@ def test_reported_data_is_in_the_store_after_closing(tmp_path: Path) -> None:
     with reporting(tmp_path / "metrics.db") as progress:
         progress.rows([MetricRow("loss", 10, 0.5), MetricRow("step_ms", 10, 3.0, rank=1)])
         progress.event("checkpoint", "saved")
-        progress.beat("training", 10, 400)
+        progress.heartbeat("training", 10, 400)
     with contextlib.closing(read(tmp_path / "metrics.db")) as reader:
         assert reader.latest() == {"loss": 0.5}
         assert reader.latest(rank=1) == {"step_ms": 3.0}
@@ -48,7 +48,7 @@ def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_write(
 ) -> None:
     path = tmp_path / "metrics.db"
     with reporting(path) as progress:
-        progress.beat("training", 1, 40)
+        progress.heartbeat("training", 1, 40)
         eventually(path.exists)
         progress.rows([MetricRow("loss", 1, 0.5)])
     with contextlib.closing(read(path)) as reader:
@@ -89,7 +89,7 @@ def test_data_reported_while_the_store_is_locked_is_written_later(
             progress.rows([MetricRow("loss", 2, 2.0)])
             progress.event("checkpoint", "saved")
             eventually(lambda: progress._outage)
-        progress.beat("training", 3, 120)
+        progress.heartbeat("training", 3, 120)
         progress.rows([MetricRow("loss", 3, 3.0)])
         eventually(lambda: latest(path).get("loss") == 3.0)
     with contextlib.closing(read(path)) as reader:
@@ -107,17 +107,17 @@ def test_while_rows_cannot_be_stored_each_step_touches_a_file(
     sign.touch()
     os.utime(sign, (1, 1))
     with reporting(path, sign=sign) as progress:
-        progress.beat("training", 1, 40)
+        progress.heartbeat("training", 1, 40)
         eventually(path.exists)
         with locked(path):
-            progress.beat("training", 2, 80)
+            progress.heartbeat("training", 2, 80)
             eventually(lambda: sign.stat().st_mtime > 1)
             os.utime(sign, (1, 1))
             eventually(lambda: progress._outage)
             tries = progress._outage.retry_at
             eventually(lambda: progress._outage.retry_at > tries)
             assert sign.stat().st_mtime == 1  # no step since then
-            progress.beat("training", 3, 120)
+            progress.heartbeat("training", 3, 120)
             eventually(lambda: sign.stat().st_mtime > 1)
 
 
@@ -134,7 +134,7 @@ def test_rows_beyond_the_capacity_are_dropped_from_the_oldest_and_counted(
             for step in range(2, 252):
                 progress.rows([MetricRow("loss", step, 0.0)])
             eventually(lambda: progress._outage)
-        progress.beat("training", 251, 251)
+        progress.heartbeat("training", 251, 251)
         eventually(lambda: events(path))
     with contextlib.closing(read(path)) as reader:
         assert [point.step for point in reader.points("loss")] == [1, *range(152, 252)]
@@ -196,7 +196,7 @@ def test_a_store_lost_during_a_run_is_recreated_and_the_loss_reported(
 ) -> None:
     path = tmp_path / "metrics.db"
     with reporting(path) as progress:
-        progress.beat("training", 7, 280)
+        progress.heartbeat("training", 7, 280)
         progress.rows([MetricRow("loss", 7, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
         # The app has the store open at the same time.

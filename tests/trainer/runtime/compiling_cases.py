@@ -31,8 +31,8 @@ class Phases(RunProgress):
         super().__init__()
         self.phases: list[str] = []
 
-    def beat(self, phase: str, step: int, tokens: int) -> None:
-        super().beat(phase, step, tokens)
+    def heartbeat(self, phase: str, step: int, tokens: int) -> None:
+        super().heartbeat(phase, step, tokens)
         self.phases.append(phase)
 
 
@@ -56,6 +56,6 @@ def test_each_compiled_kernel_has_its_own_phase_until_training_begins(
     assert progress.place == (progress.phases[-1], 7)
     assert all(map(is_before_first_step, progress.phases))
     assert f"compiling 2 of {N_KERNELS} kernels, first time on this machine" in capsys.readouterr().out
-    progress.beat("training", 8, 80)
+    progress.heartbeat("training", 8, 80)
     _double.warmup(x, x, 64, grid=(1,))
     assert progress.place == ("training", 8)

@@ -34,8 +34,8 @@ class AtStep(RunProgress):
         super().__init__()
         self._events, self.phases, self.total_steps = events, list[str](), 0
 
-    def beat(self, phase: str, step: int, tokens: int) -> None:
-        super().beat(phase, step, tokens)
+    def heartbeat(self, phase: str, step: int, tokens: int) -> None:
+        super().heartbeat(phase, step, tokens)
         self.phases.append(phase)
         for at, event in self._events.values():
             if step >= at:

@@ -146,14 +146,14 @@ class AtStep:
         self._step, self._act = step, act
 
     def into(self, progress: Any) -> Any:
-        was = progress.beat
+        was = progress.heartbeat
 
-        def beat(phase: str, step: int, tokens: int) -> None:
+        def heartbeat(phase: str, step: int, tokens: int) -> None:
             was(phase, step, tokens)
             if (phase, step) == ("training", self._step):
                 self._act()
 
-        progress.beat = beat
+        progress.heartbeat = heartbeat
         return progress
 
 

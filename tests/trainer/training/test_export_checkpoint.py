@@ -341,7 +341,9 @@ def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
         )
         runs.append(tmp_path / f"layer{layer}")
         stop, progress = threading.Event(), RunProgress()
-        progress.beat = lambda phase, step, tokens, stop=stop, last=4 + 99 * (layer != 1): step >= last and stop.set()
+        progress.heartbeat = lambda phase, step, tokens, stop=stop, last=4 + 99 * (layer != 1): (
+            step >= last and stop.set()
+        )
         folders = {"checkpoints": runs[-1] / "checkpoints", "output": runs[-1] / "sae"}
         make_trainer(job, progress, stop=stop, **folders).run()
         (runs[-1] / "job.toml").write_text(dump_job(job))

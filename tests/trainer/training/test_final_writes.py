@@ -55,16 +55,16 @@ class Wait:
     """Calls a function once the run waits, as a user might act."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
-        self.progress, self.seen, was = progress, 0, progress.beat
+        self.progress, self.seen, was = progress, 0, progress.heartbeat
 
-        def beat(phase: str, step: int, tokens: int) -> None:
+        def heartbeat(phase: str, step: int, tokens: int) -> None:
             was(phase, step, tokens)
             if phase == "waiting for space":
                 self.seen += 1
                 if self.seen == 3:
                     act()
 
-        progress.beat = beat
+        progress.heartbeat = heartbeat
 
 
 def space_messages(kept) -> list[str]:
@@ -169,7 +169,7 @@ def test_space_for_the_last_checkpoint_is_reserved_and_always_freed_at_the_end(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     file, sizes = tmp_path / "checkpoints" / RESERVE, []
-    was = kept.beat
+    was = kept.heartbeat
 
     def look(phase: str, step: int, tokens: int) -> None:
         was(phase, step, tokens)
@@ -177,7 +177,7 @@ def test_space_for_the_last_checkpoint_is_reserved_and_always_freed_at_the_end(
         if step == 4:
             raise RuntimeError("a fault")
 
-    kept.beat = look
+    kept.heartbeat = look
     assert make_trainer(make_job(train={"n_steps": 3}), kept).run()
     (checkpoint,) = newest_first(tmp_path / "checkpoints")
     files = checkpoint / "tensors.safetensors", *(tmp_path / "sae").glob("*.safetensors")
@@ -213,7 +213,7 @@ def test_a_full_disk_still_has_space_for_the_last_checkpoint_and_the_sae(
     if done.returncode:
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
     try:
-        was = kept.beat
+        was = kept.heartbeat
 
         def fill(phase: str, step: int, tokens: int) -> None:
             was(phase, step, tokens)
@@ -222,7 +222,7 @@ def test_a_full_disk_still_has_space_for_the_last_checkpoint_and_the_sae(
                     while filler.write(bytes(4096)):
                         pass
 
-        kept.beat = fill
+        kept.heartbeat = fill
         job = make_job(train={"n_steps": 5, "report_card": False})
         trainer = make_trainer(job, kept, checkpoints=disk / "checkpoints", output=disk / "sae")
         assert trainer.run()

@@ -32,16 +32,16 @@ def test_saes_that_share_batches_learn_the_same_as_each_alone(make_job: MakeJob)
 
 
 def test_requests_that_arrive_while_batches_are_read_count_in_the_same_step(make_job: MakeJob) -> None:
-    wished: list[bool] = []
+    requested: list[bool] = []
 
     def batches() -> Iterator[Batch]:
         x = torch.randn(64, 16)
         yield Batch([(x, x)], 64)
         yield Batch([(x, x)], 64)
-        wished.append(True)
+        requested.append(True)
 
     learner = new(make_job())
-    assert take_step([learner], ALONE, 0, batches(), lambda: (bool(wished), False)) == (True, False)
+    assert take_step([learner], ALONE, 0, batches(), lambda: (bool(requested), False)) == (True, False)
     assert take_step([learner], ALONE, 1, batches()) == (False,)
 
 
