@@ -26,7 +26,7 @@ from trainer.contract.settings.optimizers import AdamSettings
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, own_part
-from trainer.saes.kernels import foreseen, reused_buffer
+from trainer.saes.kernels import reused_buffer
 
 CPU = torch.device("cpu")
 # Set by `make test-fake-cuda`.

@@ -110,7 +110,7 @@ def _train(world: World, case: Case) -> None:
     data = IndexedData(_Stored(x), 0, 0, Group(), readers=parallel.latents)
     with contextlib.closing(Batches(data, cut, start=0, device=CPU)) as batches:
         for step in range(N_STEPS):
-            take_step([learner], parallel, step, (batches.next() for _ in cut.stretches))
+            take_step([learner], parallel, step, (batches.next() for _ in cut.token_slices))
 
 
 class _Stored(IndexedSource):

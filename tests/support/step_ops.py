@@ -23,7 +23,7 @@ from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import foreseen, sparse
+from trainer.saes.kernels import sparse
 from trainer.training.learner import Learner
 
 # Operations that launch nothing.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from trainer.activations.base import Pair, in_fp32, of_each_hook
-from trainer.activations.micro_batches import Cut, Stretch
+from trainer.activations.micro_batches import Cut, TokenSlice
 from trainer.activations.outliers import Outliers
 from trainer.activations.row_readers import Exchange
 from trainer.activations.training_data import Mark, ReadRows, TrainingData
@@ -36,7 +36,7 @@ class BatchInTransfer(NamedTuple):
 
     sent: Sent
     mark: Mark | None
-    stretch: Stretch
+    token_slice: TokenSlice
 
 
 class Arriving(NamedTuple):
@@ -103,7 +103,7 @@ class Batches:
             outliers.note(len(pair[0]))
         if self._outliers and self._replaces:
             hooks = [outliers.replace(*pair) for outliers, pair in zip(self._outliers, hooks, strict=True)]
-        return Batch(hooks, coming.stretch.of_all)
+        return Batch(hooks, coming.token_slice.of_all)
 
     def _begin(self) -> Arriving:
         """Take the next batch from the queue, and start its exchange."""
@@ -115,7 +115,7 @@ class Batches:
             raise item
         self._n_taken += 1
         pair = self._transfer.receive(item.sent)
-        return Arriving(item, Exchange(pair, item.stretch.length, self._data.readers))
+        return Arriving(item, Exchange(pair, item.token_slice.length, self._data.readers))
 
     def close(self) -> None:
         """End the thread; needed before another reader of the same files starts in this process.
@@ -139,21 +139,21 @@ class Batches:
             # A new thread's current device is GPU 0; without this, every rank would allocate and run kernels there.
             torch.cuda.set_device(self._device)
         try:
-            for n_read, (step_start, stretch) in enumerate(self._stretches()):
+            for n_read, (step_start, token_slice) in enumerate(self._token_slices()):
                 if self._closed.is_set() and n_read >= (self._last or 0):
                     return
                 empty = self._transfer.begin()
-                x, y, mark = self._data.read(step_start + stretch.start, stretch.length, empty)
+                x, y, mark = self._data.read(step_start + token_slice.start, token_slice.length, empty)
                 if self._has_place():
-                    self._ready.put(BatchInTransfer(self._transfer.send((x, y)), mark, stretch))
+                    self._ready.put(BatchInTransfer(self._transfer.send((x, y)), mark, token_slice))
         except BaseException as error:
             if self._has_place():
                 self._ready.put(error)
 
-    def _stretches(self) -> Iterator[tuple[int, Stretch]]:
+    def _token_slices(self) -> Iterator[tuple[int, TokenSlice]]:
         for step_start in itertools.count(self._start, self._cut.n_tokens):
-            for stretch in self._cut.stretches:
-                yield step_start, stretch
+            for token_slice in self._cut.token_slices:
+                yield step_start, token_slice
 
     def _has_place(self) -> bool:
         """Wait for a free slot in the queue; return False after `close`, because no batch is taken any more."""

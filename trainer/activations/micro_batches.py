@@ -8,7 +8,7 @@ from typing import NamedTuple
 from trainer.parallel.latents import apportion
 
 
-class Stretch(NamedTuple):
+class TokenSlice(NamedTuple):
     """A rank's slice of a micro-batch: its offset in the step, its length, and the tokens of all ranks, `of_all`."""
 
     start: int
@@ -21,17 +21,17 @@ class Cut:
 
     def __init__(self, n_tokens: int, n_parts: int = 1, shares: Sequence[float] = (1.0,), index: int = 0) -> None:
         self.n_tokens = n_tokens
-        self.stretches = tuple(_stretches(n_tokens, n_parts, shares, index))
+        self.token_slices = tuple(_token_slices(n_tokens, n_parts, shares, index))
 
     @property
     def own_tokens(self) -> int:
         """The number of tokens of this rank in a step."""
-        return sum(stretch.length for stretch in self.stretches)
+        return sum(token_slice.length for token_slice in self.token_slices)
 
     @property
-    def longest(self) -> Stretch:
+    def longest(self) -> TokenSlice:
         """This rank's longest slice of a micro-batch."""
-        return max(self.stretches, key=lambda stretch: stretch.length)
+        return max(self.token_slices, key=lambda token_slice: token_slice.length)
 
     @property
     def largest(self) -> int:
@@ -53,10 +53,10 @@ def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int,
     return Cut(n_tokens, n_parts, shares, index)
 
 
-def _stretches(n_tokens: int, n_parts: int, shares: Sequence[float], index: int) -> list[Stretch]:
-    stretches, start = [], 0
+def _token_slices(n_tokens: int, n_parts: int, shares: Sequence[float], index: int) -> list[TokenSlice]:
+    token_slices, start = [], 0
     for size in apportion(n_tokens, [1.0] * n_parts):
         lengths = [1 + more for more in apportion(size - len(shares), shares)]
-        stretches.append(Stretch(start + sum(lengths[:index]), lengths[index], size))
+        token_slices.append(TokenSlice(start + sum(lengths[:index]), lengths[index], size))
         start += size
-    return stretches
+    return token_slices

@@ -86,7 +86,7 @@ class MixedOrder:
         self._draws = np.array(split.draws)
         self._ends = np.cumsum(self._draws)
 
-    def stretch(self, start: int, length: int) -> Indices:
+    def token_slice(self, start: int, length: int) -> Indices:
         """Return the row numbers at positions start .. start + length - 1."""
         n, end = self._split.n_train, start + length
         numbers = [

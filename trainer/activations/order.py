@@ -21,7 +21,7 @@ class Order:
     def __init__(self, split: Split, seed: int, run: int = 1) -> None:
         self._split, self._seed, self._run = split, seed, run
 
-    def stretch(self, start: int, length: int) -> Indices:
+    def token_slice(self, start: int, length: int) -> Indices:
         """Return the row numbers at positions start .. start + length - 1."""
         n, end = self._split.n_train, start + length
         numbers = [

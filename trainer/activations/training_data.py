@@ -243,13 +243,13 @@ class IndexedData(TrainingData):
         """Do nothing: any position can be read."""
 
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
-        return ReadRows(*self._source.pairs(own_rows(self._order.stretch(position, n), self.readers), empty))
+        return ReadRows(*self._source.pairs(own_rows(self._order.token_slice(position, n), self.readers), empty))
 
     def note_trained(self, rows: ReadRows) -> None:
         """Do nothing: rows can be read again."""
 
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
-        steps = (self._order.stretch(start, tokens_per_step) for start in range(since, now, tokens_per_step))
+        steps = (self._order.token_slice(start, tokens_per_step) for start in range(since, now, tokens_per_step))
         rows = (self._source.first_not_finite(indices) for indices in steps)
         return next((_bad_row(self._source, row) for row in rows if row is not None), None)
 

@@ -83,7 +83,7 @@ class RepeatedStep:
             self._n_taken += 1
 
     def _batches(self) -> Iterator[Batch]:
-        for _, length, of_all in self.cut.stretches:
+        for _, length, of_all in self.cut.token_slices:
             x = self.x[:length]
             yield Batch([(x, x if self.y is self.x else self.y[:length])], of_all)
 
@@ -159,7 +159,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
 
     The traffic's time is its size divided by the measured bandwidth of a large copy.
     """
-    micro_batches, precision = len(steps.cut.stretches), resolve_precision(job.train.precision, device)
+    micro_batches, precision = len(steps.cut.token_slices), resolve_precision(job.train.precision, device)
     product_s = traffic = 0.0
     for learner in steps.learners:
         sae = learner.sae

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from trainer.contract.planning.activation_memory import START_ROWS, START_VALUES
 from trainer.parallel.group import sum_of
 from trainer.saes.base import Sae
+from trainer.saes.kernels.buffer_sizer import BufferSizer
 from trainer.saes.kernels.encode import Choose, centre, encode
-from trainer.saes.kernels.foreseen import Foresight
 from trainer.saes.kernels.select import above
 from trainer.saes.kernels.top_k_across_ranks import nth_largest
 from trainer.saes.sparse_acts import Acts
@@ -113,7 +113,7 @@ class Penalised(Sae):
         self._k = min(k, d_sae)
         self.penalty = Penalty(self._k, sparsity_coefficient, sparsity_warmup_fraction, self.steering)
         self.target_l0 = self._k if sparsity_coefficient == "auto" else None
-        self._foresight = Foresight()
+        self._buffer_sizer = BufferSizer()
 
     def begin_step(self, progress: float) -> None:
         self.penalty.begin_step(progress)
@@ -125,11 +125,11 @@ class Penalised(Sae):
         return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
 
     def decide(self, n_tokens: int) -> Hashable | None:
-        return self._foresight.decide(n_tokens, self.n_own)
+        return self._buffer_sizer.decide(n_tokens, self.n_own)
 
     def count_step(self, n_tokens: int) -> None:
         super().count_step(n_tokens)
-        self._foresight.queued()
+        self._buffer_sizer.queued()
 
     def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
         """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]).
@@ -137,12 +137,12 @@ class Penalised(Sae):
         The result may include others, or be the dense matrix.
         """
         may_wait = not (self.training and x.is_cuda)
-        choose: Choose = partial(above if may_wait else self._foresight.above, bound=bound)
+        choose: Choose = partial(above if may_wait else self._buffer_sizer.above, bound=bound)
         return encode(centre(x, self.input_bias), self.W_enc, self.b_enc, self.input_bias, choose)
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
-        overflowed = self._foresight.overflowed
+        overflowed = self._buffer_sizer.overflowed
         lost = error.new_zeros(()) if overflowed is None else overflowed.to(error.dtype)
         super().count(acts, n_tokens, error, lost, *own)
 
@@ -151,7 +151,7 @@ class Penalised(Sae):
 
     def forget_passes(self) -> None:
         super().forget_passes()
-        self._foresight = Foresight()
+        self._buffer_sizer = BufferSizer()
 
     @torch.no_grad()
     def end_step(self, n_tokens: Tensor) -> None:

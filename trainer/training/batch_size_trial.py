@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.activations.micro_batches import Stretch
+from trainer.activations.micro_batches import TokenSlice
 from trainer.parallel.base import Parallel
 from trainer.parallel.dry_run import dry_run
 from trainer.runtime.out_of_memory import hand_back, is_shortage
@@ -25,18 +25,18 @@ def fits_everywhere(
     learners: Sequence[Learner],
     parallel: Parallel,
     sample: tuple[Tensor, Tensor],
-    stretch: Stretch,
+    token_slice: TokenSlice,
     n_hooks: int = 1,
     kept_bytes: int = 0,
 ) -> bool:
-    """Return whether all ranks can run a pass on their `stretch` of rows through every SAE; discard the gradients.
+    """Return whether all ranks can run a pass on their `token_slice` of rows through every SAE; discard the gradients.
 
     Every SAE gets rows of the `sample`, whichever of the `n_hooks` hooks it trains on. `kept_bytes`, for the rows that
     evaluations keep, must fit as well. Ranks synchronise only afterwards, so a rank that fails leaves no other rank
     waiting in the middle of a pass.
     """
     failed = torch.zeros((), device=parallel.device)
-    failed.fill_(not _fits(learners, sample, stretch, n_hooks, kept_bytes))
+    failed.fill_(not _fits(learners, sample, token_slice, n_hooks, kept_bytes))
     for learner in learners:
         learner.forget_pass()
     hand_back(parallel.device)
@@ -45,14 +45,14 @@ def fits_everywhere(
 
 
 def _fits(
-    learners: Sequence[Learner], sample: tuple[Tensor, Tensor], stretch: Stretch, n_hooks: int, kept_bytes: int
+    learners: Sequence[Learner], sample: tuple[Tensor, Tensor], token_slice: TokenSlice, n_hooks: int, kept_bytes: int
 ) -> bool:
     try:
-        x, y = _rows(sample, stretch.length)
+        x, y = _rows(sample, token_slice.length)
         reserve = _allocate_beside(learners, x, y, n_hooks, kept_bytes)
         for learner in learners:
             with dry_run(learner.sae):
-                learner.accumulate(x, y, stretch.of_all)
+                learner.accumulate(x, y, token_slice.of_all)
         del reserve
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):

@@ -363,7 +363,7 @@ class Trainer:
         if self.position == self._logged:
             # Exclude set-up and saves from the measured pace.
             self._pace.begin(self._batches.waited_s)
-        batches = (self._batches.next() for _ in self._cut.stretches)
+        batches = (self._batches.next() for _ in self._cut.token_slices)
         agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._requests)
         self._stopping, self._saving.granted, finishing = agreed
         self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)

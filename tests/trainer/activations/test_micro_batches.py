@@ -15,12 +15,12 @@ def test_each_token_of_a_step_goes_to_one_rank_and_each_rank_gets_some(
     n_tokens: int, n_parts: int, shares: list[float]
 ) -> None:
     n_tokens += n_parts * len(shares)
-    of_ranks = [Cut(n_tokens, n_parts, shares, index).stretches for index in range(len(shares))]
+    of_ranks = [Cut(n_tokens, n_parts, shares, index).token_slices for index in range(len(shares))]
     positions = [place for own in of_ranks for start, length, _ in own for place in range(start, start + length)]
     assert sorted(positions) == list(range(n_tokens))
-    assert all(stretch.length > 0 for own in of_ranks for stretch in own)
+    assert all(token_slice.length > 0 for own in of_ranks for token_slice in own)
     for part in zip(*of_ranks, strict=True):
-        assert {stretch.of_all for stretch in part} == {sum(stretch.length for stretch in part)}
+        assert {token_slice.of_all for token_slice in part} == {sum(token_slice.length for token_slice in part)}
 
 
 def test_tokens_are_shared_in_proportion() -> None:
@@ -28,4 +28,4 @@ def test_tokens_are_shared_in_proportion() -> None:
 
 
 def test_micro_batches_differ_by_at_most_one_token() -> None:
-    assert [stretch.of_all for stretch in Cut(100, 3).stretches] == [34, 33, 33]
+    assert [token_slice.of_all for token_slice in Cut(100, 3).token_slices] == [34, 33, 33]

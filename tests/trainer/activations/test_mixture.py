@@ -44,7 +44,7 @@ def test_without_weights_each_training_row_occurs_once_per_epoch(
         patch.setattr("trainer.activations.permutation._FEWEST_RUNS", 1)
         order, n = MixedOrder(split, seed, run), split.n_train
         for epoch in range(3):
-            assert sorted(order.stretch(epoch * n, n).tolist()) == training
+            assert sorted(order.token_slice(epoch * n, n).tolist()) == training
 
 
 @given(mixtures(), st.integers(1, 5))
@@ -53,7 +53,7 @@ def test_an_epoch_has_the_share_of_each_source_and_uses_all_rows_in_turn(split: 
     held_out = {*split.held_out.tolist()}
     totals: Counter[int] = Counter()
     for epoch in range(epochs):
-        rows = order.stretch(epoch * n, n)
+        rows = order.token_slice(epoch * n, n)
         assert len(rows) == n
         ends = np.append(split._begins[1:], np.iinfo(np.int64).max)
         counts = np.bincount(np.searchsorted(ends, rows, side="right"), minlength=len(ends))
@@ -70,8 +70,8 @@ def test_a_global_batch_does_not_depend_on_how_it_is_divided(
     split: MixedSplit, start: int, length: int, data: st.DataObject
 ) -> None:
     order, cut = MixedOrder(split, 3), data.draw(st.integers(1, length - 1))
-    parts = [order.stretch(start, cut), order.stretch(start + cut, length - cut)]
-    assert np.concatenate(parts).tolist() == order.stretch(start, length).tolist()
+    parts = [order.token_slice(start, cut), order.token_slice(start + cut, length - cut)]
+    assert np.concatenate(parts).tolist() == order.token_slice(start, length).tolist()
 
 
 @given(mixtures(), st.integers(0, 100))

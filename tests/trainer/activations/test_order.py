@@ -28,7 +28,7 @@ def test_all_ranks_together_read_each_row_once_per_epoch(
     start = 0
     while len(rows) < epochs * n_tokens:
         for rank, order in enumerate(orders):
-            rows += order.stretch(start + rank * batch_size, batch_size).tolist()
+            rows += order.token_slice(start + rank * batch_size, batch_size).tolist()
         start += world_size * batch_size
     for epoch in range(epochs):
         assert sorted(rows[epoch * n_tokens : (epoch + 1) * n_tokens]) == list(range(n_tokens))
@@ -39,17 +39,17 @@ def test_a_global_batch_does_not_depend_on_how_it_is_divided(n_tokens: int, star
     order = order_of(n_tokens, seed=0)
     cut = min(cut, length)
     parts = (
-        [order.stretch(start, cut), order.stretch(start + cut, length - cut)]
+        [order.token_slice(start, cut), order.token_slice(start + cut, length - cut)]
         if cut < length
-        else [order.stretch(start, length)]
+        else [order.token_slice(start, length)]
     )
-    assert np.concatenate(parts).tolist() == order.stretch(start, length).tolist()
+    assert np.concatenate(parts).tolist() == order.token_slice(start, length).tolist()
 
 
 def test_each_seed_and_epoch_gives_another_order() -> None:
     first, other_seed = order_of(1000, seed=0), order_of(1000, seed=1)
-    assert first.stretch(0, 1000).tolist() != other_seed.stretch(0, 1000).tolist()
-    assert first.stretch(0, 1000).tolist() != first.stretch(1000, 1000).tolist()
+    assert first.token_slice(0, 1000).tolist() != other_seed.token_slice(0, 1000).tolist()
+    assert first.token_slice(0, 1000).tolist() != first.token_slice(1000, 1000).tolist()
 
 
 @given(
@@ -62,13 +62,13 @@ def test_with_runs_each_training_row_still_occurs_once_for_any_batch_split(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.activations.permutation._FEWEST_RUNS", 2)
         order, n = Order(split, seed, run=64), split.n_train
-        whole = order.stretch(0, 2 * n).tolist()
+        whole = order.token_slice(0, 2 * n).tolist()
         step = world_size * batch_size
         shared = [
             row
             for start in range(0, 2 * n, step)
             for rank in range(world_size)
-            for row in order.stretch(start + rank * batch_size, batch_size).tolist()
+            for row in order.token_slice(start + rank * batch_size, batch_size).tolist()
         ]
     assert shared[: 2 * n] == whole
     training = sorted({*range(2400)} - {*split.held_out.tolist()})

@@ -24,7 +24,7 @@ def test_training_and_held_out_rows_partition_all_rows(data: st.DataObject, n_to
 def test_no_batch_and_no_sample_has_a_held_out_row(data: st.DataObject, n_tokens: int, seed: int, start: int) -> None:
     split = Split(n_tokens, data.draw(st.integers(1, n_tokens - 1)), seed)
     held_out = set(split.held_out.tolist())
-    assert held_out.isdisjoint(Order(split, seed).stretch(start, 3 * n_tokens).tolist())
+    assert held_out.isdisjoint(Order(split, seed).token_slice(start, 3 * n_tokens).tolist())
     assert held_out.isdisjoint(split.sample(n_tokens, seed).tolist())
 
 
@@ -57,6 +57,6 @@ def test_a_sample_has_no_repeats_and_at_most_all_training_rows() -> None:
 @pytest.mark.parametrize("n_tokens", [10**9, 2**40])
 def test_a_huge_data_set_takes_no_memory_for_its_row_order(n_tokens: int) -> None:
     split = Split(n_tokens, 32_768, 0)
-    rows = Order(split, 0).stretch(5 * n_tokens, 4096)
+    rows = Order(split, 0).token_slice(5 * n_tokens, 4096)
     assert len(set(rows.tolist())) == 4096
     assert not set(rows.tolist()) & set(split.held_out.tolist())

@@ -49,7 +49,7 @@ def test_no_text_is_both_trained_on_and_held_out(parts: list[np.ndarray], wanted
     split = split_of(n, min(wanted, n_first - 1), seed, hold_out="texts", texts=Texts(parts), n_first=n_first)
     trained = split.rows(np.arange(split.n_train))
     assert sorted([*trained, *split.left_out]) == list(range(n))
-    assert {*Order(split, seed).stretch(7 * n, 2 * n)} | {*split.sample(n, 1)} == {*trained}
+    assert {*Order(split, seed).token_slice(7 * n, 2 * n)} | {*split.sample(n, 1)} == {*trained}
     if split.hold_out == "texts" and len(split.held_out):
         assert {*of_rows[trained]}.isdisjoint(of_rows[split.held_out])
         assert (split.held_out < n_first).all()
@@ -150,7 +150,7 @@ def test_a_mixture_holds_out_full_texts_of_each_folder() -> None:
     assert split.hold_out == "texts"
     # The same text number in two folders means two texts.
     names = np.concatenate([of_rows[0], of_rows[1] + 1000])
-    trained = MixedOrder(split, 3).stretch(0, split.n_train)
+    trained = MixedOrder(split, 3).token_slice(0, split.n_train)
     assert sorted([*trained, *split.held_out]) == list(range(3200))
     assert {*names[trained]}.isdisjoint(names[split.held_out])
     assert [len(one.held_out) for one in split.splits] == [60, 100]

@@ -19,7 +19,6 @@ from trainer.parallel.base import Parallel, StepSums
 from trainer.saes import penalised
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
-from trainer.saes.kernels import foreseen
 from trainer.saes.penalised import Penalised, Penalty, Steering
 from trainer.saes.sparse_acts import DenseActs, SparseActs
 from trainer.saes.standard import Standard
@@ -246,7 +245,7 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
     monkeypatch.setattr(latent_room, "DENSE", 1)
 
     def go(sae: Penalised) -> None:
-        monkeypatch.setattr(penalised, "above", sae._foresight.above)
+        monkeypatch.setattr(penalised, "above", sae._buffer_sizer.above)
 
     return go
 

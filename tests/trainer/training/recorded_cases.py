@@ -22,7 +22,7 @@ from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
-from trainer.saes.kernels import dead_latents, encode, foreseen, sparse, top_k, triton_dead_latents, triton_sparse
+from trainer.saes.kernels import dead_latents, encode, sparse, top_k, triton_dead_latents, triton_sparse
 from trainer.self_test import learning
 from trainer.self_test.base import Size
 from trainer.training import recorded_step
@@ -311,7 +311,7 @@ class Penalty(Run):
     @property
     def rooms(self) -> list[int | None]:
         """The capacity per token in each run's last step."""
-        passes = (one.sae._foresight._pass for one in (self.plain, self.recorded))
+        passes = (one.sae._buffer_sizer._pass for one in (self.plain, self.recorded))
         return [one.room and one.room // one.n_tokens for one in passes]
 
     def assert_same_intervals(self, skipped: int = 0) -> None:

@@ -42,7 +42,7 @@ def held_out(trainer: Trainer, side: int = 0) -> list[bytes]:
 def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
     """Return the row indices of the next five passes over the data."""
     assert isinstance(trainer.data, IndexedData)
-    return trainer.data._order.stretch(trainer.position.tokens, 5 * trainer.data.split.n_train)
+    return trainer.data._order.token_slice(trainer.position.tokens, 5 * trainer.data.split.n_train)
 
 
 # grown between two attempts

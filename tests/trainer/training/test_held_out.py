@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.activations.base import Empty, Indices, Pair, empty_rows
-from trainer.activations.micro_batches import Stretch
+from trainer.activations.micro_batches import TokenSlice
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import HALVES, IndexedData
@@ -87,7 +87,7 @@ def test_a_micro_batch_must_fit_next_to_the_cached_rows(make_job: Callable[..., 
     parallel, x = Parallel(torch.device("cpu")), torch.randn(100, 16)
     learner = Learner(make_job(), 16, None, parallel)
     learner.initialise(x, x)
-    fits = [fits_everywhere([learner], parallel, (x, x), Stretch(0, 64, 64), 1, kept) for kept in (0, 2**20, 2**60)]
+    fits = [fits_everywhere([learner], parallel, (x, x), TokenSlice(0, 64, 64), 1, kept) for kept in (0, 2**20, 2**60)]
     assert fits == [True, True, False]
     assert most_kept(32_768, 1, 2304) == 4 * 32_768 * 2304
     assert most_kept(32_768, 4, 10**6) == MOST_KEPT_BYTES

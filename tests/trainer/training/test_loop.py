@@ -376,7 +376,7 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     # As on a GPU; a buffer for a tenth of the expected latents always overflows.
     monkeypatch.setattr(latent_room, "DENSE", 1)
     monkeypatch.setattr(latent_room, "MARGIN", 0.1)
-    monkeypatch.setattr(penalised, "above", only(trainer).sae._foresight.above)
+    monkeypatch.setattr(penalised, "above", only(trainer).sae._buffer_sizer.above)
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"

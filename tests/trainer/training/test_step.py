@@ -48,6 +48,6 @@ def test_requests_that_arrive_while_batches_are_read_count_in_the_same_step(make
 def test_the_micro_batches_of_a_step_are_no_larger_than_memory_allows(make_job: MakeJob) -> None:
     job = make_job(train={"batch_size": 96, "accumulate": 2})
     parallel = Parallel(torch.device("cpu"))
-    assert [stretch.length for stretch in cut_of(Layout(job, 1), parallel).stretches] == [96, 96]
+    assert [token_slice.length for token_slice in cut_of(Layout(job, 1), parallel).token_slices] == [96, 96]
     parallel.most_tokens = 50
-    assert [stretch.length for stretch in cut_of(Layout(job, 1), parallel).stretches] == [48] * 4
+    assert [token_slice.length for token_slice in cut_of(Layout(job, 1), parallel).token_slices] == [48] * 4

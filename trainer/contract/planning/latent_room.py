@@ -1,5 +1,5 @@
 """The buffer size for active latents that a GPU allocates before it knows their number
-(`trainer.saes.kernels.foreseen`).
+(`trainer.saes.kernels.buffer_sizer`).
 """
 
 from __future__ import annotations

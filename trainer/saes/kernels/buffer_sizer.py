@@ -62,7 +62,7 @@ class _Pass(NamedTuple):
     n_above: Tensor
 
 
-class Foresight:
+class BufferSizer:
     """Predicts the buffer size for the values of a batch above a bound, from the numbers of earlier steps."""
 
     def __init__(self) -> None:
