@@ -122,7 +122,7 @@ class Session:
         return StatusContent(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
-        return availability.with_strangers(self.watcher.holders, self._locks, samples)
+        return availability.with_other_users(self.watcher.holders, self._locks, samples)
 
 
 class HasSession(Protocol):

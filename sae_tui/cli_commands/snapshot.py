@@ -13,7 +13,7 @@ from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import ReopeningSource
 from sae_tui.gpu.once import close_source, open_source, read_all, tell_when_slow
 from sae_tui.gpu.visible import all_hidden, count_visible, visible
-from sae_tui.jobs.gpus.availability import GpuChoice, choices, with_strangers
+from sae_tui.jobs.gpus.availability import GpuChoice, choices, with_other_users
 from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.gpus.occupancy import Occupancy
@@ -89,7 +89,7 @@ def _snapshot(
     samples = visible(samples, source.name)
     if n_gpus and not samples:
         problem = all_hidden(n_gpus, source.name)
-    held = with_strangers(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
+    held = with_other_users(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
     gpu_choices = choices(samples, held)
     note = count_visible(len(samples), n_gpus, source.name)
     return Snapshot(samples, gpu_choices, source.name, source.cuda, problem, is_broken, note)

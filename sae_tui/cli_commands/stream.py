@@ -27,7 +27,7 @@ from sae_tui.hosts.protocol import (
     remote_gpu,
 )
 from sae_tui.jobs.files import LogFollower
-from sae_tui.jobs.gpus.availability import choices, describe_use, with_strangers
+from sae_tui.jobs.gpus.availability import choices, describe_use, with_other_users
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.view.reader import JobsReader
@@ -80,7 +80,7 @@ class GpuSide:
         if not self._has_waited:
             self._wait_for_all()
         samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]
-        held = with_strangers(self._occupancy.holders(), lock_folder(self._data, self._name), samples)
+        held = with_other_users(self._occupancy.holders(), lock_folder(self._data, self._name), samples)
         uses = map(describe_use, choices(samples, held))
         sampled = tuple(remote_gpu(sample, *use) for sample, use in zip(samples, uses, strict=True))
         opening = self._sampler.status is SamplerStatus.OPENING

@@ -14,7 +14,7 @@ from trainer.contract.settings.toml import Judged
 from trainer.contract.store.job_store import Control
 from trainer.contract.trust import distrust_of_file, distrust_of_folder, distrust_of_program, sharing
 
-STRANGER = 61_002
+OTHER_USER = 61_002
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file another user's")
 
 
@@ -60,11 +60,11 @@ def test_a_world_writable_folder_is_not_trusted(tmp_path: Path) -> None:
 
 @as_root
 def test_a_folder_of_another_user_is_trusted_only_if_shared_with_a_group(tmp_path: Path) -> None:
-    os.chown(tmp_path, STRANGER, STRANGER)
-    assert distrust_of_folder(tmp_path) == f"{tmp_path} belongs to uid {STRANGER} and is shared with no group"
+    os.chown(tmp_path, OTHER_USER, OTHER_USER)
+    assert distrust_of_folder(tmp_path) == f"{tmp_path} belongs to uid {OTHER_USER} and is shared with no group"
     tmp_path.chmod(0o2770)
     assert distrust_of_folder(tmp_path) == ""
-    assert sharing(tmp_path) == f"group {STRANGER}"
+    assert sharing(tmp_path) == f"group {OTHER_USER}"
 
 
 def test_the_job_end_command_runs_only_from_a_file_nobody_else_can_write(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_the_job_end_command_runs_only_from_a_file_nobody_else_can_write(tmp_pat
 def test_settings_in_a_file_of_another_user_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('on_job_end = ["id"]\n')
-    os.chown(file, STRANGER, STRANGER)
-    assert distrust_of_file(file) == f"{file} belongs to uid {STRANGER}"
+    os.chown(file, OTHER_USER, OTHER_USER)
+    assert distrust_of_file(file) == f"{file} belongs to uid {OTHER_USER}"
     assert load_settings(file)[0].on_job_end == []
 
 
@@ -110,9 +110,9 @@ def test_a_program_is_trusted_if_others_cannot_change_any_step_of_its_path(tmp_p
 def test_a_program_behind_a_link_of_another_user_is_not_trusted(tmp_path: Path) -> None:
     (program := tmp_path / "program").touch()
     (link := tmp_path / "link").symlink_to(program)
-    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
     assert distrust_of_program(program) == ""
-    assert distrust_of_program(link) == f"{link} belongs to uid {STRANGER}"
+    assert distrust_of_program(link) == f"{link} belongs to uid {OTHER_USER}"
 
 
 def test_a_text_is_trusted_by_the_file_that_was_read_and_not_by_its_name(tmp_path: Path) -> None:

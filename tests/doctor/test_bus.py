@@ -29,8 +29,8 @@ class Used(Cards):
         sample = super().sample(index, processes=processes)
         if index < self.count - 1:
             return sample
-        stranger = GpuProcess(1, "bob", "python", 30 * GIB)
-        return dataclasses.replace(sample, processes=(stranger,))
+        other_user = GpuProcess(1, "bob", "python", 30 * GIB)
+        return dataclasses.replace(sample, processes=(other_user,))
 
 
 class Cut(Cards):

@@ -15,7 +15,7 @@ from sae_tui.doctor.examine import CHECKS, examine
 from sae_tui.doctor.trust import check_hook, check_links, check_owner, check_readers
 from trainer.contract.paths import DataDir, open_private
 
-STRANGER = 61_003
+OTHER_USER = 61_003
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -38,7 +38,7 @@ def of_trust(box: CheckedMachine) -> list[Finding]:
 
 def may_read(file: Path) -> bool:
     """Return whether a user who shares no group with this user may read a file."""
-    reader = subprocess.run(["cat", str(file)], user=STRANGER, group=STRANGER, extra_groups=[], capture_output=True)
+    reader = subprocess.run(["cat", str(file)], user=OTHER_USER, group=OTHER_USER, extra_groups=[], capture_output=True)
     return reader.returncode == 0
 
 
@@ -105,10 +105,10 @@ def test_a_folder_of_another_user_or_writable_by_all_is_an_error(box: CheckedMac
         "`chmod o-w` it",
     )
     root.chmod(0o700)
-    os.chown(root, STRANGER, STRANGER)
+    os.chown(root, OTHER_USER, OTHER_USER)
     (finding,) = check_owner(box)
     assert finding.level == "error"
-    assert finding.sentence == f"{root} belongs to uid {STRANGER} and is shared with no group"
+    assert finding.sentence == f"{root} belongs to uid {OTHER_USER} and is shared with no group"
 
 
 @pytest.mark.parametrize("place", ["trash", "runs", "runs/7/checkpoints"])
@@ -132,7 +132,7 @@ def test_an_untrusted_on_job_end_command_is_reported_with_the_reason(box: Checke
     (finding,) = check_hook(box)
     assert (finding.level, finding.subject) == ("warning", "on_job_end")
     assert (finding.sentence, finding.remedy) == (f"is not run, since others may write to {file}", "`chmod go-w` it")
-    os.chown(file, STRANGER, STRANGER)
+    os.chown(file, OTHER_USER, OTHER_USER)
     (finding,) = check_hook(box)
-    assert finding.sentence == f"is not run, since {file} belongs to uid {STRANGER}"
+    assert finding.sentence == f"is not run, since {file} belongs to uid {OTHER_USER}"
     assert finding.remedy == f"write it to a {file} that you own"

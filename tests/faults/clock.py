@@ -37,7 +37,7 @@ def machine_restarted(root: Path, like: Result) -> float:
 
     Return the seconds until the job is lost.
     """
-    with boxed(root) as box, stranger() as other:
+    with boxed(root) as box, other_user() as other:
         job = _cut_power(RealJob(box).at_step(60))
         _make_rows(job, other, boot_id="the-boot-before")
         began = time.monotonic()
@@ -58,7 +58,7 @@ def queue_restarted(root: Path) -> float:
     One job runs, one waits for it, and one is held. The queue keeps its order; the second job runs once the first is
     resumed.
     """
-    with boxed(root) as box, stranger() as other:
+    with boxed(root) as box, other_user() as other:
         job = RealJob(box, n_steps=200).at_step(20)
         after, held = (RealJob(box, place=place, gpus=False, n_steps=60) for place in ({"after": (job.id,)}, _HELD))
         for one in (after, held):
@@ -98,7 +98,7 @@ def renamed(root: Path) -> float:
 
 def pids_reused(root: Path) -> float:
     """Give the pids of supervisor and ranks to a process that started at another time; return the seconds to LOST."""
-    with boxed(root) as box, stranger() as other:
+    with boxed(root) as box, other_user() as other:
         job = _cut_power(RealJob(box).at_step(60))
         _make_rows(job, other, start_ticks=other.start_ticks - 1)
         began = time.monotonic()
@@ -185,7 +185,7 @@ def orphans_while_clock_is_set_back(root: Path) -> float:
 
 
 @contextlib.contextmanager
-def stranger() -> Iterator[ProcessRef]:
+def other_user() -> Iterator[ProcessRef]:
     with subprocess.Popen(["sleep", "600"]) as process:
         ref = ProcessRef.of(process.pid)
         assert ref

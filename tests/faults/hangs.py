@@ -67,16 +67,16 @@ def processes_hang(root: Path, dice: random.Random) -> float:
     The app must report this and still accept keys. Return the seconds from the keys to the end of the job that they
     stop.
     """
-    with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as stranger, contextlib.ExitStack() as stack:
-        stack.callback(stranger.kill)
+    with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as other_user, contextlib.ExitStack() as stack:
+        stack.callback(other_user.kill)
         job_id = box.launch("steps=100000")
         box.wait_steps(job_id)
         # A process that hangs in its memory map blocks reads of its command line. Either some of its files block, or
         # all.
-        folder = Path(f"/proc/{stranger.pid}")
+        folder = Path(f"/proc/{other_user.pid}")
         is_whole = dice.random() < 0.5
         hangs = Hangs(root, [folder] if is_whole else [folder / "cmdline", folder / "environ"])
-        env = environment(drivers(), GPUS=2, PIDS=stranger.pid) | hangs.variables
+        env = environment(drivers(), GPUS=2, PIDS=other_user.pid) | hangs.variables
         terminal = stack.enter_context(_app(["--data-dir", str(box.data.root), "--gpu-source", "nvml"], env))
         terminal.wait_for("steps=100000", 60)
         time.sleep(dice.uniform(0, 1))

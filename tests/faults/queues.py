@@ -16,7 +16,15 @@ from trainer.contract.store.states import JobState
 
 ENDLESS, SHORT, QUICK = "steps=100000", "steps=100", "steps=20"
 # Functions that a supervisor uses when its job starts or ends.
-RENAMED = ("is_gone", "run_hook", "write_ending", "write_record", "describe_state", "with_strangers", "end_descendants")
+RENAMED = (
+    "is_gone",
+    "run_hook",
+    "write_ending",
+    "write_record",
+    "describe_state",
+    "with_other_users",
+    "end_descendants",
+)
 
 
 def upgraded(root: Path, dice: random.Random) -> float:

@@ -18,9 +18,9 @@ def test_the_demo_machine_has_three_idle_gpus_and_one_used_by_another_user() -> 
     assert [sample.name.split()[-1] for sample in samples] == ["3090", "3090", "3080", "3090"]
     assert [sample.memory_total_bytes for sample in samples] == [24 * GIB, 24 * GIB, 10 * GIB, 24 * GIB]
     assert all(sample.processes == () and sample.utilization == 0 for sample in samples[:3])
-    (stranger,) = samples[3].processes or ()
-    assert (stranger.pid, stranger.user, stranger.name) == (31415, "mallory", "python train.py")
-    assert stranger.memory_used_bytes == 21 * GIB
+    (other_user,) = samples[3].processes or ()
+    assert (other_user.pid, other_user.user, other_user.name) == (31415, "mallory", "python train.py")
+    assert other_user.memory_used_bytes == 21 * GIB
     assert 94 <= (samples[3].utilization or 0) <= 100
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.gpus.availability import Holders, choices, with_strangers
+from sae_tui.jobs.gpus.availability import Holders, choices, with_other_users
 from sae_tui.jobs.gpus.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
 from sae_tui.jobs.queue.gpu_reader import GpuReader
 from sae_tui.jobs.queue.waiting_job import QueueEntry
@@ -185,7 +185,7 @@ def test_a_gpu_of_another_users_job_is_shown_as_held_and_never_taken(two_users, 
     folder = lock_folder(bob, "nvml")
     holder = other_user_holds(folder, "GPU-0")
     assert lock_holders(folder, ["GPU-0", "GPU-1"]) == {"GPU-0": holder.pid}
-    first, second = choices(gpus_seen(0, 1), with_strangers(Holders(), folder, gpus_seen(0, 1)))
+    first, second = choices(gpus_seen(0, 1), with_other_users(Holders(), folder, gpus_seen(0, 1)))
     assert (first.state, second.state) == ("busy", "available")
     assert first.reason.startswith("held by a job of ")
     assert first.reason.endswith(f"(pid {holder.pid})")

@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 @pytest.fixture
-def stranger():
+def other_user():
     process = subprocess.Popen(["sleep", "600"])
     yield ProcessRef.of(process.pid)
     process.kill()
@@ -99,24 +99,24 @@ def test_the_queue_continues_after_a_crash_although_no_app_runs(box):
     assert box.job(first).state == JobState.LOST
 
 
-def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_no_process(box, stranger):
-    before = ProcessRef(stranger.pid, stranger.start_ticks, "another-boot")
+def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_no_process(box, other_user):
+    before = ProcessRef(other_user.pid, other_user.start_ticks, "another-boot")
     job_id = started(box, before)
     add_rank(box, job_id, before)
     assert reconcile(box.data) == [job_id]
     assert (box.job(job_id).state, box.job(job_id).error) == (JobState.LOST, "the machine was restarted")
-    assert stranger.is_alive()
+    assert other_user.is_alive()
 
 
-def test_another_process_with_the_pid_of_a_rank_is_never_signalled(box, stranger):
-    reused = ProcessRef(stranger.pid, stranger.start_ticks - 1, boot_id())
+def test_another_process_with_the_pid_of_a_rank_is_never_signalled(box, other_user):
+    reused = ProcessRef(other_user.pid, other_user.start_ticks - 1, boot_id())
     job_id = started(box, reused)
     add_rank(box, job_id, reused)
     box.control.add_event(job_id, "orphaned", "long ago")
     box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (2 * ORPHANS_S,))
     assert reconcile(box.data) == [job_id]
-    assert box.job(job_id).error == f"its supervisor (pid {stranger.pid}) disappeared"
-    assert stranger.is_alive()
+    assert box.job(job_id).error == f"its supervisor (pid {other_user.pid}) disappeared"
+    assert other_user.is_alive()
 
 
 def test_orphaned_ranks_are_ended_after_a_minute_to_save(box, orphan):
@@ -152,10 +152,10 @@ def a_minute_later(box) -> None:
     box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (ORPHANS_S + 1,))
 
 
-def test_a_process_that_only_a_row_names_is_never_signalled(box, stranger, orphan):
+def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orphan):
     # A user who may write to the list of jobs can name any process there.
     job_id = started(box, gone_process())
-    add_rank(box, job_id, stranger)
+    add_rank(box, job_id, other_user)
     for _ in range(3):
         assert reconcile(box.data) == []
         a_minute_later(box)
@@ -164,11 +164,11 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, stranger, orpha
         f"none of its recorded processes holds its run.lock; end the process that `fuser {lock}` shows"
     ]
     # Signals are delivered in order: an earlier one would have ended the process by now.
-    assert stranger.send(signal.SIGSTOP)
-    assert stranger.is_alive()
+    assert other_user.send(signal.SIGSTOP)
+    assert other_user.is_alive()
     orphan.send(signal.SIGKILL)
     box.wait_for(lambda: reconcile(box.data) == [job_id], "the job to be lost")
-    assert stranger.is_alive()
+    assert other_user.is_alive()
 
 
 def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
@@ -208,11 +208,11 @@ def test_a_process_that_only_has_the_lock_file_open_does_not_hold_the_lock(box, 
     assert holds == [True, False]
 
 
-def test_a_process_that_only_a_row_names_does_not_keep_a_job_from_being_lost(box, stranger):
+def test_a_process_that_only_a_row_names_does_not_keep_a_job_from_being_lost(box, other_user):
     job_id = started(box, gone_process())
-    add_rank(box, job_id, stranger)
+    add_rank(box, job_id, other_user)
     assert reconcile(box.data) == [job_id]
-    assert stranger.is_alive()
+    assert other_user.is_alive()
 
 
 def test_a_run_whose_lock_is_held_can_be_neither_resumed_nor_deleted(box, orphan):
@@ -247,8 +247,8 @@ def test_a_queued_job_without_a_supervisor_is_lost_after_half_a_minute(box):
     assert box.job(fresh).state == JobState.QUEUED
 
 
-def test_jobs_of_other_machines_and_live_jobs_are_left_alone(box, stranger):
-    started(box, stranger)
+def test_jobs_of_other_machines_and_live_jobs_are_left_alone(box, other_user):
+    started(box, other_user)
     box.record(host=f"not-{socket.gethostname()}", created=1.0)
     assert reconcile(box.data) == []
 

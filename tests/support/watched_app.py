@@ -18,7 +18,7 @@ from sae_tui.cli import main
 from sae_tui.doctor import torch_build
 
 
-def name_strangers(user: str, host: str) -> None:
+def name_other_users(user: str, host: str) -> None:
     """Give every user and this machine these names."""
     getpwuid = pwd.getpwuid
     pwd.getpwuid = lambda uid: pwd.struct_passwd((user, *getpwuid(uid)[1:]))
@@ -42,7 +42,7 @@ def note_screens() -> None:
 
 
 if __name__ == "__main__":
-    name_strangers(*map(os.fsdecode, sys.argv[1:3]))
+    name_other_users(*map(os.fsdecode, sys.argv[1:3]))
     ask_no_torch()
     note_screens()
     del sys.argv[1:3]

@@ -57,9 +57,9 @@ def test_requests_without_the_token_and_host_all_get_the_same_404(serve_fake: Se
 def test_invalid_http_gets_an_answer_that_does_not_name_the_server_software(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     for garbage in (b"\x16\x03\x01 not http\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nX: " + b"x" * 70000):
-        with socket.create_connection(("127.0.0.1", served.port), 20) as stranger:
-            stranger.sendall(garbage)
-            answer = b"".join(iter(lambda: stranger.recv(65536), b""))
+        with socket.create_connection(("127.0.0.1", served.port), 20) as other_user:
+            other_user.sendall(garbage)
+            answer = b"".join(iter(lambda: other_user.recv(65536), b""))
         assert answer.split(b" ", 2)[1] == b"404"
         assert b"aiohttp" not in answer
         assert b"not http" not in answer
@@ -124,12 +124,12 @@ def test_excess_connections_are_dropped_silently(serve_fake: ServeFake) -> None:
     for n in range(30):
         with ExitStack() as stack:
             for _ in range(120):
-                stranger = stack.enter_context(socket.socket())
+                other_user = stack.enter_context(socket.socket())
                 with suppress(OSError):
-                    stranger.connect(("127.0.0.1", served.port))
-                    stranger.sendall(requests[n % len(requests)])
+                    other_user.connect(("127.0.0.1", served.port))
+                    other_user.sendall(requests[n % len(requests)])
                     if n % 2:  # close the connection with a reset
-                        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        other_user.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     # The server may still count earlier connections, so it may drop any of these.
     with ExitStack() as stack:
         address = ("127.0.0.1", served.port)

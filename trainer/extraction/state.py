@@ -55,7 +55,7 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
         raise UsageError(f"extract.output: {lack}")
     state = _read(output)
     if state is None:
-        _refuse_strangers(job)
+        _refuse_other_users(job)
     if state is None or not state.n_stored:
         return _new_state(asked, n_ranks)
     if changed := [path for path, value in asked.items() if state.job.get(path) != value]:
@@ -134,7 +134,7 @@ def _new_state(asked: dict[str, Any], n_ranks: int) -> ExtractionState:
     return ExtractionState(asked, "", [], 0, 0, counts, [[] for _ in range(n_hooks)], [None] * n_hooks, n_ranks=n_ranks)
 
 
-def _refuse_strangers(job: ExtractJob) -> None:
+def _refuse_other_users(job: ExtractJob) -> None:
     """Raise `UsageError` if a hook's folder holds unknown shards, whose rows would mix with the new ones."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):

@@ -266,13 +266,13 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
     if there and not force and any(folder.is_file() or any(folder.iterdir()) for folder in there):
         raise UsageError(f"--out: {there[0]} already exists; choose another folder or give --force")
     for folder in there:
-        if strangers := [folder.name] if folder.is_file() else _strangers(folder):
+        if other_users := [folder.name] if folder.is_file() else _other_users(folder):
             raise UsageError(
-                f"--out: {folder} holds more than an SAE ({strangers[0]}) and is not replaced; choose another folder"
+                f"--out: {folder} holds more than an SAE ({other_users[0]}) and is not replaced; choose another folder"
             )
 
 
-def _strangers(folder: Path) -> list[str]:
+def _other_users(folder: Path) -> list[str]:
     """Return the names of files in a folder that no export writes."""
     ours = [CARD, FEATURES, SUMS, MODEL_CARD, VERSIONS]
     for entry in catalog.FORMATS.values():

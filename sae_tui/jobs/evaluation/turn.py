@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 
 from sae_tui.jobs.evaluation.request import ReservedGpu, idle_gpu
-from sae_tui.jobs.gpus.availability import choices, holders, with_strangers
+from sae_tui.jobs.gpus.availability import choices, holders, with_other_users
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.queue.gpu_reader import GpuReader
 from trainer.contract.errors import UserError
@@ -31,7 +31,7 @@ def free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[Res
     samples = reader.samples()
     if not samples and reader.problem:
         return None, f"the GPUs cannot be read: {reader.problem}"
-    held = with_strangers(holders(jobs, leases, ranks), lock_folder(data, source), samples)
+    held = with_other_users(holders(jobs, leases, ranks), lock_folder(data, source), samples)
     gpu = idle_gpu(data, job, choices(samples, held), source)
     return gpu, "" if gpu else "no GPU is free"
 

@@ -51,7 +51,7 @@ class Holders(msgspec.Struct, frozen=True):
     """The holders of this machine's GPUs according to our own store: jobs and the pids of their ranks, by GPU UUID.
 
     If several jobs share a GPU, `jobs` has the latest job and `shared` the ids of all. `own_pids` contains the pids of
-    all ranks and supervisors. `strangers` describes holders from other data folders, and `idle` describes how long a
+    all ranks and supervisors. `other_users` describes holders from other data folders, and `idle` describes how long a
     held GPU has not been used. `freed` says when a job of ours last ended on a GPU.
     """
 
@@ -59,7 +59,7 @@ class Holders(msgspec.Struct, frozen=True):
     pids: Mapping[str, int] = {}
     leases: Mapping[str, Lease] = {}
     own_pids: frozenset[int] = frozenset()
-    strangers: Mapping[str, str] = {}
+    other_users: Mapping[str, str] = {}
     idle: Mapping[str, str] = {}
     freed: Mapping[str, float] = {}
     shared: Mapping[str, tuple[int, ...]] = {}
@@ -94,13 +94,13 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
     return Holders(held, pids, mine, frozenset(own), freed=freed, shared=shared)
 
 
-def with_strangers(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
+def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
     """Add the GPUs whose lock is held by a job that is not in our store; `folder` contains or reads the locks."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
     # A job of ours that has the lock but not yet the lease is recognised by its supervisor's pid.
-    strangers = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
-    return msgspec.structs.replace(held, strangers=strangers) if strangers else held
+    other_users = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
+    return msgspec.structs.replace(held, other_users=other_users) if other_users else held
 
 
 def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:
@@ -141,8 +141,8 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         several = held.shared.get(sample.uuid)
         named = f"jobs {join_words(list(map(str, several)))}" if several else f"job {job.id} ({job.name})"
         state, reason = "busy", named + (f", {idle}" if idle else "")
-    elif sample.uuid in held.strangers:
-        state, reason = "busy", held.strangers[sample.uuid]
+    elif sample.uuid in held.other_users:
+        state, reason = "busy", held.other_users[sample.uuid]
     elif foreign := _largest_foreign(_others(sample, held), held.own_pids):
         state, reason = "busy", _used_by(foreign)
     elif taken := _taken_alone(sample, held):

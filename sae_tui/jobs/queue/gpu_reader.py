@@ -205,7 +205,7 @@ def gpus(
 
     For our own jobs only leases count: memory that they have not allocated yet, in their first second, is not free.
     """
-    ours = Holders(own_pids=held.own_pids, strangers=held.strangers, leases=held.leases, freed=held.freed)
+    ours = Holders(own_pids=held.own_pids, other_users=held.other_users, leases=held.leases, freed=held.freed)
     samples = list(samples)
     return [
         _gpu(sample, choice, [one for one in leases if one.gpu_uuid == sample.uuid], held, jobs)
@@ -226,9 +226,9 @@ def _gpu(
     return QueueGpu(
         index=sample.index,
         uuid=sample.uuid,
-        free_bytes=_left_by_strangers(sample, choice, held, leases) if leases else sample.memory_free_bytes,
+        free_bytes=_left_by_other_users(sample, choice, held, leases) if leases else sample.memory_free_bytes,
         unusable=choice.reason if choice.state == "unhealthy" else "",
-        stranger=choice.reason if choice.state == "busy" else "",
+        other_user=choice.reason if choice.state == "busy" else "",
         leases=tuple(leases),
         frees_in_s=_frees_in_s(leases, jobs),
         vendor=sample.vendor,
@@ -236,7 +236,7 @@ def _gpu(
     )
 
 
-def _left_by_strangers(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
+def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
     """Return the bytes that other users leave on a GPU that our jobs use; None if unknown.
 
     Our jobs count with the memory of their leases, even before they allocate it. Memory of processes without a user

@@ -26,7 +26,7 @@ BACKFILL_S = 3600.0
 class QueueGpu(msgspec.Struct, frozen=True):
     """A GPU as a queued job sees it; `free_bytes` is the memory that other users leave, None if it is unknown.
 
-    `unusable` and `stranger` are reasons that do not go away when jobs end; `frees_in_s` is the time until all jobs on
+    `unusable` and `other_user` are reasons that do not go away when jobs end; `frees_in_s` is the time until all jobs on
     the GPU have ended.
     """
 
@@ -34,7 +34,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
     uuid: str
     free_bytes: int | None = None
     unusable: str = ""
-    stranger: str = ""
+    other_user: str = ""
     leases: tuple[Lease, ...] = ()
     frees_in_s: float = 0.0
     # The vendor of the GPU, if the machine has GPUs of several vendors.
@@ -54,7 +54,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
         """Return whether the job can have the GPU once other jobs have ended."""
         any_will_do = job.any_gpus and (job.takes_slices or not is_slice(self.uuid))
         wanted = any_will_do or self.uuid in job.gpu_uuids
-        return wanted and not self.unusable and (job.shares_gpus or not self.stranger) and self.has_memory(job)
+        return wanted and not self.unusable and (job.shares_gpus or not self.other_user) and self.has_memory(job)
 
     def takes_now(self, job: Job) -> bool:
         if not self.leases:
@@ -179,8 +179,8 @@ def _obstacle(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation])
         return f"GPU {gpu.index} cannot be used ({gpu.unusable})"
     if job.any_gpus and not job.takes_slices and is_slice(gpu.uuid):
         return f"GPU {gpu.index} is a MIG slice"
-    if gpu.stranger and not job.shares_gpus:
-        return f"GPU {gpu.index} is {gpu.stranger}"
+    if gpu.other_user and not job.shares_gpus:
+        return f"GPU {gpu.index} is {gpu.other_user}"
     if not gpu.has_memory(job) and gpu.free_bytes is None:
         return f"GPU {gpu.index} does not report its free memory; name it in launch.gpus to use it"
     if not gpu.has_memory(job):

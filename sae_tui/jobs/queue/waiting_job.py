@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sae_tui.jobs.gpus.availability import holders, with_strangers
+from sae_tui.jobs.gpus.availability import holders, with_other_users
 from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder, lock_holders, owner
 from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.queue.after import describe_unfinished
@@ -204,7 +204,7 @@ class QueueEntry:
             return named_gpus(self.job, leases, active)
         samples = self._reader.samples(fresh_s)
         ranks = [rank for lease in leases for rank in self._control.ranks(lease.job_id)]
-        held = with_strangers(holders(active.values(), leases, ranks), self._folder, samples)
+        held = with_other_users(holders(active.values(), leases, ranks), self._folder, samples)
         return gpus(samples, held, leases, active)
 
     def _lease(self, chosen: Sequence[QueueGpu]) -> str:

@@ -120,7 +120,7 @@ def test_unattributed_use_is_counted_for_the_job_that_leased_the_gpu():
     assert choices([used], held)[0].reason == "job 7 (run)"
     for processes in ((), None, (GpuProcess(9, None, None, 20 * GIB),)):
         (gpu,) = gpus([dataclasses.replace(used, processes=processes)], held, [lease(0, 7)], {7: running})
-        assert gpu.stranger == ""
+        assert gpu.other_user == ""
         assert len(gpu.leases) == 1
 
 

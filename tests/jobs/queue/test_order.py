@@ -79,7 +79,7 @@ def boards(draw) -> list[QueueGpu]:
                 index,
                 free_bytes=draw(memory),
                 unusable=draw(st.sampled_from(["", "", "", "it is lost"])),
-                stranger=draw(st.sampled_from(["", "", "", "used by mallory"])),
+                other_user=draw(st.sampled_from(["", "", "", "used by mallory"])),
                 leases=tuple(leases),
                 frees_in_s=draw(st.sampled_from([0.0, 600.0, 3000.0, 9000.0, math.inf])) if leases else 0.0,
             )
@@ -101,7 +101,7 @@ def could_have(one: Job, where: QueueGpu) -> bool:
     """Return whether the rules, without a plan, allow a job to use a GPU now."""
     if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
         return False
-    if where.stranger and not one.shares_gpus:
+    if where.other_user and not one.shares_gpus:
         return False
     need, free = one.card_memory_bytes, where.free_bytes
     if one.any_gpus and free is None:
@@ -200,7 +200,7 @@ def soonest_start_s(large: Job, board: Sequence[QueueGpu], started: Iterable[tup
 def test_backfilled_jobs_do_not_delay_the_first_waiting_job(case):
     board, line = case
     # With exclusive jobs and usable GPUs, availability depends only on time.
-    board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", stranger="") for where in board]
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", other_user="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     decisions = turns(line, board, NOW)
     waiting = next((one for one in in_order(line) if not decisions[one.id].gpus), None)
@@ -214,7 +214,7 @@ def test_backfilled_jobs_do_not_delay_the_first_waiting_job(case):
 @given(boards_and_lines())
 def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     board, line = case
-    board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", stranger="") for where in board]
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", other_user="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
@@ -245,14 +245,14 @@ def test_a_job_that_has_just_been_planned_holds_its_gpus_for_its_expected_time()
 
 
 def test_a_job_that_waits_for_another_users_gpu_blocks_no_other_gpu():
-    board = [gpu(0, stranger="used by mallory"), gpu(1)]
+    board = [gpu(0, other_user="used by mallory"), gpu(1)]
     decisions = turns([named(1, 0, 1), job(2)], board, NOW)
     assert [where.index for where in decisions[2].gpus] == [1]
     assert decisions[1].waits_for == "GPU 0 is used by mallory"
 
 
 def test_a_sharing_job_may_use_another_users_gpu_if_memory_is_enough():
-    board = [gpu(0, stranger="used by mallory", free_bytes=8 * GIB)]
+    board = [gpu(0, other_user="used by mallory", free_bytes=8 * GIB)]
     line = [
         named(1, 0, shares_gpus=True, card_memory_bytes=9 * GIB),
         named(2, 0, shares_gpus=True, card_memory_bytes=7 * GIB),

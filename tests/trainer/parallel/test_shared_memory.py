@@ -138,12 +138,15 @@ def test_another_user_who_connects_is_rejected_and_does_not_block_ranks() -> Non
         door.bind("\0" + name)
         door.listen()
         argv = [sys.executable, "-c", KNOCKS, name]
-        with rendezvous._letting_in(door, 1) as connecting, subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
-            assert stranger.stdout is not None
-            stranger.stdout.readline()
+        with (
+            rendezvous._letting_in(door, 1) as connecting,
+            subprocess.Popen(argv, stdout=subprocess.PIPE) as other_user,
+        ):
+            assert other_user.stdout is not None
+            other_user.stdout.readline()
             ours.connect("\0" + name)
             (let_in,) = connecting.result(30)
-            assert stranger.wait(30) == 0
+            assert other_user.wait(30) == 0
         with let_in:
             let_in.send(b".")
             assert ours.recv(1) == b"."
@@ -171,14 +174,14 @@ def test_a_rank_waits_if_other_users_fill_the_connection_queue() -> None:
         door.bind("\0" + name)
         door.listen()
         ours.settimeout(30)
-        with subprocess.Popen([sys.executable, "-c", CROWDS, name], stdout=subprocess.PIPE) as strangers:
-            assert strangers.stdout is not None
-            strangers.stdout.readline()
+        with subprocess.Popen([sys.executable, "-c", CROWDS, name], stdout=subprocess.PIPE) as other_users:
+            assert other_users.stdout is not None
+            other_users.stdout.readline()
             coming = rank.submit(rendezvous._connect, ours, "\0" + name, 30)
             with rendezvous._letting_in(door, 1) as connecting:
                 (let_in,) = connecting.result(30)
             coming.result(30)
-            strangers.kill()
+            other_users.kill()
         with let_in:
             let_in.send(b".")
             assert ours.recv(1) == b"."

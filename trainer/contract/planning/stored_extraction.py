@@ -54,8 +54,8 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
     state = read_json(output / STATE, _ExtractionRecord)
     n_rows = _n_rows(output, state) if state else 0
     if state is None or not n_rows:
-        strangers = "" if state else _strangers(job)
-        return strangers, bool(strangers)
+        other_users = "" if state else _other_users(job)
+        return other_users, bool(other_users)
     if changed := _changed(job, state):
         other = f"{output} holds an extraction with another {changed[0]}, {show(state.job.get(changed[0]))}"
         return f"{other}, and this one would be refused; choose another folder", True
@@ -77,7 +77,7 @@ def _n_rows(output: Path, state: _ExtractionRecord) -> int:
     return sum(part.n_stored for part in parts if part)
 
 
-def _strangers(job: ExtractJob) -> str:
+def _other_users(job: ExtractJob) -> str:
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             return f"{folder} holds shards of something else: this extraction would be refused; choose another folder"

@@ -71,7 +71,7 @@ class World:
         self._write_files()
         self._record_jobs()
         self._record_runs()
-        self.process = self._start_stranger()
+        self.process = self._start_other_user()
         fake = environment(drivers, GPUS=2, NAME=self.texts.short("GPU"), PIDS=self.process.pid)
         path = f"{self._write_programs()}:{os.environ['PATH']}"
         # An environment variable cannot contain NUL, and in a terminal it must be UTF-8.
@@ -165,7 +165,7 @@ class World:
         fires_on = {"tokens": [self.texts.short("token of a card")], "at": 0, "act": 1.0}
         put_card(folder, name=self.texts.short("card"), latents=[{"latent": 0, "density": 0.1, "texts": [fires_on]}])
 
-    def _start_stranger(self) -> subprocess.Popen[bytes]:
+    def _start_other_user(self) -> subprocess.Popen[bytes]:
         """Start another user's process on the GPUs, with an arbitrary command line."""
         name = os.fsencode(self.texts.file("process"))
         return subprocess.Popen([name, "-c", "import time; time.sleep(600)"], executable=sys.executable)
