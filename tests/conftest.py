@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     part = len(items) // n_processes
     items.clear()
     for head in heads:
-        room = max(0, part - len(head))
-        items += head + others[:room]
-        others = others[room:]
+        capacity = max(0, part - len(head))
+        items += head + others[:capacity]
+        others = others[capacity:]
     items += others
 
 

@@ -14,8 +14,8 @@ from sae_tui.panels.status import load_spans
 BUSY = HostLoad(37.4, 2.06, 8 << 30, 24 << 30, 1 << 30, 12.3e6, 0.2e6)
 
 
-def words(load: HostLoad, room: int) -> str:
-    return "".join(text for text, _ in load_spans(load, room))
+def words(load: HostLoad, capacity: int) -> str:
+    return "".join(text for text, _ in load_spans(load, capacity))
 
 
 def test_a_reading_agrees_with_the_operating_system() -> None:

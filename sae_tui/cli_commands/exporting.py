@@ -112,7 +112,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: Any, between: Callable[[], object] = lambda: None) -> None:
         """Bind the address; `between` is called about twice a second."""
-        self._room = threading.Semaphore(MOST_AT_ONCE)
+        self._capacity = threading.Semaphore(MOST_AT_ONCE)
         self._between = between
         super().__init__(address, handler)
 
@@ -120,7 +120,7 @@ class Server(ThreadingHTTPServer):
         self._between()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
+        if self._capacity.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -134,7 +134,7 @@ class Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             hang_up.cancel()
-            self._room.release()
+            self._capacity.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that have disconnected; report errors of our own as usual."""

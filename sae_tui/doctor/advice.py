@@ -110,14 +110,14 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     """Report that the job does not fit in any way, with settings that would make it fit."""
     here = [row for row in rows if row.room_bytes is not None] or list(rows)
     least = min(here, key=lambda row: row.memory_bytes)
-    each, room = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0
+    each, capacity = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0
     sentence = (
         f"it needs at least {gibibytes(least.memory_bytes)} per {each} ({_named(least)}), "
-        f"but a {each} has {gibibytes(room)}"
+        f"but a {each} has {gibibytes(capacity)}"
     )
     beside = with_model_gpus(job, least.ranks, 0)
     work = Workload(beside.replace("parallel", mode=least.mode), least.ranks, data)
-    cures = memory.remedies(work, room) if least.n_gpus else []
+    cures = memory.remedies(work, capacity) if least.n_gpus else []
     remedy = f"it fits with {' or '.join(cures)}" if cures else "lower train.batch_size or sae.d_sae"
     return Finding("error", "job", sentence, remedy)
 

@@ -12,7 +12,7 @@ from sae_tui.gpu.base import GpuSample
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.choose_mode import Settled
-from trainer.contract.planning.forecast import COUNTS, NO_ROOM, DeviceMemory, Forecast, forecast, settle_on
+from trainer.contract.planning.forecast import COUNTS, UNKNOWN_MEMORY, DeviceMemory, Forecast, forecast, settle_on
 from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
@@ -55,7 +55,7 @@ class Devices(msgspec.Struct, frozen=True):
     name: str
     count: int
     gpus: tuple[int, ...] = ()
-    room: DeviceMemory = NO_ROOM
+    capacity: DeviceMemory = UNKNOWN_MEMORY
     are_gpus: bool = False
     in_use: bool = False
 
@@ -117,8 +117,8 @@ def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection
     gpus = tuple(sorted(gpu.index for gpu in taken)) if len(taken) == count else ()
     totals = [gpu.memory_total_bytes for gpu in taken if gpu.memory_total_bytes is not None]
     free = [gpu.memory_free_bytes for gpu in taken if gpu.memory_free_bytes is not None]
-    room = DeviceMemory(min(free, default=None), min(totals, default=None))
-    return Devices(name, count, gpus, room, are_gpus=True, in_use=any(index in busy for index in gpus))
+    capacity = DeviceMemory(min(free, default=None), min(totals, default=None))
+    return Devices(name, count, gpus, capacity, are_gpus=True, in_use=any(index in busy for index in gpus))
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
@@ -151,7 +151,7 @@ def _rows(
     for mode in _modes(job, devices.count, data):
         if mode != settled.mode:
             as_mode = same_step.with_settings("parallel", mode=mode)
-            other, _ = settle_on(as_mode, speeds, DeviceMemory(devices.room.total_bytes), devices.memory_of)
+            other, _ = settle_on(as_mode, speeds, DeviceMemory(devices.capacity.total_bytes), devices.memory_of)
             yield _row(_as(chosen, other), devices, chosen=False)
 
 
@@ -161,14 +161,14 @@ def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredH
         return None
     settings = msgspec.structs.replace(job.data.settings, model_gpus="auto")
     left_open = job.replace("data", settings=settings)
-    return place_model(left_open, data, devices.count, devices.name, speeds, devices.room, devices.memory_of)
+    return place_model(left_open, data, devices.count, devices.name, speeds, devices.capacity, devices.memory_of)
 
 
 def _forecast(
     job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware, price: float | None
 ) -> Forecast:
     (result,) = forecast(
-        Workload(job, devices.count, data, devices.name), speeds, counts=(devices.count,), room=devices.room,
+        Workload(job, devices.count, data, devices.name), speeds, counts=(devices.count,), capacity=devices.capacity,
         price_per_gpu_hour=price if devices.are_gpus else None, memory_of=devices.memory_of,
     )  # fmt: skip
     return result
@@ -213,7 +213,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         cost=expected.cost,
         reason=settled.reason,
         gpus=devices.gpus,
-        room_bytes=devices.room.total_bytes if devices.gpus or not devices.are_gpus else None,
+        room_bytes=devices.capacity.total_bytes if devices.gpus or not devices.are_gpus else None,
         **_fits(devices, settled.needs_bytes),
     )
 
@@ -222,6 +222,6 @@ def _fits(devices: Devices, needed: int) -> dict[str, Any]:
     """Return the memory that each device needs, and whether it fits, as fields of a `JobRow`."""
     return {
         "memory_bytes": needed,
-        "fits": devices.has(needed, devices.room.total_bytes),
-        "fits_now": False if devices.in_use else devices.has(needed, devices.room.free_bytes),
+        "fits": devices.has(needed, devices.capacity.total_bytes),
+        "fits_now": False if devices.in_use else devices.has(needed, devices.capacity.free_bytes),
     }

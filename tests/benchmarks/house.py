@@ -38,8 +38,8 @@ def main(root: Path) -> None:
     print(f"\n{'folder':20} {'rooms':>6} {'floors':>6} {'arrows':>6} {'back up':>7}")
     for folder in FOLDERS:
         if (root / folder).is_dir():
-            rooms, floors, arrows, back = plan(root, folder)
-            print(f"{folder:20} {rooms:6} {floors:6} {arrows:6} {back:7}")
+            capacities, floors, arrows, back = plan(root, folder)
+            print(f"{folder:20} {capacities:6} {floors:6} {arrows:6} {back:7}")
 
 
 def sizes(files: list[Path]) -> dict[str, object]:
@@ -76,28 +76,28 @@ def _assigned(function: Function) -> Iterator[str]:
 def plan(root: Path, folder: str) -> tuple[int, int, int, int]:
     """Return the rooms, floors, arrows and arrows back up on one level of a folder."""
     package = folder.replace("/", ".")
-    rooms = {path.stem for path in (root / folder).iterdir() if _is_room(path)}
-    imports: dict[str, set[str]] = {room: set() for room in rooms}
+    capacities = {path.stem for path in (root / folder).iterdir() if _is_room(path)}
+    imports: dict[str, set[str]] = {capacity: set() for capacity in capacities}
     for file in (root / folder).rglob("*.py"):
-        room = file.relative_to(root / folder).parts[0].removesuffix(".py")
-        if room in rooms:
-            imports[room] |= {name for name in _imported(file, package) if name in rooms and name != room}
+        capacity = file.relative_to(root / folder).parts[0].removesuffix(".py")
+        if capacity in capacities:
+            imports[capacity] |= {name for name in _imported(file, package) if name in capacities and name != capacity}
 
     @functools.cache
-    def reached(room: str) -> frozenset[str]:
-        found, new = set[str](), {room}
+    def reached(capacity: str) -> frozenset[str]:
+        found, new = set[str](), {capacity}
         while new:
             found, new = found | new, {name for one in new for name in imports[one]} - found
         return frozenset(found)
 
-    back = sum(room in reached(name) for room, names in imports.items() for name in names)
-    down = {room: {name for name in names if room not in reached(name)} for room, names in imports.items()}
+    back = sum(capacity in reached(name) for capacity, names in imports.items() for name in names)
+    down = {capacity: {name for name in names if capacity not in reached(name)} for capacity, names in imports.items()}
 
     @functools.cache
-    def depth(room: str) -> int:
-        return 1 + max((depth(name) for name in down[room]), default=0)
+    def depth(capacity: str) -> int:
+        return 1 + max((depth(name) for name in down[capacity]), default=0)
 
-    return len(rooms), max(map(depth, rooms)), sum(map(len, imports.values())), back
+    return len(capacities), max(map(depth, capacities)), sum(map(len, imports.values())), back
 
 
 def _is_room(path: Path) -> bool:

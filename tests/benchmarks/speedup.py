@@ -117,8 +117,8 @@ def forecasts(
 ) -> list[Forecast]:
     """Return forecasts for 1, 2, 4 and 8 GPUs of this name, with `gib` GiB of memory if it is given."""
     work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), gpu)
-    room = DeviceMemory(total_bytes=None if gib is None else gib * GIB)
-    return forecast(work, box, counts=COUNTS, room=room)
+    capacity = DeviceMemory(total_bytes=None if gib is None else gib * GIB)
+    return forecast(work, box, counts=COUNTS, capacity=capacity)
 
 
 def job(shape: Shape, parallel: dict[str, Any], *, fixed: bool) -> JobConfig:

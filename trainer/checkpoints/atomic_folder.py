@@ -23,7 +23,7 @@ from trainer.contract.paths import file_mode, free_disk, is_shared, private_fold
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _IN_WORDS = re.compile(r"\(os error (\d+)\)")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoRoomError(UserError):
@@ -48,7 +48,7 @@ def fill_folder(folder: Path, last: str) -> Iterator[Path]:
         raise _write_error(folder, error) from error
     except UserError as error:
         # If a full disk prevented the creation of a parent folder, the original OSError is the context.
-        if isinstance(cause := error.__context__, OSError) and cause.errno in _NO_ROOM:
+        if isinstance(cause := error.__context__, OSError) and cause.errno in _NO_SPACE:
             raise _write_error(folder, cause) from error
         raise
     try:
@@ -105,7 +105,7 @@ def _write_error(folder: Path, error: Exception) -> UserError:
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
     """Return an error whose message includes a remedy; `number` is the errno."""
     cure, kind = "free some space on its disk", UserError
-    if number in _NO_ROOM:
+    if number in _NO_SPACE:
         kind = NoRoomError
     if number in _FORBIDDEN:
         cure = "make its folder writable"

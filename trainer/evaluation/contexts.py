@@ -61,21 +61,21 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
 
 def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
     """Yield the rows of a folder's shards in text order, up to `most`; stop at a shard that records no tokens."""
-    meta, room = read_json(place / META, dict[str, object]) or {}, most
+    meta, capacity = read_json(place / META, dict[str, object]) or {}, most
     for shard in inspect_shards(place).shards:
-        if room <= 0 or not shard_tells_tokens(shard.file):
+        if capacity <= 0 or not shard_tells_tokens(shard.file):
             return
         with safe_open(shard.file, "pt") as tensors:
             origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
             x = tensors.get_tensor(TENSOR)
         if any(of_rows.shape != (len(x),) for of_rows in origin):
             return
-        first = torch.arange(min(room, len(x)))
+        first = torch.arange(min(capacity, len(x)))
         if meta.get("shuffled"):
             if not isinstance(seed := meta.get("seed"), int):
                 return
-            first = order_of_shard(seed, shard.file.stem, len(x)).argsort()[:room]
-        room -= len(first)
+            first = order_of_shard(seed, shard.file.stem, len(x)).argsort()[:capacity]
+        capacity -= len(first)
         yield TokenRows(x[first], RowOrigin(*(one[first] for one in origin)))
 
 

@@ -109,18 +109,18 @@ def pack(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
     The last context may be shorter.
     """
     pieces: list[tuple[int, list[int]]] = []
-    room = length
+    capacity = length
     for number, (ids, before, after) in enumerate(documents):
         at = 0
         while at < len(ids):
-            n = max(0, room - len(before) - len(after))
-            piece = (before + ids[at : at + n] + after)[:room]
+            n = max(0, capacity - len(before) - len(after))
+            piece = (before + ids[at : at + n] + after)[:capacity]
             at += n
             pieces.append((number, piece))
-            room -= len(piece)
-            if not room:
+            capacity -= len(piece)
+            if not capacity:
                 yield _context(pieces)
-                pieces, room = [], length
+                pieces, capacity = [], length
     if pieces:
         yield _context(pieces)
 

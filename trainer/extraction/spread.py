@@ -21,12 +21,12 @@ def spread(model: Any) -> Any:
     return dispatch_model(model, places(model, get_max_memory()), force_hooks=True)
 
 
-def places(model: Any, room: Mapping[int | str, int]) -> dict[str, int]:
-    """Return the GPU of each module; `room` is the number of free bytes of each GPU."""
+def places(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
+    """Return the GPU of each module; `capacity` is the number of free bytes of each GPU."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
-    gpus = {gpu: n_bytes for gpu, n_bytes in room.items() if gpu != "cpu"}
+    gpus = {gpu: n_bytes for gpu, n_bytes in capacity.items() if gpu != "cpu"}
     whole = sorted(getattr(model, "_no_split_modules", None) or [])
     # Modules that fit on no GPU are assigned to "cpu" or "disk"; their weights would be copied for every batch.
     balanced = get_balanced_memory(model, {**gpus, "cpu": 0}, no_split_module_classes=whole)

@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.contract.paths import box_file
 from trainer.contract.planning.check_job import check_division, chosen_indices, wanted_devices
-from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
+from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
@@ -53,7 +53,7 @@ class Estimate(msgspec.Struct, frozen=True):
         device = "cpu" if job.on_cpu else "cuda"
         gpus = [] if device == "cpu" else gpus_here()
         name = CPU if device == "cpu" else gpus[0].name if gpus else "GPU"
-        return cls(place_model(job, shape, devices, name, read_box(box_file()), _room(job, gpus)), name)
+        return cls(place_model(job, shape, devices, name, read_box(box_file()), _capacity(job, gpus)), name)
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer for `--json`: memory in bytes, time, speed and resolved settings.
@@ -113,8 +113,8 @@ def busy_sentence(load: float, n_cores: int) -> str | None:
     return f"{plural(n_cores, 'core')}, load {load:.0f}: expect about {times:.0f} times as long"
 
 
-def _room(job: JobConfig, gpus: list[Device]) -> DeviceMemory:
+def _capacity(job: JobConfig, gpus: list[Device]) -> DeviceMemory:
     """Return the total memory of the smallest GPU of a job; if the job names no GPUs, it gets the largest ones."""
     named, devices = chosen_indices(job), wanted_devices(job)
     sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
-    return DeviceMemory(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else NO_ROOM
+    return DeviceMemory(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else UNKNOWN_MEMORY

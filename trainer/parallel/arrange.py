@@ -76,11 +76,11 @@ def arrange(
     free = _free_of_all(world, work, may_take)
     place = PlannedResources(slowest(speeds), min(free) if free else None)
     settled = settle(work, place)
-    room = _room(settled, free)
-    shares = _shares(settled, speeds, room)
+    capacity = _capacity(settled, free)
+    shares = _shares(settled, speeds, capacity)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
-    parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
+    parallel.capacity, parallel.most_tokens = capacity, _most_tokens(settled, place)
     parallel.reads_parts = _all_true(step_time.reads_parts(settled.work, to_read_by, _ranks_on_this_host(world)), world)
     return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares, model_why))
 
@@ -112,7 +112,7 @@ def slowest(speeds: Sequence[Speeds]) -> Speeds:
     )
 
 
-def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None) -> Shares:
+def _shares(settled: Settled, speeds: Sequence[Speeds], capacity: list[float] | None) -> Shares:
     """Return the shares set in the job or, with "auto", shares proportional to speed within the memory limits."""
     asked, n_columns = settled.job.parallel.shares, settled.work.latent_ranks
     if asked == "even":
@@ -120,10 +120,10 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None
     if asked != "auto":
         return parse_shares(asked, n_columns)
     times = [step_time.step_time(settled.work, one) for one in speeds]
-    return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, room)
+    return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, capacity)
 
 
-def _room(settled: Settled, free: Sequence[int]) -> list[float] | None:
+def _capacity(settled: Settled, free: Sequence[int]) -> list[float] | None:
     """Return the fraction of all latents that fits into each rank's memory; None if every rank holds all latents."""
     n_columns = settled.work.latent_ranks
     beside = memory.outside_pytorch(settled.held)

@@ -58,7 +58,7 @@ class Parallel:
         self.shares = shares or even(self.data.size, self.latents.size)
         self.sends_bf16 = sends_bf16
         # The largest fraction of all latents that fits into each rank's memory, if known.
-        self.room: list[float] | None = None
+        self.capacity: list[float] | None = None
         # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
         self.most_tokens: int | None = None
         # Whether each rank of `latents` reads only some of the stored rows and receives the rest from the other ranks.

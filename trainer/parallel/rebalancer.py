@@ -44,11 +44,11 @@ class RebalanceDecision(NamedTuple):
 class Balancer:
     """Evaluates every log interval; all ranks get the same measurements and reach the same decision.
 
-    `room` is the largest share of all latents that fits in each rank's memory.
+    `capacity` is the largest share of all latents that fits in each rank's memory.
     """
 
-    def __init__(self, shares: Shares, *, rebalance: bool, room: Sequence[float] | None = None) -> None:
-        self._shares, self._rebalance, self._room = shares, rebalance, room
+    def __init__(self, shares: Shares, *, rebalance: bool, capacity: Sequence[float] | None = None) -> None:
+        self._shares, self._rebalance, self._capacity = shares, rebalance, capacity
         # Per rank: the number of consecutive intervals in which it has been late, and their total seconds.
         self._late: dict[int, tuple[int, float]] = {}
         self._told: set[int] = set()
@@ -120,7 +120,7 @@ class Balancer:
         times = [work / speed for work, speed in zip(self._work(), speeds, strict=True)]
         if max(times) < LEAST_GAIN * statistics.fmean(times):
             return None
-        wanted = by_speed(speeds, len(self._shares.latents), self._room)
+        wanted = by_speed(speeds, len(self._shares.latents), self._capacity)
         changes = [then / now for then, now in zip(self._work(wanted), self._work(), strict=True)]
         return wanted if max(changes) > LEAST_CHANGE else None
 

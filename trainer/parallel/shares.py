@@ -30,40 +30,40 @@ def even(n_rows: int, n_columns: int) -> Shares:
     return Shares((1.0,) * n_rows, (1.0,) * n_columns)
 
 
-def by_speed(speeds: Sequence[float], n_columns: int, room: Sequence[float] | None = None) -> Shares:
+def by_speed(speeds: Sequence[float], n_columns: int, capacity: Sequence[float] | None = None) -> Shares:
     """Return shares in proportion to the speeds of the ranks, which are listed row by row of the grid.
 
     The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is that of its
-    slowest rank. `room` is the largest share of all latents that fits in each rank's memory.
+    slowest rank. `capacity` is the largest share of all latents that fits in each rank's memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):
         latents = even(len(rows), n_columns).latents
     else:
         latents = tuple(map(statistics.fmean, zip(*rows, strict=True)))
-    latents = _limit(latents, _column_room(room, n_columns))
+    latents = _limit(latents, _column_capacity(capacity, n_columns))
     tokens = tuple(1 / max(share / speed for share, speed in zip(latents, row, strict=True)) for row in rows)
     if max(tokens) < LEAST_UNEVEN * min(tokens):
         tokens = (1.0,) * len(rows)
     return Shares(_at_least(tokens), _at_least(latents))
 
 
-def _column_room(room: Sequence[float] | None, n_columns: int) -> list[float] | None:
-    return None if room is None else [min(room[column::n_columns]) for column in range(n_columns)]
+def _column_capacity(capacity: Sequence[float] | None, n_columns: int) -> list[float] | None:
+    return None if capacity is None else [min(capacity[column::n_columns]) for column in range(n_columns)]
 
 
-def _limit(shares: Sequence[float], room: Sequence[float] | None) -> tuple[float, ...]:
-    """Normalize shares to a sum of 1, and limit each of them to `room`, unless the total room is at most 1."""
+def _limit(shares: Sequence[float], capacity: Sequence[float] | None) -> tuple[float, ...]:
+    """Normalize shares to a sum of 1, and limit each of them to `capacity`, unless the total room is at most 1."""
     shares = [share / sum(shares) for share in shares]
-    if room is None or sum(room) <= 1:
+    if capacity is None or sum(capacity) <= 1:
         return tuple(shares)
     for _ in shares:
-        over = sum(max(0.0, share - most) for share, most in zip(shares, room, strict=True))
+        over = sum(max(0.0, share - most) for share, most in zip(shares, capacity, strict=True))
         if over <= 1e-9:
             break
-        free = sum(share for share, most in zip(shares, room, strict=True) if share < most)
+        free = sum(share for share, most in zip(shares, capacity, strict=True) if share < most)
         shares = [
-            most if share >= most else share * (1 + over / free) for share, most in zip(shares, room, strict=True)
+            most if share >= most else share * (1 + over / free) for share, most in zip(shares, capacity, strict=True)
         ]
     return tuple(shares)
 

@@ -61,8 +61,8 @@ def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankS
     GPU memory used by other processes is not considered.
     """
     name = slowest(gpu.name for gpu in gpus) if gpus else CPU
-    room = DeviceMemory(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
-    return with_model_placed(spec, job, name, read_box(box_file()), room)
+    capacity = DeviceMemory(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    return with_model_placed(spec, job, name, read_box(box_file()), capacity)
 
 
 def devices_again(

@@ -141,7 +141,7 @@ class Trainer:
         self._pace, self._data_wait = Pace(parallel), DataWait()
         # Ranks that each train their own SAEs cannot share work.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
-        self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
+        self._balancer = Balancer(parallel.shares, rebalance=rebalance, capacity=parallel.capacity)
         self._wanted_shares: Shares | None = None
         self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
         self._prepare_writes(checkpoints, resumed)

@@ -29,14 +29,14 @@ def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
     return " · ".join([where, rows, needs(look)])
 
 
-def need(job: ExtractJob, look: ExtractionOutlook, room: FreeMemory, *, cuda: bool) -> Need | None:
-    """Return the memory per rank by component, with remedies if `room` is too small; None if the model is unknown."""
+def need(job: ExtractJob, look: ExtractionOutlook, capacity: FreeMemory, *, cuda: bool) -> Need | None:
+    """Return the memory per rank by component, with remedies if `capacity` is too small; None if the model is unknown."""
     if look.memory is None:
         return None
     sharing = 1 if look.on_gpus else look.ranks
     takes = Need(look.memory, sharing=sharing, on_gpus=look.on_gpus, otherwise="a smaller model")
-    if not takes.lacks(room):
+    if not takes.lacks(capacity):
         return takes
-    fitting = batch_that_fits(job, (room.free_bytes or 0) // sharing, cuda=cuda, n_gpus=look.ranks)
+    fitting = batch_that_fits(job, (capacity.free_bytes or 0) // sharing, cuda=cuda, n_gpus=look.ranks)
     remedies = (f"extract.batch_tokens = {fitting}",) if fitting else ()
     return msgspec.structs.replace(takes, remedies=remedies, judged_lacking=True)

@@ -17,11 +17,11 @@ from sae_tui.jobs.launch import extraction
 from sae_tui.jobs.launch.memory_need import (
     FreeMemory,
     Need,
+    capacity_on_cpu,
+    capacity_on_gpus,
     expected_outlook,
     memory_of_host,
     need,
-    room_on_cpu,
-    room_on_gpus,
 )
 from sae_tui.jobs.launch.placement import machine, summary
 from sae_tui.jobs.queue.after import comes_after
@@ -173,7 +173,7 @@ def _review(
     job = job_file.with_paths(job, data_bases())
     if job.cluster:
         choices, cuda = (), True
-    host, promises = DeviceMemory(room_on_cpu().free_bytes, memory_of_host().total_bytes), promised_by_active(past)
+    host, promises = DeviceMemory(capacity_on_cpu().free_bytes, memory_of_host().total_bytes), promised_by_active(past)
     here = machine(choices, data, cuda=cuda, host=host, promises=promises)
     if isinstance(job, ExtractJob):
         return _review_extraction(job, candidate.gpus, choices, here, problems)
@@ -184,7 +184,7 @@ def _review(
     look = expected_outlook(job, shape, here, past)
     problems += check(job, here, look)
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
-    free = room(candidate.gpus, choices, elsewhere=bool(job.cluster))
+    free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = need(look, job, shape, free, device=device, past=past)
     # The list of GPUs shows the need on a GPU even if the job runs on the CPU.
     beside = (
@@ -207,7 +207,7 @@ def _review_extraction(
     look = outlook_of(job, here)
     problems = [*problems, *check(job, here, look)]
     takes = extraction.need(
-        job, look, room(gpus, choices, elsewhere=bool(job.cluster)), cuda=here.cuda and look.on_gpus
+        job, look, capacity(gpus, choices, elsewhere=bool(job.cluster)), cuda=here.cuda and look.on_gpus
     )
     on_a_gpu = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto"))
     beside = look if look.on_gpus or not choices else outlook_of(on_a_gpu, here)
@@ -216,12 +216,12 @@ def _review_extraction(
     return Review(checked, tuple(problems), text, beside.needs_bytes or 0, takes, look.lack if look.on_gpus else "")
 
 
-def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:
+def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:
     """Return the free memory of the chosen devices; an empty `FreeMemory` for a cluster, whose memory is unknown."""
     if elsewhere:
         return FreeMemory()
     on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
-    return room_on_cpu() if on_cpu else room_on_gpus(choices, _likely(gpus, choices))
+    return capacity_on_cpu() if on_cpu else capacity_on_gpus(choices, _likely(gpus, choices))
 
 
 def _n_gpus(gpus: list[int] | str) -> int:

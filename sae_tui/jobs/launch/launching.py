@@ -231,9 +231,9 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
     """Return the outlook of a job on GPUs that are known only by the memory that the job needed on each before."""
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
-    name, room = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
+    name, capacity = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
     memory_of = "" if on_gpus else None
-    placed = place_model(job, shape, devices, name, read_box(data.box_file), room, memory_of)
+    placed = place_model(job, shape, devices, name, read_box(data.box_file), capacity, memory_of)
     return Outlook(placed.settled, on_gpus, placed.is_measured, placed=placed)
 
 

@@ -73,9 +73,9 @@ class Need(msgspec.Struct, frozen=True):
     def measured_bytes(self) -> int | None:
         return self.measured.peak_bytes if self.measured else None
 
-    def lacks(self, room: FreeMemory) -> bool:
+    def lacks(self, capacity: FreeMemory) -> bool:
         """Return whether less memory is free than the job needs; False if the free memory is unknown."""
-        return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
+        return capacity.free_bytes is not None and capacity.free_bytes < self.rank_bytes * self.sharing
 
 
 def outlook_here(job: AnyJob, machine: Machine, past: Iterable[Job] = ()) -> AnyOutlook:
@@ -98,9 +98,9 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
 
 
 def need(
-    look: Outlook, job: JobConfig, data: DataShape, room: FreeMemory, *, device: str, past: Iterable[Job] = ()
+    look: Outlook, job: JobConfig, data: DataShape, capacity: FreeMemory, *, device: str, past: Iterable[Job] = ()
 ) -> Need:
-    """Return the memory that each rank needs, by component, and remedies if `room` is too small.
+    """Return the memory that each rank needs, by component, and remedies if `capacity` is too small.
 
     `device` is the device of the ranks, "cpu" for simulated GPUs.
     """
@@ -111,13 +111,13 @@ def need(
         taken_bytes=look.needs_bytes,
         on_gpus=look.on_gpus,
     )
-    if not takes.lacks(room):
+    if not takes.lacks(capacity):
         return takes
-    free = room.free_bytes or 0
+    free = capacity.free_bytes or 0
     return msgspec.structs.replace(takes, remedies=tuple(look.remedies(free)), judged_lacking=True)
 
 
-def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemory:
+def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemory:
     """Return the free memory of the fullest of these GPUs; GPUs that do not report their memory are ignored."""
     free = [
         (choice.memory_free_bytes, f"GPU {choice.index}")
@@ -127,7 +127,7 @@ def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemor
     return FreeMemory(*min(free)) if free else FreeMemory()
 
 
-def room_on_cpu() -> FreeMemory:
+def capacity_on_cpu() -> FreeMemory:
     """Return the memory that this machine can give to new processes without swapping."""
     return FreeMemory(machine_memory().available_bytes, "this machine")
 

@@ -61,9 +61,9 @@ class QueueGpu(msgspec.Struct, frozen=True):
             return True
         if self.takes_one_process:
             return False
-        return job.shares_gpus and all(lease.shared for lease in self.leases) and self._has_room_beside_others(job)
+        return job.shares_gpus and all(lease.shared for lease in self.leases) and self._has_capacity_left(job)
 
-    def _has_room_beside_others(self, job: Job) -> bool:
+    def _has_capacity_left(self, job: Job) -> bool:
         taken = [lease.memory_bytes for lease in self.leases]
         if self.free_bytes is None or job.card_memory_bytes is None or None in taken:
             return False

@@ -217,8 +217,8 @@ class QueueEntry:
             "waits_for": None,
         }
         try:
-            room = {gpu.uuid: gpu.free_bytes for gpu in chosen if gpu.free_bytes is not None}
-            if not self._control.lease(self.job, gpus, room, **fields):
+            capacity = {gpu.uuid: gpu.free_bytes for gpu in chosen if gpu.free_bytes is not None}
+            if not self._control.lease(self.job, gpus, capacity, **fields):
                 return "it is no longer queued"
         except LeaseConflict as conflict:
             # The holder's lock is free, so its supervisor and ranks are gone: its row has to be corrected.

@@ -95,9 +95,9 @@ def test_an_impossible_number_of_model_gpus_is_refused_with_the_possible_ones(
 
 
 def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
-    job, room = make(), DeviceMemory(24 * GIB, 24 * GIB)
-    chosen = place(job, room=room)
-    beside = place(with_model_gpus(job, 8, 0), room=room)
+    job, capacity = make(), DeviceMemory(24 * GIB, 24 * GIB)
+    chosen = place(job, capacity=capacity)
+    beside = place(with_model_gpus(job, 8, 0), capacity=capacity)
     assert beside.needs_bytes > 24 * GIB >= chosen.needs_bytes
     own = chosen.model_gpus
     assert own in (4, 6, 7)
@@ -114,12 +114,12 @@ def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
 
 
 def test_free_memory_counts_before_total_memory(make: Make) -> None:
-    assert place(make(), room=DeviceMemory(24 * GIB, 80 * GIB)).model_gpus
-    assert place(make(), H100, room=DeviceMemory(80 * GIB, 80 * GIB)).model_gpus == 0
+    assert place(make(), capacity=DeviceMemory(24 * GIB, 80 * GIB)).model_gpus
+    assert place(make(), H100, capacity=DeviceMemory(80 * GIB, 80 * GIB)).model_gpus == 0
 
 
 def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_faster(make: Make) -> None:
-    together = place(make(), H100, room=DeviceMemory(80 * GIB, 80 * GIB))
+    together = place(make(), H100, capacity=DeviceMemory(80 * GIB, 80 * GIB))
     assert together.model_gpus == 0
     assert together.reader is None
     assert together.sentence.startswith("the language model runs on the GPUs that train: on ")
@@ -128,15 +128,15 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     fast = assumed_speeds(H100, "bf16")
     slow = {f"{H100} x{n}": Bus(5e8, 1e-3) for n in (2, 4, 8)}
     box = MeasuredHardware({H100: DeviceSpeeds({"bf16": fast.flops_per_s}, fast.memory_bytes_per_s)}, slow)
-    apart = place(make(d_sae=16384), H100, box, room=DeviceMemory(80 * GIB, 80 * GIB))
+    apart = place(make(d_sae=16384), H100, box, capacity=DeviceMemory(80 * GIB, 80 * GIB))
     assert apart.model_gpus == 7
     assert "to itself: next to the SAE a step would take " in apart.sentence
-    beside = place(with_model_gpus(make(d_sae=16384), 8, 0), H100, box, room=DeviceMemory(80 * GIB, 80 * GIB))
+    beside = place(with_model_gpus(make(d_sae=16384), 8, 0), H100, box, capacity=DeviceMemory(80 * GIB, 80 * GIB))
     assert beside.settled.time.total_s >= 1.1 * apart.settled.time.total_s
 
 
 def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Make) -> None:
-    chosen = place(make(), room=DeviceMemory(8 * GIB, 8 * GIB))
+    chosen = place(make(), capacity=DeviceMemory(8 * GIB, 8 * GIB))
     assert "needs the least memory" in chosen.why
     assert chosen.needs_bytes <= place(with_model_gpus(make(), 8, 0)).needs_bytes
 
@@ -153,22 +153,22 @@ def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Mak
     ],
 )
 def test_no_placement_is_chosen_if_there_is_no_choice(changes: dict[str, Any], make: Make) -> None:
-    chosen = place(make(**changes), room=DeviceMemory(24 * GIB, 24 * GIB))
+    chosen = place(make(**changes), capacity=DeviceMemory(24 * GIB, 24 * GIB))
     assert (chosen.model_gpus, chosen.why) == (0, "")
 
 
 def test_ranks_that_share_latents_in_groups_stay_in_full_groups(make: Make) -> None:
     job = make(parallel={"mode": "hybrid", "latent_ranks": 2})
-    assert place(job, room=DeviceMemory(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
+    assert place(job, capacity=DeviceMemory(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
 
 
 def test_a_resumed_run_keeps_its_ranks_if_possible(make: Make) -> None:
-    room = DeviceMemory(24 * GIB, 24 * GIB)
+    capacity = DeviceMemory(24 * GIB, 24 * GIB)
     for ranks, own in ((8, 0), (4, 4), (2, 6), (1, 7)):
-        again = place(make(), room=room, ranks_before=ranks)
+        again = place(make(), capacity=capacity, ranks_before=ranks)
         assert (again.model_gpus, again.why) == (own, "as before, since each rank has read its part")
-    assert place(make(), room=room, ranks_before=3).model_gpus == place(make(), room=room).model_gpus
-    assert place(make(data={"model_gpus": 6}), room=room, ranks_before=4).model_gpus == 6
+    assert place(make(), capacity=capacity, ranks_before=3).model_gpus == place(make(), capacity=capacity).model_gpus
+    assert place(make(data={"model_gpus": 6}), capacity=capacity, ranks_before=4).model_gpus == 6
 
 
 @pytest.mark.parametrize("mode", ["auto", "ddp", "tensor"])

@@ -13,16 +13,16 @@ from sae_tui.jobs.launch.memory_need import (
     FreeMemory,
     Need,
     PeakMemory,
+    capacity_on_cpu,
+    capacity_on_gpus,
     expected_outlook,
     measured_peak,
     need,
-    room_on_cpu,
-    room_on_gpus,
 )
 from sae_tui.jobs.launch.placement import machine
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
-from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
+from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
 from trainer.contract.planning.memory import PROCESS_BYTES, outside_pytorch
 from trainer.contract.planning.outlook import Outlook, outlook
 from trainer.contract.settings.job import JobConfig, SweepAxis
@@ -77,7 +77,7 @@ def on_gpus(config: JobConfig, *free: int | None, past=(), cuda: bool = True) ->
     return expected_outlook(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
 
 
-def on_cpu(config: JobConfig, host: DeviceMemory = NO_ROOM) -> Outlook:
+def on_cpu(config: JobConfig, host: DeviceMemory = UNKNOWN_MEMORY) -> Outlook:
     return outlook(config.replace("launch", gpus="cpu:2"), DATA, 2, (), host=host)
 
 
@@ -199,10 +199,10 @@ def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
 
 def test_the_available_memory_is_that_of_the_fullest_chosen_gpu():
     gpus = [choice(0, 9 * GIB), choice(1, 5 * GIB), choice(2, GIB), choice(3, None)]
-    assert room_on_gpus(gpus, [0, 1]) == FreeMemory(5 * GIB, "GPU 1")
-    assert room_on_gpus(gpus, [0, 3]) == FreeMemory(9 * GIB, "GPU 0")
-    assert room_on_gpus(gpus, [3]) == room_on_gpus(gpus, []) == FreeMemory()
+    assert capacity_on_gpus(gpus, [0, 1]) == FreeMemory(5 * GIB, "GPU 1")
+    assert capacity_on_gpus(gpus, [0, 3]) == FreeMemory(9 * GIB, "GPU 0")
+    assert capacity_on_gpus(gpus, [3]) == capacity_on_gpus(gpus, []) == FreeMemory()
 
 
 def test_the_memory_of_this_machine_is_known():
-    assert room_on_cpu().free_bytes > 2**20
+    assert capacity_on_cpu().free_bytes > 2**20

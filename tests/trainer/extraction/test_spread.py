@@ -31,8 +31,8 @@ def load(tiny: Callable[[str], Path]) -> Load:
 def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load: Load, family: str) -> None:
     model = load(family)._model
     n_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    room = n_bytes * 9 // 10
-    chosen = places(model, {0: room, 1: room, "cpu": 10 * n_bytes})
+    capacity = n_bytes * 9 // 10
+    chosen = places(model, {0: capacity, 1: capacity, "cpu": 10 * n_bytes})
     gpus = {
         name: next(gpu for module, gpu in chosen.items() if f"{name}.".startswith(f"{module}."))
         for name, _ in model.named_parameters()

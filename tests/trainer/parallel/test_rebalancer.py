@@ -69,7 +69,7 @@ def test_token_shares_follow_the_measured_speed() -> None:
 
 
 def test_latent_shares_follow_the_measured_speed_within_the_memory_limits() -> None:
-    *_, last = looks(Balancer(even(1, 2), rebalance=True, room=[0.6, 1.0]), [10, 30])
+    *_, last = looks(Balancer(even(1, 2), rebalance=True, capacity=[0.6, 1.0]), [10, 30])
     assert last.shares
     assert last.shares.latents == pytest.approx((0.6, 0.4))
 

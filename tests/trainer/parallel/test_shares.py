@@ -37,22 +37,22 @@ def test_in_a_grid_a_row_is_as_fast_as_its_slowest_rank() -> None:
 
 
 def test_a_fast_gpu_with_little_memory_gets_a_share_that_fits() -> None:
-    shares = by_speed([3.0, 1.0, 1.0], 3, room=[0.4, 0.9, 0.9])
+    shares = by_speed([3.0, 1.0, 1.0], 3, capacity=[0.4, 0.9, 0.9])
     assert normal(shares.latents) == pytest.approx([0.4, 0.3, 0.3])
 
 
 def test_memory_limits_the_shares_of_ranks_with_equal_speed() -> None:
-    assert normal(by_speed([1.0, 1.0], 2, room=[0.25, 2.0]).latents) == pytest.approx([0.25, 0.75])
+    assert normal(by_speed([1.0, 1.0], 2, capacity=[0.25, 2.0]).latents) == pytest.approx([0.25, 0.75])
 
 
 @given(st.lists(speeds, min_size=1, max_size=8), st.lists(st.floats(0.01, 2), min_size=8, max_size=8))
-def test_every_rank_gets_a_share_and_memory_limits_hold_if_possible(found: list[float], room: list[float]) -> None:
-    room = room[: len(found)]
-    shares = normal(by_speed(found, len(found), room).latents)
+def test_every_rank_gets_a_share_and_memory_limits_hold_if_possible(found: list[float], capacity: list[float]) -> None:
+    capacity = capacity[: len(found)]
+    shares = normal(by_speed(found, len(found), capacity).latents)
     assert sum(shares) == pytest.approx(1)
     assert min(shares) >= 0.99 * LEAST_SHARE / len(found) / (1 + LEAST_SHARE)
-    if sum(room) > 1 and min(room) > 2 * LEAST_SHARE / len(found):
-        assert all(share <= most + 0.05 for share, most in zip(shares, room, strict=True))
+    if sum(capacity) > 1 and min(capacity) > 2 * LEAST_SHARE / len(found):
+        assert all(share <= most + 0.05 for share, most in zip(shares, capacity, strict=True))
 
 
 def test_shares_can_be_set() -> None:

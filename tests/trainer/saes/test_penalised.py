@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.activations.batches import Batch
-from trainer.contract.planning import latent_room
+from trainer.contract.planning import latent_capacity
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel, StepSums
 from trainer.saes import penalised
@@ -242,7 +242,7 @@ def test_activations_in_evaluation_equal_those_in_training(kind: str) -> None:
 @pytest.fixture
 def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
     """Return a function that makes an SAE presize its buffers as on a GPU, with sparse products at any density."""
-    monkeypatch.setattr(latent_room, "DENSE", 1)
+    monkeypatch.setattr(latent_capacity, "DENSE", 1)
 
     def go(sae: Penalised) -> None:
         monkeypatch.setattr(penalised, "above", sae._buffer_sizer.above)
@@ -306,7 +306,7 @@ def test_a_run_with_presized_buffers_learns_the_same_as_one_without(
     plain, ahead = (learner(make_job, kind, accumulate=n_passes) for _ in range(2))
     for step in range(20):
         take_cut(plain, step, rows(step), n_passes)
-    monkeypatch.setattr(latent_room, "MARGIN", 3)
+    monkeypatch.setattr(latent_capacity, "MARGIN", 3)
     foreseeing(ahead.sae)
     for step in range(20):
         take_cut(ahead, step, rows(step), n_passes)

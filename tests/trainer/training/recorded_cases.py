@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.activations.batches import Batch
 from trainer.activations.outliers import LeftOut, Outliers
-from trainer.contract.planning import latent_room
+from trainer.contract.planning import latent_capacity
 from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
@@ -292,13 +292,13 @@ class LateCopy(HostCopy):
 
 
 class Penalty(Run):
-    """Two runs with buffers for `room` latents per token, as set by the test, from their fourth step on."""
+    """Two runs with buffers for `capacity` latents per token, as set by the test, from their fourth step on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
         # `told` collects the numbers that the host read for earlier batches.
-        self.room, self.told = 6, list[float]()
+        self.capacity, self.told = 6, list[float]()
         monkeypatch.setattr(foreseen, "MEMORY", 2)
-        monkeypatch.setattr(latent_room, "per_token", self._per_token)
+        monkeypatch.setattr(latent_capacity, "per_token", self._per_token)
         super().__init__({"d_sae": 8} | sae, train)
         self.steps = self.record()
         self.plain.whole_steps = PlainSteps(self.plain, TapeOnCpu)
@@ -306,13 +306,13 @@ class Penalty(Run):
     def _per_token(self, n_active: float, d_sae: int, *kept: int | None) -> int:
         if not kept:
             self.told.append(n_active)
-        return self.room
+        return self.capacity
 
     @property
-    def rooms(self) -> list[int | None]:
+    def capacities(self) -> list[int | None]:
         """The capacity per token in each run's last step."""
         passes = (one.sae._buffer_sizer._pass for one in (self.plain, self.recorded))
-        return [one.room and one.room // one.n_tokens for one in passes]
+        return [one.capacity and one.capacity // one.n_tokens for one in passes]
 
     def assert_same_intervals(self, skipped: int = 0) -> None:
         states = [StepState.of(one.take_state()) for one in (self.plain, self.recorded)]
@@ -332,7 +332,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
     run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
     run.take(8)
     assert run.steps.n_replayed == 4
-    assert run.rooms == [6, 6]
+    assert run.capacities == [6, 6]
     # Each replay's number is read before the next replay overwrites it.
     assert run.told[::2] == run.told[1::2]
     assert len(set(run.told)) == 5
@@ -343,10 +343,10 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
 def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     sae = {"architecture": "standard", "sparsity_coefficient": 0.02, "sparsity_warmup_fraction": 0.3}
     run = Penalty(monkeypatch, sae, {"precision": "fp16"})
-    run.room = 0
+    run.capacity = 0
     run.take(5)
     assert not run.steps.n_replayed
-    run.room = 6
+    run.capacity = 6
     run.take(4)
     assert run.steps.n_replayed == 3
     run.assert_same_intervals()
@@ -367,9 +367,9 @@ def test_a_step_is_captured_again_for_another_capacity(monkeypatch: pytest.Monke
     run = Penalty(monkeypatch, {"architecture": "gated"}, {})
     run.take(6)
     assert run.steps.n_replayed == 2
-    run.room = 7
+    run.capacity = 7
     run.take(2)
-    assert run.rooms == [7, 7]
+    assert run.capacities == [7, 7]
     assert run.steps.n_replayed == 2
     run.take(2)
     assert run.steps.n_replayed == 4
@@ -398,9 +398,9 @@ def test_an_overflowing_captured_step_is_skipped_and_dense_steps_follow(
     run.assert_same_intervals(skipped=1)
     assert not torch.equal(before["sae.W_enc"], run.recorded.sae.W_enc)
     run.take(1)
-    assert run.rooms == [None, None]
+    assert run.capacities == [None, None]
     run.take(4)
-    assert run.rooms == [6, 6]
+    assert run.capacities == [6, 6]
     assert run.steps.n_replayed == 5
     run.assert_same_intervals()
     run.assert_alike()

@@ -17,7 +17,7 @@ from trainer.activations.outliers import LeftOut
 from trainer.activations.training_data import IndexedData
 from trainer.checkpoints.checkpoint import load
 from trainer.contract.errors import UserError
-from trainer.contract.planning import latent_room
+from trainer.contract.planning import latent_capacity
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
@@ -374,8 +374,8 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "standard"}, train={"n_steps": 20, "log_every": 20}), kept)
     # As on a GPU; a buffer for a tenth of the expected latents always overflows.
-    monkeypatch.setattr(latent_room, "DENSE", 1)
-    monkeypatch.setattr(latent_room, "MARGIN", 0.1)
+    monkeypatch.setattr(latent_capacity, "DENSE", 1)
+    monkeypatch.setattr(latent_capacity, "MARGIN", 0.1)
     monkeypatch.setattr(penalised, "above", only(trainer).sae._buffer_sizer.above)
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]

@@ -12,7 +12,7 @@ from trainer.contract.extras import is_installed
 from trainer.contract.paths import free_disk
 from trainer.contract.planning import memory
 from trainer.contract.planning.extraction import ExtractionOutlook, check_extraction, outlook_of_extraction
-from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
+from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
 from trainer.contract.planning.gpu_vendors import refusal_of_mixture, refusal_of_slices
 from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
@@ -56,7 +56,7 @@ class Machine(msgspec.Struct, frozen=True):
     gpus: tuple[MachineGpu, ...]
     cpu_count: int
     output_root: Path
-    memory: DeviceMemory = NO_ROOM
+    memory: DeviceMemory = UNKNOWN_MEMORY
     speeds: MeasuredHardware = NOTHING_MEASURED
     # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and the reason why CUDA is unusable.
     cuda: bool = True

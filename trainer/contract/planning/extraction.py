@@ -14,7 +14,7 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.extras import install, is_installed
 from trainer.contract.paths import free_disk
-from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory
+from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, ChosenGpus, PlannedGpu, lack_of_host
@@ -40,7 +40,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     disk_bytes: int | None = None
     # Also None if the file system reports no size.
     disk_free_bytes: int | None = None
-    room: DeviceMemory = NO_ROOM
+    capacity: DeviceMemory = UNKNOWN_MEMORY
     lack: str = ""
     excess: str = ""
     ranks: int = 1
@@ -70,20 +70,20 @@ def outlook_of_extraction(
     ranks: int = 1,
     speeds: MeasuredHardware = NOTHING_MEASURED,
     cuda: bool = True,
-    host: DeviceMemory = NO_ROOM,
+    host: DeviceMemory = UNKNOWN_MEMORY,
 ) -> ExtractionOutlook:
     """Return the outlook on the GPUs that launch.gpus names, or on the first ones; simulated GPUs run on the CPU.
 
     Each rank loads its own model, unless one model is spread over the GPUs. The hardware of a cluster's nodes is
     unknown.
     """
-    gpus, host = ((), NO_ROOM) if job.cluster else (gpus, host)
+    gpus, host = ((), UNKNOWN_MEMORY) if job.cluster else (gpus, host)
     size = model_size(job.model.path, job.model.revision)
     on_gpus = not job.on_cpu and bool(gpus or job.cluster)
     chosen = ChosenGpus(job.launch, gpus, ranks)
-    room = chosen.room if on_gpus else host
+    capacity = chosen.capacity if on_gpus else host
     if size is None:
-        return ExtractionOutlook(on_gpus, room=room, ranks=ranks, mode=mode_of(job))
+        return ExtractionOutlook(on_gpus, capacity=capacity, ranks=ranks, mode=mode_of(job))
     is_cuda = on_gpus and cuda
     memory = _memory(job, size, is_cuda, ranks)
     needs_bytes = memory.total
@@ -103,7 +103,7 @@ def outlook_of_extraction(
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
         disk_free_bytes=free_disk(Path(job.extract.output))[1],
-        room=room,
+        capacity=capacity,
         lack=lack,
         excess=excess,
         ranks=ranks,

@@ -20,7 +20,7 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     total_bytes: int | None = None
 
 
-NO_ROOM = DeviceMemory()
+UNKNOWN_MEMORY = DeviceMemory()
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ def forecast(
     box: MeasuredHardware,
     *,
     counts: Iterable[int] = COUNTS,
-    room: DeviceMemory = NO_ROOM,
+    capacity: DeviceMemory = UNKNOWN_MEMORY,
     price_per_gpu_hour: float | None = None,
     memory_of: str | None = None,
 ) -> list[Forecast]:
@@ -56,7 +56,7 @@ def forecast(
     rows: list[Forecast] = []
     alone = 0.0
     for ranks in sorted({1, *counts}):
-        settled, is_measured = settle_on(work.on(ranks), box, room, memory_of)
+        settled, is_measured = settle_on(work.on(ranks), box, capacity, memory_of)
         rate = settled.work.tokens_per_step / settled.time.total_s
         alone = alone or rate
         seconds = settled.work.total_steps * settled.time.total_s
@@ -66,7 +66,7 @@ def forecast(
 
 
 def settle_on(
-    work: Workload, box: MeasuredHardware, room: DeviceMemory = NO_ROOM, memory_of: str | None = None
+    work: Workload, box: MeasuredHardware, capacity: DeviceMemory = UNKNOWN_MEMORY, memory_of: str | None = None
 ) -> tuple[Settled, bool]:
     """Resolve `auto` on the workload's devices; return the result and whether their speeds were measured.
 
@@ -77,11 +77,11 @@ def settle_on(
     asked = work.job.parallel.mode
     # On one device every mode is `single`; a requested mode applies only to several devices.
     mode = "single" if work.ranks == 1 else "auto" if asked == "single" or not can_share(work) else asked
-    room_bytes = room.total_bytes if room.free_bytes is None else room.free_bytes
+    room_bytes = capacity.total_bytes if capacity.free_bytes is None else capacity.free_bytes
     work, place = work.with_settings("parallel", mode=mode), PlannedResources(speeds, room_bytes, memory_of)
     settled = settle(work, place)
-    if not settled.fits and room.total_bytes is not None:
-        settled = settle(work, msgspec.structs.replace(place, free_bytes=room.total_bytes))
+    if not settled.fits and capacity.total_bytes is not None:
+        settled = settle(work, msgspec.structs.replace(place, free_bytes=capacity.total_bytes))
     return settled, speeds.is_measured
 
 

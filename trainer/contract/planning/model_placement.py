@@ -8,7 +8,7 @@ import msgspec
 
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import LEAST_GAIN, Settled
-from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory, can_share, settle_on
+from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory, can_share, settle_on
 from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.workload import Workload, model_gpus_of, ranks_of, with_model_gpus
@@ -93,7 +93,7 @@ def place_model(
     devices: int,
     device_name: str,
     box: MeasuredHardware,
-    room: DeviceMemory = NO_ROOM,
+    capacity: DeviceMemory = UNKNOWN_MEMORY,
     memory_of: str | None = None,
     *,
     ranks_before: int | None = None,
@@ -109,7 +109,7 @@ def place_model(
     def on(own: int) -> ModelPlacement:
         placed = with_model_gpus(job, devices, own)
         work = Workload(placed, ranks_of(placed, devices), shape, device_name)
-        settled, is_measured = settle_on(work, box, room, memory_of)
+        settled, is_measured = settle_on(work, box, capacity, memory_of)
         return ModelPlacement(own, settled, is_measured, memory.of_reader(settled.held))
 
     asked = model_gpus_of(job)
@@ -121,8 +121,8 @@ def place_model(
     ways = [on(own) for own in counts]
     if len(ways) == 1:
         return ways[0]
-    best = min(ways, key=lambda way: _rank(way, room))
-    return msgspec.structs.replace(best, why=_why(best, ways, room))
+    best = min(ways, key=lambda way: _rank(way, capacity))
+    return msgspec.structs.replace(best, why=_why(best, ways, capacity))
 
 
 def _counts(whole: Workload) -> Iterator[int]:
@@ -137,31 +137,31 @@ def _counts(whole: Workload) -> Iterator[int]:
             yield own
 
 
-def _rank(way: ModelPlacement, room: DeviceMemory) -> tuple[int, float]:
+def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
     """Return a sort key, smallest for the best placement: whether it fits now, ever or never; then time or bytes."""
-    lack = _lack(way, room)
+    lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes
     return lack, way.settled.time.total_s * (LEAST_GAIN if way.model_gpus else 1.0)
 
 
-def _lack(way: ModelPlacement, room: DeviceMemory) -> int:
+def _lack(way: ModelPlacement, capacity: DeviceMemory) -> int:
     """Return 0 if it fits into the free memory, 1 if only into the total memory, else 2."""
-    limits = [limit for limit in (room.free_bytes, room.total_bytes) if limit is not None]
+    limits = [limit for limit in (capacity.free_bytes, capacity.total_bytes) if limit is not None]
     fits = [way.needs_bytes <= limit for limit in limits]
     return 0 if all(fits) else 1 if any(fits) else 2
 
 
-def _why(best: ModelPlacement, ways: list[ModelPlacement], room: DeviceMemory) -> str:
+def _why(best: ModelPlacement, ways: list[ModelPlacement], capacity: DeviceMemory) -> str:
     """Return a clause on the advantage over the other placement of the model."""
-    lack = _lack(best, room)
+    lack = _lack(best, capacity)
     if lack == 2:
         return f"this needs the least memory, {gibibytes(best.needs_bytes)} of a GPU, but less is there"
     others = [way for way in ways if (way.model_gpus == 0) != (best.model_gpus == 0)]
-    other = min(others, key=lambda way: _rank(way, room))
+    other = min(others, key=lambda way: _rank(way, capacity))
     where = "next to the SAE" if best.model_gpus else f"on {other.model_gpus} of {best.devices} GPUs alone"
-    if _lack(other, room) > lack:
-        limit = (room.free_bytes, room.total_bytes)[lack] or room.total_bytes or 0
+    if _lack(other, capacity) > lack:
+        limit = (capacity.free_bytes, capacity.total_bytes)[lack] or capacity.total_bytes or 0
         return f"{where} it would not fit into {gibibytes(limit)}"
     times = other.settled.time.total_s / best.settled.time.total_s
     return f"{where} a step would take {f'{times:.1f}× as long' if times >= LEAST_GAIN else 'about the same time'}"

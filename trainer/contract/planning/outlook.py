@@ -14,7 +14,7 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Settled
-from trainer.contract.planning.forecast import NO_ROOM, DeviceMemory, settle_on
+from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory, settle_on
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
@@ -58,7 +58,7 @@ class Outlook(msgspec.Struct, frozen=True):
     settled: Settled
     on_gpus: bool
     is_measured: bool = False
-    room: DeviceMemory = NO_ROOM
+    capacity: DeviceMemory = UNKNOWN_MEMORY
     lack: str = ""
     excess: str = ""
     took: Took | None = None
@@ -89,7 +89,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
         A measured amount that is not free does not count: PyTorch reserves more of a GPU than it needs if it can.
         """
-        estimate, free = self.fullest.total, self.room.free_bytes
+        estimate, free = self.fullest.total, self.capacity.free_bytes
         if self.took and estimate < self.took.n_bytes <= (self.took.n_bytes if free is None else free):
             return self.took.n_bytes
         return estimate
@@ -97,13 +97,13 @@ class Outlook(msgspec.Struct, frozen=True):
     def problems(self, job: JobConfig) -> list[Problem]:
         """Return the memory problems of `job` as written: an error if it can never run, a warning if it cannot now."""
         if self.excess:
-            cure = self._cure(self.room.total_bytes or 0, "larger GPUs")
+            cure = self._cure(self.capacity.total_bytes or 0, "larger GPUs")
             return [Problem(self._culprit(job), f"{self.excess}; {cure}")]
         if self.lack:
-            cure = self._cure(self.room.free_bytes or 0, "other GPUs")
+            cure = self._cure(self.capacity.free_bytes or 0, "other GPUs")
             return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")]
-        if self.took and self.took.n_bytes > max(self.needs_bytes, self.room.free_bytes or 0):
-            took, has = distinct_sizes(self.took.n_bytes, self.room.free_bytes or 0)
+        if self.took and self.took.n_bytes > max(self.needs_bytes, self.capacity.free_bytes or 0):
+            took, has = distinct_sizes(self.took.n_bytes, self.capacity.free_bytes or 0)
             message = f"it has {has} free, and job {self.took.job_id} of this shape took {took} of a GPU"
             return [Problem("launch.gpus", message, "warning")]
         return []
@@ -150,7 +150,7 @@ def outlook(
     *,
     speeds: MeasuredHardware = NOTHING_MEASURED,
     cuda: bool = True,
-    host: DeviceMemory = NO_ROOM,
+    host: DeviceMemory = UNKNOWN_MEMORY,
 ) -> Outlook:
     """Return the outlook of the job on the GPUs that its launch.gpus names, or for "auto" on the first of `gpus`.
 
@@ -159,12 +159,12 @@ def outlook(
     """
     gpus = () if job.cluster else gpus
     if job.on_cpu or (job.launch.gpus == "auto" and not gpus and not job.cluster):
-        return _in_processes(job, shape, devices, speeds, NO_ROOM if job.cluster else host)
+        return _in_processes(job, shape, devices, speeds, UNKNOWN_MEMORY if job.cluster else host)
     chosen = ChosenGpus(job.launch, gpus, devices)
     name = CPU if not cuda else slowest(gpu.name for gpu in chosen.now) if chosen.now else ""
-    placed = place_model(job, shape, devices, name, speeds, chosen.room, None if cuda else "")
+    placed = place_model(job, shape, devices, name, speeds, chosen.capacity, None if cuda else "")
     lack, excess = chosen.lack(placed.needs_bytes), chosen.excess(placed.needs_bytes)
-    return Outlook(placed.settled, True, placed.is_measured, chosen.room, lack, excess, placed=placed)
+    return Outlook(placed.settled, True, placed.is_measured, chosen.capacity, lack, excess, placed=placed)
 
 
 class ChosenGpus:
@@ -177,13 +177,13 @@ class ChosenGpus:
         by_size = sorted(gpus, key=lambda gpu: -(gpu.memory_total_bytes or 0))
         self.now = [gpu for gpu in gpus if gpu.index in wanted] if isinstance(wanted, list) else list(gpus[:ranks])
         ever = self.now if self._named else by_size[:ranks]
-        self.room = DeviceMemory(
+        self.capacity = DeviceMemory(
             _least(gpu.memory_free_bytes for gpu in self.now), _least(gpu.memory_total_bytes for gpu in ever)
         )
 
     def lack(self, needs_bytes: int) -> str:
         """Return a message on memory that is missing now; "" if none is."""
-        if not _exceeds(needs_bytes, self.room.free_bytes):
+        if not _exceeds(needs_bytes, self.capacity.free_bytes):
             return ""
         if self._named:
             return _lack(self.now, needs_bytes)
@@ -191,7 +191,7 @@ class ChosenGpus:
 
     def excess(self, needs_bytes: int) -> str:
         """Return a message if the need exceeds even the GPUs' total memory; else ""."""
-        if not _exceeds(needs_bytes, self.room.total_bytes):
+        if not _exceeds(needs_bytes, self.capacity.total_bytes):
             return ""
         gpus = self.now if self._named else self._gpus
         return _excess(gpus, self._ranks, needs_bytes, named=self._named)
@@ -202,12 +202,12 @@ def _in_processes(
 ) -> Outlook:
     """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
     job = with_model_gpus(job, ranks, 0)
-    room = DeviceMemory(
+    capacity = DeviceMemory(
         *(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes))
     )
-    settled, is_measured = settle_on(Workload(job, ranks, shape, CPU), speeds, room)
+    settled, is_measured = settle_on(Workload(job, ranks, shape, CPU), speeds, capacity)
     lack, excess = lack_of_host(ranks * settled.needs_bytes, host, ranks)
-    return Outlook(settled, False, is_measured, room, lack, excess)
+    return Outlook(settled, False, is_measured, capacity, lack, excess)
 
 
 def lack_of_host(needs_bytes: int, host: DeviceMemory, n_processes: int = 1) -> tuple[str, str]:

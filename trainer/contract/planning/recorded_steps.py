@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.contract.planning import latent_room
+from trainer.contract.planning import latent_capacity
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
@@ -33,6 +33,6 @@ def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
 def can_be_recorded(job: JobConfig, d_in: int) -> bool:
     """Return whether steps activate few latents in the long run, and the host runs no other long GPU work."""
     is_dense = ARCHITECTURES[job.sae.architecture].dense_matrices
-    is_sparse = not is_dense or latent_room.per_token(job.sae.settings.n_active, job.sae.width(d_in)) is not None
+    is_sparse = not is_dense or latent_capacity.per_token(job.sae.settings.n_active, job.sae.width(d_in)) is not None
     runs_model = isinstance(job.data.settings, ModelSettings)
     return is_sparse and OPTIMIZERS[job.train.optimizer].writes_copies and not runs_model

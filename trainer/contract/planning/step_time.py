@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trainer.contract.planning import activation_memory, first_look, latent_room, memory, recorded_steps
+from trainer.contract.planning import activation_memory, first_look, latent_capacity, memory, recorded_steps
 from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
@@ -198,7 +198,7 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     row_passes = _ROW_PASSES - _OWN_ROW_PASSES * (1 - 1 / sharing)
     rows = 4 * tokens * row_passes * (work.d_in + work.d_out) / 2
     matrices, per_token = ARCHITECTURES[sae.architecture].dense_matrices, sae.settings.n_active / sharing
-    if matrices and work.device == "cuda" and not (per_token := latent_room.per_token(per_token, int(own)) or 0):
+    if matrices and work.device == "cuda" and not (per_token := latent_capacity.per_token(per_token, int(own)) or 0):
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     active = tokens * per_token
     n_exact = first_look.EXACT * first_look.n_seen(sae.settings.n_active, sharing)

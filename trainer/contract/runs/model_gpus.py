@@ -20,7 +20,7 @@ def with_model_placed(
     job: AnyJob,
     device_name: str,
     box: MeasuredHardware,
-    room: DeviceMemory,
+    capacity: DeviceMemory,
     memory_of: str | None = None,
 ) -> RankSpec:
     """Return the spec with some devices reserved for the language model, if that is useful.
@@ -31,7 +31,7 @@ def with_model_placed(
     if not isinstance(job, JobConfig) or model_gpus_of(job) == 0:
         return spec
     placed = place_model(
-        job, job.data_shape(), spec.n_devices, device_name, box, room, memory_of, ranks_before=_ranks_before(spec)
+        job, job.data_shape(), spec.n_devices, device_name, box, capacity, memory_of, ranks_before=_ranks_before(spec)
     )
     ranks = placed.devices - placed.model_gpus
     return msgspec.structs.replace(spec, world_size=ranks, model_gpus=placed.model_gpus, model_gpus_why=placed.why)

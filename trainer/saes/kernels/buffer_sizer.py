@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contract.planning import latent_room
+from trainer.contract.planning import latent_capacity
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
@@ -44,21 +44,21 @@ class _ObservedBatch(NamedTuple):
     """A batch: its tokens, the buffer size (None: dense), and how many values were not below the bound."""
 
     n_tokens: int
-    room: int | None
+    capacity: int | None
     n_above: HostCopy
 
 
 class _Ahead(NamedTuple):
     """A decision made before a pass was queued: the buffer size, None for dense."""
 
-    room: int | None
+    capacity: int | None
 
 
 class _Pass(NamedTuple):
     """A pass whose size was decided in advance; each replay overwrites `n_above`, 0-dim."""
 
     n_tokens: int
-    room: int | None
+    capacity: int | None
     n_above: Tensor
 
 
@@ -87,7 +87,7 @@ class BufferSizer:
         # Queue the product before the host reads any number.
         matrix = pre_acts.matrix
         n_tokens, d_sae = matrix.shape
-        size = self._ahead.room if self._ahead else self._room(n_tokens, d_sae)
+        size = self._ahead.capacity if self._ahead else self._capacity(n_tokens, d_sae)
         if size is None:
             chosen, n_above = None, (matrix >= bound).sum()
             self.overflowed = torch.zeros_like(n_above, dtype=torch.bool)
@@ -105,8 +105,8 @@ class BufferSizer:
 
         There must be no other batch before `queued`. The last step's number is not read.
         """
-        self._ahead = _Ahead(self._room(n_tokens, d_sae, n_unread=1))
-        return self._ahead.room
+        self._ahead = _Ahead(self._capacity(n_tokens, d_sae, n_unread=1))
+        return self._ahead.capacity
 
     def queued(self) -> None:
         """Record that a step was queued on the GPU.
@@ -115,12 +115,12 @@ class BufferSizer:
         overwrites the previous number; the copies, queued between replays, are separate.
         """
         if self._ahead and self._pass:
-            self._of_step.append(_ObservedBatch(self._pass.n_tokens, self._pass.room, HostCopy(self._pass.n_above)))
+            self._of_step.append(_ObservedBatch(self._pass.n_tokens, self._pass.capacity, HostCopy(self._pass.n_above)))
         if self._of_step:
             self._unread.append(self._of_step)
         self._of_step, self._ahead = [], None
 
-    def _room(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
+    def _capacity(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
         """Return the buffer size for a batch from all earlier steps but the last `n_unread`; None for dense.
 
         Deterministic mode always uses dense products: checkpoints do not store the earlier numbers, and sparse products
@@ -135,17 +135,17 @@ class BufferSizer:
         if growth > MOST_GROWTH:
             return None
         expected = growth ** (1 + n_unread) * max(self._above)
-        per_token = latent_room.per_token(expected, d_sae)
+        per_token = latent_capacity.per_token(expected, d_sae)
         if per_token and n_unread:
             # Each change of size requires new recordings.
             self._expected.append(expected)
-            self._per_token = per_token = latent_room.per_token(max(self._expected), d_sae, self._per_token)
+            self._per_token = per_token = latent_capacity.per_token(max(self._expected), d_sae, self._per_token)
         return per_token * n_tokens if per_token else None
 
     def _learn(self, step: list[_ObservedBatch]) -> None:
         """Process the numbers of a step's batches; forget earlier steps if one overflowed."""
         numbers = [int(batch.n_above.read()) for batch in step]
-        if any(n_above == batch.room for n_above, batch in zip(numbers, step, strict=True)):
+        if any(n_above == batch.capacity for n_above, batch in zip(numbers, step, strict=True)):
             self._above.clear()
         elif per_token := [n / batch.n_tokens for n, batch in zip(numbers, step, strict=True) if batch.n_tokens]:
             self._above.append(max(per_token))

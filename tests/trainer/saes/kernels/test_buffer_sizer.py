@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.contract.planning import latent_room
+from trainer.contract.planning import latent_capacity
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels import buffer_sizer
 from trainer.saes.kernels.buffer_sizer import BufferSizer, largest_above
@@ -37,19 +37,19 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor | float, int]:
 def test_all_values_above_the_bound_are_chosen_or_an_overflow_is_reported(
     case: tuple[Tensor, Tensor | float, int],
 ) -> None:
-    matrix, bound, room = case
-    (places, values), n_above = largest_above(PreActs(matrix), bound, room)
-    assert len(values) == len(places.latents) == room
+    matrix, bound, capacity = case
+    (places, values), n_above = largest_above(PreActs(matrix), bound, capacity)
+    assert len(values) == len(places.latents) == capacity
     is_above = matrix.to(torch.float64) > bound
-    if n_above == room:
+    if n_above == capacity:
         assert values.isnan().all()
         return
     assert torch.equal(values, matrix[places.tokens, places.latents])
     chosen = torch.zeros_like(is_above)
     chosen[places.tokens, places.latents] = True
-    assert int(chosen.sum()) == room
+    assert int(chosen.sum()) == capacity
     assert not (is_above & ~chosen).any()
-    assert int(is_above.sum()) <= n_above < room
+    assert int(is_above.sum()) <= n_above < capacity
 
 
 def test_a_buffer_that_is_too_small_is_always_detected() -> None:
@@ -57,8 +57,8 @@ def test_a_buffer_that_is_too_small_is_always_detected() -> None:
     for bound in (0.0, torch.zeros(40)):
         n = int((matrix > bound).sum())
         assert largest_above(PreActs(matrix), bound, n + 1)[1] == n
-        for room in (n, n // 2, 1):
-            assert largest_above(PreActs(matrix), bound, room)[1] == room
+        for capacity in (n, n // 2, 1):
+            assert largest_above(PreActs(matrix), bound, capacity)[1] == capacity
 
 
 @pytest.mark.parametrize("bound", [0.0, torch.zeros(40)])
@@ -73,7 +73,7 @@ def test_a_nan_is_chosen_and_is_not_a_buffer_overflow(bound: Any) -> None:
 @pytest.fixture
 def buffer_sizer(monkeypatch: pytest.MonkeyPatch) -> BufferSizer:
     """Return a `BufferSizer` that uses sparse products if the buffer holds at most a quarter of all values."""
-    monkeypatch.setattr(latent_room, "DENSE", 4)
+    monkeypatch.setattr(latent_capacity, "DENSE", 4)
     return BufferSizer()
 
 
@@ -83,7 +83,7 @@ def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
     return PreActs(matrix.index_fill(1, torch.arange(n_per_token), 1.0))
 
 
-def rooms(buffer_sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> list[int | None]:
+def capacities(buffer_sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> list[int | None]:
     """Return the capacity per token for batches with these numbers per token; None if all values are kept."""
     found = []
     for n in n_per_token:
@@ -101,23 +101,23 @@ def rooms_in_step(buffer_sizer: BufferSizer, *n_per_token: int) -> list[int | No
 
 
 def test_the_capacity_is_a_quarter_above_the_maximum_of_earlier_batches(buffer_sizer: BufferSizer) -> None:
-    assert rooms(buffer_sizer, 4, 9, 8, 9) == [None] * foreseen.MEMORY
+    assert capacities(buffer_sizer, 4, 9, 8, 9) == [None] * foreseen.MEMORY
     # 11.25 is rounded up to one of a few sizes.
-    assert rooms(buffer_sizer, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
+    assert capacities(buffer_sizer, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
 
 
 def test_all_values_are_kept_while_their_number_grows_quickly(buffer_sizer: BufferSizer) -> None:
-    assert rooms(buffer_sizer, 8, 12, 18, 27, 40, 60, 60) == [None] * 7
-    assert rooms(buffer_sizer, 64, 66, 66) == [80, 96, 96]
+    assert capacities(buffer_sizer, 8, 12, 18, 27, 40, 60, 60) == [None] * 7
+    assert capacities(buffer_sizer, 64, 66, 66) == [80, 96, 96]
 
 
 def test_all_values_are_kept_after_an_overflow_or_if_too_many_are_above(buffer_sizer: BufferSizer) -> None:
-    assert rooms(buffer_sizer, 8, 8, 8, 8, 40) == [None, None, None, None, 10]
+    assert capacities(buffer_sizer, 8, 8, 8, 8, 40) == [None, None, None, None, 10]
     assert buffer_sizer.overflowed
-    assert rooms(buffer_sizer, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
+    assert capacities(buffer_sizer, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
     assert not buffer_sizer.overflowed
-    assert rooms(buffer_sizer, 40, 48, 57, 90, 90) == [56, 56, 80, 96, None]
-    assert rooms(buffer_sizer, 9) == [None]
+    assert capacities(buffer_sizer, 40, 48, 57, 90, 90) == [56, 56, 80, 96, None]
+    assert capacities(buffer_sizer, 9) == [None]
 
 
 def test_micro_batches_get_the_capacity_of_the_largest_in_earlier_steps(buffer_sizer: BufferSizer) -> None:
@@ -128,12 +128,12 @@ def test_micro_batches_get_the_capacity_of_the_largest_in_earlier_steps(buffer_s
 def test_growth_is_measured_between_steps_not_between_micro_batches(buffer_sizer: BufferSizer) -> None:
     for n in (8, 12, 18, 27, 40, 60, 60):
         assert rooms_in_step(buffer_sizer, n, n) == [None, None]
-    for n, room in ((64, 80), (66, 96)):
-        assert rooms_in_step(buffer_sizer, n, n) == [room, room]
+    for n, capacity in ((64, 80), (66, 96)):
+        assert rooms_in_step(buffer_sizer, n, n) == [capacity, capacity]
 
 
 def test_all_values_are_kept_from_the_step_after_an_overflow_of_a_micro_batch(buffer_sizer: BufferSizer) -> None:
-    rooms(buffer_sizer, 8, 8, 8, 8)
+    capacities(buffer_sizer, 8, 8, 8, 8)
     assert rooms_in_step(buffer_sizer, 8, 40, 8) == [10] * 3
     assert [rooms_in_step(buffer_sizer, 40, 8, 8) for _ in range(5)] == [[None] * 3] * 4 + [[56] * 3]
 
@@ -164,31 +164,40 @@ def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
 
 
 def test_a_capacity_decided_in_advance_ignores_the_last_batch(buffer_sizer: BufferSizer) -> None:
-    assert rooms(buffer_sizer, 8, 9, 11, 13, 16, 19, ahead=True) == [None, None, None, None, None, 24]
+    assert capacities(buffer_sizer, 8, 9, 11, 13, 16, 19, ahead=True) == [None, None, None, None, None, 24]
     assert not buffer_sizer.overflowed
 
 
 def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(buffer_sizer: BufferSizer) -> None:
-    assert rooms(buffer_sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
+    assert capacities(buffer_sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
     assert buffer_sizer.overflowed
-    assert rooms(buffer_sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
+    assert capacities(buffer_sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
     # Without decisions in advance, the numbers of all batches are known again.
-    assert rooms(buffer_sizer, 40, 30, 30, 30, 30) == [56] * 5
+    assert capacities(buffer_sizer, 40, 30, 30, 30, 30) == [56] * 5
 
 
 def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(buffer_sizer: BufferSizer) -> None:
     buffer_sizer._expected = deque(maxlen=6)
-    assert rooms(buffer_sizer, *[32] * 6, ahead=True)[-1] == 40
+    assert capacities(buffer_sizer, *[32] * 6, ahead=True)[-1] == 40
     # For a k of 32 the capacity, 40, is exactly one of the sizes.
-    assert rooms(buffer_sizer, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
-    assert rooms(buffer_sizer, *[32] * 20, ahead=True) == [48] * 20
-    assert rooms(buffer_sizer, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
+    assert capacities(buffer_sizer, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
+    assert capacities(buffer_sizer, *[32] * 20, ahead=True) == [48] * 20
+    assert capacities(buffer_sizer, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
     # After an overflow the earlier numbers are forgotten.
-    assert rooms(buffer_sizer, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [20, 20, 20, None, None, None, None, 20]
+    assert capacities(buffer_sizer, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [
+        20,
+        20,
+        20,
+        None,
+        None,
+        None,
+        None,
+        20,
+    ]
 
 
 def test_each_replay_of_a_pass_counts_as_a_batch(buffer_sizer: BufferSizer) -> None:
-    rooms(buffer_sizer, 8, 8, 8, 8, 8, 8, ahead=True)
+    capacities(buffer_sizer, 8, 8, 8, 8, 8, 8, ahead=True)
     assert buffer_sizer._pass is not None
     n_above = buffer_sizer._pass.n_above
     found = []
@@ -211,6 +220,6 @@ def test_a_rank_without_tokens_never_overflows(buffer_sizer: BufferSizer) -> Non
 def test_in_deterministic_mode_nothing_depends_on_earlier_batches(buffer_sizer: BufferSizer) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        assert rooms(buffer_sizer, *[8] * 6) == [None] * 6
+        assert capacities(buffer_sizer, *[8] * 6) == [None] * 6
     finally:
         torch.use_deterministic_algorithms(False)

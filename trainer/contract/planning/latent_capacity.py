@@ -21,10 +21,10 @@ def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | Non
     new one or the next above: a k of 32 or 64 lies right at a boundary, and every change of size discards captured CUDA
     graphs.
     """
-    room = _rounded_up(MARGIN * n_active)
-    if kept and room <= kept <= _rounded_up(room + 1):
-        room = kept
-    return room if room * DENSE <= d_sae else None
+    capacity = _rounded_up(MARGIN * n_active)
+    if kept and capacity <= kept <= _rounded_up(capacity + 1):
+        capacity = kept
+    return capacity if capacity * DENSE <= d_sae else None
 
 
 def _rounded_up(number: float) -> int:
