@@ -43,11 +43,11 @@ def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
         lines += _beside_sign(" ", other, width, "dim")
     if postmortem.stacks:
         lines += _beside_sign(" ", f"stack traces of the hung ranks: {postmortem.stacks}", width, "dim")
-    room = max(2, most - len(lines) - 1)
+    space = max(2, most - len(lines) - 1)
     if postmortem.traceback:
         lines.append(((fit(" exception", width), "title"),))
         frames = [row for text in postmortem.traceback for row in _wrap_indented(text, width - 3)]
-        lines += [((fit(f"   {row}", width), "text"),) for row in frames[-room:]]
+        lines += [((fit(f"   {row}", width), "text"),) for row in frames[-space:]]
     return lines
 
 

@@ -75,10 +75,10 @@ class SaeTable(KeyedTable):
 
     def _fitting(self, first: int) -> int:
         """Return how many columns fit, starting at column `first`."""
-        room = self.size.width - self._title_width - 1
+        space = self.size.width - self._title_width - 1
         for place in range(first, len(self._saes)):
-            room -= self._width(place) + 1
-            if room < 0:
+            space -= self._width(place) + 1
+            if space < 0:
                 return max(1, place - first)
         return len(self._saes) - first
 

@@ -26,19 +26,19 @@ class EventsPanel(DetailPanel):
     def lines(self, detail: JobDetail) -> list[Line]:
         width, height = self.size
         events = without_repeats(detail.events[-_MOST:], detail.view.error if detail.postmortem else None)
-        room, shown = max(1, height if self.has_title else height - 1), list[Line]()
+        space, shown = max(1, height if self.has_title else height - 1), list[Line]()
         for event in reversed(events):
             lines = _event_lines(event, width)
-            if shown and len(shown) + len(lines) > room:
+            if shown and len(shown) + len(lines) > space:
                 break
-            shown = lines[:room] + shown
+            shown = lines[:space] + shown
         return shown
 
 
 def _event_lines(event: Event, width: int) -> list[Line]:
     """Return the time and the complete message next to it."""
     when, style = f" {clock_time(event.timestamp)} ", _STYLES.get(event.level, "text")
-    room = max(10, width - len(when))
+    space = max(10, width - len(when))
     margins = itertools.chain([when], itertools.repeat(" " * len(when)))
-    texts = wrap(event.message, room)
-    return [((margin, "dim"), (fit(text, room), style)) for margin, text in zip(margins, texts, strict=False)]
+    texts = wrap(event.message, space)
+    return [((margin, "dim"), (fit(text, space), style)) for margin, text in zip(margins, texts, strict=False)]

@@ -53,17 +53,17 @@ class FarGpus(LineView, can_focus=True):
     ]
 
     _hosts: tuple[FarHost, ...] = ()
-    _room = _at = 0
+    _space = _at = 0
 
-    def show_hosts(self, hosts: Sequence[FarHost], room: int) -> None:
-        """Draw the hosts in at most `room` lines; every host gets a line even if there are more hosts."""
-        self._hosts, self._room = tuple(hosts), room
+    def show_hosts(self, hosts: Sequence[FarHost], space: int) -> None:
+        """Draw the hosts in at most `space` lines; every host gets a line even if there are more hosts."""
+        self._hosts, self._space = tuple(hosts), space
         self._draw()
 
-    def lines_of(self, views: Sequence[HostView], room: int) -> int:
-        """Return how many of `room` lines these hosts use: one each, plus the GPUs of as many hosts as fit."""
+    def lines_of(self, views: Sequence[HostView], space: int) -> int:
+        """Return how many of `space` lines these hosts use: one each, plus the GPUs of as many hosts as fit."""
         counts = [len(view.gpus) for view in views]
-        return len(counts) + sum(_opened(counts, room, self._at).values())
+        return len(counts) + sum(_opened(counts, space, self._at).values())
 
     def action_move(self, by: int) -> None:
         if self._hosts:
@@ -91,7 +91,7 @@ class FarGpus(LineView, can_focus=True):
         if not width or not self._hosts:
             return
         every = [row for host in self._hosts for row in host.rows]
-        opened = _opened([len(host.rows) for host in self._hosts], self._room, self._at)
+        opened = _opened([len(host.rows) for host in self._hosts], self._space, self._at)
         longest = max(cell_len(host.view.name) for host in self._hosts)
         lines: list[Line] = []
         for place, host in enumerate(self._hosts):
@@ -101,13 +101,13 @@ class FarGpus(LineView, can_focus=True):
         self.show(lines)
 
 
-def _opened(counts: Sequence[int], room: int, first: int) -> dict[int, int]:
+def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
     """Return how many lines each host's GPUs get, by host index: first host `first`, then all that fit completely.
 
     The first host may show only some of its GPUs.
     """
     opened: dict[int, int] = {}
-    left = room - len(counts)
+    left = space - len(counts)
     for place in sorted(range(len(counts)), key=lambda place: (place != first, place)):
         if counts[place] <= left or (left >= _FEWEST and not opened):
             opened[place] = min(left, counts[place])
@@ -115,12 +115,12 @@ def _opened(counts: Sequence[int], room: int, first: int) -> dict[int, int]:
     return opened
 
 
-def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, room: int) -> list[Line]:
-    """Return lines for the GPUs in at most `room` lines; if some do not fit, the last line counts them."""
-    if len(rows) <= room or not room:
-        return gpu_lines(rows[:room], of, width)
-    more = (fit(f"   {len(rows) - room + 1} more", width), "dim")
-    return [*gpu_lines(rows[: room - 1], of, width), (more,)]
+def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, space: int) -> list[Line]:
+    """Return lines for the GPUs in at most `space` lines; if some do not fit, the last line counts them."""
+    if len(rows) <= space or not space:
+        return gpu_lines(rows[:space], of, width)
+    more = (fit(f"   {len(rows) - space + 1} more", width), "dim")
+    return [*gpu_lines(rows[: space - 1], of, width), (more,)]
 
 
 def heading(host: FarHost, width: int, name_width: int, mark: str, *, is_open: bool) -> Line:

@@ -24,17 +24,17 @@ class CardGrid:
     height: int
     bands: int
 
-    def count_fitting(self, room: int) -> int:
-        """Return how many bands fit into `room` lines; if not all fit, one line is reserved to count the rest."""
-        fitting = room // self.height
-        return self.bands if fitting >= self.bands else max(1, (room - 1) // self.height)
+    def count_fitting(self, space: int) -> int:
+        """Return how many bands fit into `space` lines; if not all fit, one line is reserved to count the rest."""
+        fitting = space // self.height
+        return self.bands if fitting >= self.bands else max(1, (space - 1) // self.height)
 
 
-def card_grid(count: int, width: int, room: int) -> CardGrid:
+def card_grid(count: int, width: int, space: int) -> CardGrid:
     """Return the grid of the card view; each GPU gets as many lines as the space allows, from 2 to 5."""
     columns = max(1, min(count, width // CARD_WIDTH))
     bands = -(-count // columns)
-    return CardGrid(columns, max(2, min(5, room // max(1, bands))), bands)
+    return CardGrid(columns, max(2, min(5, space // max(1, bands))), bands)
 
 
 def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
@@ -76,11 +76,11 @@ def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
         (fit(celsius(sample.temperature_c), 7, right=True), heat(sample)),
         (fit(watts(sample.power_w), 8, right=True) + " ", "text"),
     )
-    room = max(0, width - 33)
+    space = max(0, width - 33)
     name, top, style = (
         ("utilization", 100, "spark") if util else ("memory_used_bytes", sample.memory_total_bytes, "memory")
     )
-    return (*figures, _spark(row, name, room, top, style))
+    return (*figures, _spark(row, name, space, top, style))
 
 
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:

@@ -124,5 +124,5 @@ def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
     if left - least < LEAST_HISTORY:
         return bars, power, (0, 0), left + 2
     holder = min(max(least, longest), left - LEAST_HISTORY)
-    room = left - holder
-    return bars, power, (room // 2, room - room // 2) if room >= 24 else (room, 0), holder
+    space = left - holder
+    return bars, power, (space // 2, space - space // 2) if space >= 24 else (space, 0), holder

@@ -20,15 +20,15 @@ _OF_A_NODE = 8  # GPUs per machine; a row of tiles holds whole machines
 _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
 
 
-def map_grid(count: int, width: int, room: int) -> CardGrid:
-    """Return the grid for `count` tiles, each as tall as `room` lines allow; rows hold whole machines if they fit."""
+def map_grid(count: int, width: int, space: int) -> CardGrid:
+    """Return the grid for `count` tiles, each as tall as `space` lines allow; rows hold whole machines if they fit."""
     fitting = max(1, width // _LEAST_WIDTH)
     columns = fitting // _OF_A_NODE * _OF_A_NODE or fitting
-    if -(-count // columns) > room:
+    if -(-count // columns) > space:
         columns = fitting
     columns = max(1, min(columns, count))
     bands = -(-count // columns)
-    return CardGrid(columns, max(1, min(TALLEST, room // max(1, bands))), bands)
+    return CardGrid(columns, max(1, min(TALLEST, space // max(1, bands))), bands)
 
 
 def map_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:

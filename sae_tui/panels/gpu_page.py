@@ -240,6 +240,6 @@ def _rate(bytes_s: float | None) -> str:
 
 def _entry(name: str, value: str, style: str, width: int) -> Iterator[Line]:
     """Yield the lines of a detail; a long value continues on the next lines."""
-    room = max(8, width - _NAME - 2)
-    for row, part in enumerate(wrap(value, room)):
-        yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, room), style)
+    space = max(8, width - _NAME - 2)
+    for row, part in enumerate(wrap(value, space)):
+        yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, space), style)

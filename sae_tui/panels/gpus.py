@@ -47,19 +47,19 @@ class GpuPanel(LineView, can_focus=True):
         self._cursor = 0  # index into the rows
         self._rows: tuple[GpuRow, ...] = ()
         self._shape: Shape = "lines"
-        self._room = 0
+        self._space = 0
         self._lines_each = 1
         self._first = 0
 
-    def show_gpus(self, rows: Sequence[GpuRow], *, shape: Shape, room: int, lines_each: int = 1) -> None:
-        """Draw the GPUs that fit into `room` lines, starting at the scroll position.
+    def show_gpus(self, rows: Sequence[GpuRow], *, shape: Shape, space: int, lines_each: int = 1) -> None:
+        """Draw the GPUs that fit into `space` lines, starting at the scroll position.
 
         In the shape "lines" each GPU has `lines_each` lines.
         """
         # One line per GPU is more useful than a card view with space for only a few GPUs.
-        is_crowded = shape == "cards" and len(rows) <= room < 2 * card_grid(len(rows), self.width, room).bands
+        is_crowded = shape == "cards" and len(rows) <= space < 2 * card_grid(len(rows), self.width, space).bands
         self._rows, self._shape = tuple(rows), "lines" if is_crowded else shape
-        self._room, self._lines_each = room, lines_each
+        self._space, self._lines_each = space, lines_each
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:
@@ -70,14 +70,14 @@ class GpuPanel(LineView, can_focus=True):
     @staticmethod
     def wrapped(words: str, width: int) -> list[str]:
         """Return the sentences wrapped to the width, each on a new line."""
-        room = max(20, width - 2)
-        return [line for each in words.splitlines() for line in textwrap.wrap(each, room, break_on_hyphens=False)]
+        space = max(20, width - 2)
+        return [line for each in words.splitlines() for line in textwrap.wrap(each, space, break_on_hyphens=False)]
 
     def scroll_gpus(self, pages: int) -> None:
         """Scroll this many pages down, or up if negative."""
         if self._rows:
             grid = self._grid()
-            self._first += pages * grid.count_fitting(self._room) * grid.columns
+            self._first += pages * grid.count_fitting(self._space) * grid.columns
             self._draw()
 
     def action_move(self, across: int, down: int) -> None:
@@ -86,7 +86,7 @@ class GpuPanel(LineView, can_focus=True):
             return
         grid = self._grid()
         self._cursor = max(0, min(len(self._rows) - 1, self._cursor + across + down * grid.columns))
-        band, shown = self._cursor // grid.columns, grid.count_fitting(self._room)
+        band, shown = self._cursor // grid.columns, grid.count_fitting(self._space)
         top = min(max(self._first // grid.columns, band - shown + 1), band)
         self._first = top * grid.columns
         self._draw()
@@ -131,7 +131,7 @@ class GpuPanel(LineView, can_focus=True):
     def _grid(self) -> CardGrid:
         if self._shape != "lines":
             grid_of = card_grid if self._shape == "cards" else map_grid
-            return grid_of(len(self._rows), self.width, self._room)
+            return grid_of(len(self._rows), self.width, self._space)
         return CardGrid(1, self._lines_each, len(self._rows))
 
     def _draw(self) -> None:
@@ -139,7 +139,7 @@ class GpuPanel(LineView, can_focus=True):
         if not width:
             return
         grid = self._grid()
-        shown = grid.count_fitting(self._room)
+        shown = grid.count_fitting(self._space)
         top = max(0, min(self._first // grid.columns, grid.bands - shown))
         self._first = top * grid.columns
         at = self._cursor if self.has_focus else None

@@ -49,8 +49,8 @@ def headline_title(detail: JobDetail, width: int) -> Line:
         (f"  {where}", "label"),
         (f"  {shown}" if shown else "", "accent"),
     )
-    room = max(8, width - sum(cell_len(text) for text, _ in (head, *rest)))
-    name = job.name if cell_len(job.name) <= room else fit(job.name, room)
+    space = max(8, width - sum(cell_len(text) for text, _ in (head, *rest)))
+    name = job.name if cell_len(job.name) <= space else fit(job.name, space)
     spans: Line = (head, (name, "title"), *rest)
     return (*spans, (_memory(job, width - sum(cell_len(text) for text, _ in spans)), "label"))
 
@@ -164,11 +164,11 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
         message, style = f"✗ {job.error}", "bad"
     elif job.output_path and job.state.is_final:
         message, style = job.output_path, "accent"
-    room = max(10, width - len(lost) - 1)
-    first, *more = wrap(message, room) or [""]
+    space = max(10, width - len(lost) - 1)
+    first, *more = wrap(message, space) or [""]
     overfits = wrap(overfitting_words(job), max(10, width - 1)) if job.overfitting else []
     return [
-        ((fit(f" {first}", room + 1), style), (lost, "warn")),
+        ((fit(f" {first}", space + 1), style), (lost, "warn")),
         *(((f" {text}", style),) for text in more),
         *(((f" {text}", "warn"),) for text in overfits),
     ]

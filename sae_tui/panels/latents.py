@@ -197,15 +197,15 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
 def _moved_lines(feature: Feature, width: int) -> list[Line]:
     """Return the tokens that the latent's direction promotes and suppresses; no lines if unknown."""
     rows = (("Promotes    ", feature.promoted), ("Suppresses  ", feature.suppressed))
-    room = max(0, width - 12)
-    return [((name, "label"), (visible(fit(in_row(moved), room)), "text")) for name, moved in rows if moved]
+    space = max(0, width - 12)
+    return [((name, "label"), (visible(fit(in_row(moved), space)), "text")) for name, moved in rows if moved]
 
 
 def _context_line(context: ActivatingExample, largest: float, width: int) -> Line:
     """Return a context, cut at both ends to the width, with each token shaded by the latent's activation."""
-    room = max(0, width - _ACT_CELLS)
+    space = max(0, width - _ACT_CELLS)
     spans = [(visible(readable(token.text)), _shade(token.act, largest)) for token in context.tokens]
-    return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *cut_around(spans, context.at, room))
+    return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *cut_around(spans, context.at, space))
 
 
 def cut_around(spans: Sequence[Span], at: int, width: int) -> list[Span]:
@@ -223,17 +223,17 @@ def _shade(act: float, largest: float) -> str:
 def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
     """Return the end of the spans in exactly `width` cells, padded with spaces at the left."""
     kept: list[Span] = []
-    room = width
+    space = width
     for whole, style in reversed(spans):
         text = whole
-        while cell_len(text) > room:
+        while cell_len(text) > space:
             text = text[1:]
         kept.insert(0, (text, style))
-        room -= cell_len(text)
+        space -= cell_len(text)
         # Cutting a wide character leaves a free cell, which the next span must not fill.
-        if not room or text != whole:
+        if not space or text != whole:
             break
-    return [(" " * room, "text"), *kept]
+    return [(" " * space, "text"), *kept]
 
 
 def _first_cells(spans: Sequence[Span], width: int) -> list[Span]:

@@ -118,5 +118,5 @@ def _stairs(points: Sequence[Point]) -> list[Point]:
 def _around(values: Sequence[float]) -> tuple[float, float]:
     """Return a range with a margin around the values, but not below 0."""
     low, high = min(values), max(values)
-    room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
-    return max(0.0, low - room), high + room
+    space = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    return max(0.0, low - space), high + space

@@ -52,10 +52,10 @@ class PreviewText(DetailPanel):
         why = wrap(job.error, width)[: height - 1] if job.error else []
         overfits = _overfitting(job, width, height - len(why) - _LEAST_SETTINGS)
         log = [line for line in detail.log if line.strip()]
-        room = height - len(why) - len(overfits)
-        settings = _settings(detail, width)[: max(1, room - min(3, len(log)) - 1)]
-        end = log[-(room - len(settings) - 1) :] if room > len(settings) + 1 else []
-        gap = room - len(settings) - len(end)
+        space = height - len(why) - len(overfits)
+        settings = _settings(detail, width)[: max(1, space - min(3, len(log)) - 1)]
+        end = log[-(space - len(settings) - 1) :] if space > len(settings) + 1 else []
+        gap = space - len(settings) - len(end)
         return [
             *(((fit(text, width), "bad"),) for text in why),
             *(((fit(text, width), "warn"),) for text in overfits),

@@ -42,6 +42,6 @@ def _facts(process: ProcessDetails, around: Surroundings) -> Iterator[tuple[str,
 
 
 def _entry(name: str, value: str, width: int) -> Iterator[Line]:
-    room = max(8, width - _NAME - 2)
-    for row, part in enumerate(wrap(value, room)):
-        yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, room), "text")
+    space = max(8, width - _NAME - 2)
+    for row, part in enumerate(wrap(value, space)):
+        yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, space), "text")

@@ -72,8 +72,8 @@ def _more(job: JobView) -> list[tuple[str, str]]:
 def _entry(name: str, value: str, name_width: int, width: int) -> Iterator[Line]:
     """Yield the lines of a setting, like ` k             32`; cut a long name, wrap a long value."""
     margin = name_width + 1 if name_width else 0
-    room = max(8, width - margin - 2)
+    space = max(8, width - margin - 2)
     style = "text" if name else "dim"
-    for row, part in enumerate(wrap(value, room) or [""]):
+    for row, part in enumerate(wrap(value, space) or [""]):
         label = fit(fit(name if row == 0 else "", name_width), margin)
-        yield (f" {label}", "label"), (fit(part, room), style)
+        yield (f" {label}", "label"), (fit(part, space), style)

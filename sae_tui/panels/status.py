@@ -61,16 +61,16 @@ class StatusLine(LineView):
         alerts = f"⚠ {plural(self._status.alerts, 'alert')}  " if self._status.alerts else ""
         problem = self._status.problem
         text, style = (f"⚠ {problem}", "warn") if problem else (self._status.summary, "dim")
-        room = max(0, width - len(head) - len(alerts) - 1)
-        spans = load_spans(self._status.load, room - cell_len(text) - 2)
+        space = max(0, width - len(head) - len(alerts) - 1)
+        spans = load_spans(self._status.load, space - cell_len(text) - 2)
         taken = sum(cell_len(words) for words, _ in spans)
         first = (fit(head, min(width, len(head))), "title")
         warned: list[Span] = [(alerts, "warn")] if alerts else []
-        self.show([(first, *warned, *spans, (fit(text, room - taken, right=True), style))])
+        self.show([(first, *warned, *spans, (fit(text, space - taken, right=True), style))])
 
 
-def load_spans(load: HostLoad, room: int) -> list[Span]:
-    """Return the machine's load as labels and values, limited to `room` cells."""
+def load_spans(load: HostLoad, space: int) -> list[Span]:
+    """Return the machine's load as labels and values, limited to `space` cells."""
     memory = f"{gibibytes(load.memory_used_bytes)} of {gibibytes(load.memory_total_bytes)}"
     values = (
         ("CPU", fit(percent(load.cpu_percent), 4, right=True), load.cpu_percent),
@@ -82,8 +82,8 @@ def load_spans(load: HostLoad, room: int) -> list[Span]:
     )
     spans: list[Span] = []
     for name, text, value in values:
-        room -= len(name) + len(text) + 3
-        if value is not None and room >= 0:
+        space -= len(name) + len(text) + 3
+        if value is not None and space >= 0:
             spans += [(f"  {name} ", "dim"), (text, "text")]
     return spans
 

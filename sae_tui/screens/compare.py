@@ -158,9 +158,9 @@ class CompareScreen(FramedScreen):
             return
         tabs = [(f" {key} {title} ", "title swapped" if name == self.chosen else "label")
                 for key, (name, title) in enumerate(VIEWS.items(), 1)]  # fmt: skip
-        room = width - sum(len(text) for text, _ in tabs)
+        space = width - sum(len(text) for text, _ in tabs)
         corner = (self._problem, "warn") if self._problem else (f"{ids} ", "dim")
-        self.query_one("#tabs", LineView).show([(*tabs, (fit(corner[0], max(0, room), right=True), corner[1]))])
+        self.query_one("#tabs", LineView).show([(*tabs, (fit(corner[0], max(0, space), right=True), corner[1]))])
 
     def _arrange(self) -> None:
         """Show the chosen view, or all of them if they fit."""

@@ -189,7 +189,7 @@ class Dashboard(FramedScreen):
         )
         panel = self.query_one(GpuPanel)
         if rows:
-            panel.show_gpus(rows, shape=_SHAPES[self._view(len(rows))], room=laid.gpus, lines_each=laid.per_gpu)
+            panel.show_gpus(rows, shape=_SHAPES[self._view(len(rows))], space=laid.gpus, lines_each=laid.per_gpu)
         elif monitor.opening:
             panel.show_words(ASKING, "dim")
         else:

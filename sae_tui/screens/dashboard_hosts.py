@@ -52,7 +52,7 @@ class DashboardHosts:
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
-    def _room(self) -> int:
+    def _space(self) -> int:
         """The number of lines inside the frame of the panel of remote GPUs: at most half the window or what is left.
 
         Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of their hosts.
@@ -71,13 +71,13 @@ class DashboardHosts:
     @property
     def rows(self) -> int:
         """The number of rows that the panel takes with its frame."""
-        return self._room + FRAMES[frame_of(*self._screen.size)]
+        return self._space + FRAMES[frame_of(*self._screen.size)]
 
     def show_gpus(self, chrome: int) -> None:
         """Draw the newest samples of the other hosts."""
         panel = self._screen.query_one(FarGpus)
-        panel.styles.height = self._room + chrome
-        panel.show_hosts([self._host(view) for view in self._hosts.views], self._room)
+        panel.styles.height = self._space + chrome
+        panel.show_hosts([self._host(view) for view in self._hosts.views], self._space)
 
     def totals(self, samples: Sequence[GpuSample], past: RecentHistory, *, live: bool) -> list[Total]:
         """Return the totals over the GPUs of all hosts; the arguments are this host's samples and history.

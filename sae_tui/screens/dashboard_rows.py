@@ -64,16 +64,16 @@ def arrange(
     be previewed. Without jobs their panel explains what to do. `taken` is the rows of the panel of other
     hosts, `words` the rows needed to explain why there are no GPUs.
     """
-    room = max(2, height - 2 - taken)
+    space = max(2, height - 2 - taken)
     empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
-    rows = _least(empty, room, n_gpus, n_gpus or words, is_card_view=is_card_view)
+    rows = _least(empty, space, n_gpus, n_gpus or words, is_card_view=is_card_view)
     tallest = 5 if is_card_view else TALLEST if tiles else 0
-    return _grown(rows, room, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
+    return _grown(rows, space, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
 
 
-def _least(rows: PanelHeights, room: int, n_gpus: int, wanted: int, *, is_card_view: bool) -> PanelHeights:
+def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_view: bool) -> PanelHeights:
     """Give each panel its minimum. If that does not fit, drop the totals first, then take rows from the jobs."""
-    left = room - 2 * rows.chrome
+    left = space - 2 * rows.chrome
     has_totals = n_gpus > 0 and not (is_card_view and rows.frame != "framed")
     with_totals = left - _TOTALS - rows.chrome
     is_room = with_totals >= min(wanted, _FEWEST_GPUS) + _FEWEST_JOBS
@@ -83,7 +83,7 @@ def _least(rows: PanelHeights, room: int, n_gpus: int, wanted: int, *, is_card_v
 
 
 def _grown(
-    rows: PanelHeights, room: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
+    rows: PanelHeights, space: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
 ) -> PanelHeights:
     """Distribute the remaining rows, most useful first; GPUs that are not lines get up to `tallest` rows each."""
     several = bool(rows.totals) and width >= PLOTS_FROM
@@ -100,8 +100,8 @@ def _grown(
     preferences += [_plots(plot) for plot in range(_GOOD_PLOT + 1, _TALLEST_PLOT + 1)] if several else []
     for preference in preferences:
         larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in preference.items()})
-        rows = larger if larger.height <= room else rows
-    spare = max(0, room - rows.height)
+        rows = larger if larger.height <= space else rows
+    spare = max(0, space - rows.height)
     rest = "preview" if rows.preview and not rows.beside else "jobs"
     rows = replace(rows, **{rest: getattr(rows, rest) + spare})
     return replace(rows, preview=rows.jobs) if rows.beside and previews else rows

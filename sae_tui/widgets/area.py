@@ -53,8 +53,8 @@ def columns_of(width: int) -> int:
 
 def time_axis(begin: str, end: str, width: int) -> Line:
     """Return the time axis below areas that are `width` cells wide: their begin and end."""
-    room = columns_of(width)
-    return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, room - len(begin))), width), "dim"),)
+    space = columns_of(width)
+    return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, space - len(begin))), width), "dim"),)
 
 
 def _marked(row: str, style: str, cursor: int | None) -> Line:

@@ -66,8 +66,8 @@ def frame(rows: Sequence[Line], low: str, high: str) -> list[Line]:
 
 def x_axis(first: str, last: str, title: str, width: int) -> Line:
     """Return the line below a plot: both ends of the axis, and its title between them."""
-    room = max(0, width - AXIS - len(first))
-    middle = title.center(room - len(last)) if len(title) < room - len(last) - 2 else " " * max(0, room - len(last))
+    space = max(0, width - AXIS - len(first))
+    middle = title.center(space - len(last)) if len(title) < space - len(last) - 2 else " " * max(0, space - len(last))
     return cut(((" " * AXIS + first + middle + last, "dim"),), width)
 
 

@@ -71,8 +71,8 @@ def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
 
 def _with_hint(title: Content, hint: str, width: int) -> Content:
     """Return the title followed by a hint, with a space at both ends; a long title is cut to fit the hint."""
-    room = width - len(hint) - 6  # two cells before the hint; a space and a frame cell at each end
-    if hint and 0 < room < title.cell_length:
-        title = title.truncate(room, ellipsis=True)
+    space = width - len(hint) - 6  # two cells before the hint; a space and a frame cell at each end
+    if hint and 0 < space < title.cell_length:
+        title = title.truncate(space, ellipsis=True)
     # Textual leaves a cell free next to a title only if the frame has corners.
     return Content.assemble(" ", title, "  " if hint else "", (hint, "not bold $text-muted"), " ")

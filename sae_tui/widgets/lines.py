@@ -233,8 +233,8 @@ def cut(line: Line, width: int) -> Line:
     """Return the line in at most `width` cells."""
     spans: list[Span] = []
     for text, style in line:
-        room = width - _width(tuple(spans))
-        if room <= 0:
+        space = width - _width(tuple(spans))
+        if space <= 0:
             break
-        spans.append((text if cell_len(text) <= room else fit(text, room), style))
+        spans.append((text if cell_len(text) <= space else fit(text, space), style))
     return tuple(spans)

@@ -53,7 +53,7 @@ class LogView(LineView, can_focus=True):
         """True if a visible line extends past the edge, or the view is scrolled sideways."""
         top = round(self.scroll_y)
         texts = (self._all[at][1] for at in self._shown[top : top + self.size.height])
-        return self._left > 0 or any(cell_len(text) > self._room for text in texts)
+        return self._left > 0 or any(cell_len(text) > self._space for text in texts)
 
     def clear(self) -> None:
         self._all.clear()
@@ -71,7 +71,7 @@ class LogView(LineView, can_focus=True):
         return "no line matches" if self._all else self._nothing
 
     @property
-    def _room(self) -> int:
+    def _space(self) -> int:
         return self.size.width - (11 if self.names else 1)
 
     def append(self, lines: Sequence[tuple[str, str]]) -> None:
@@ -123,7 +123,7 @@ class LogView(LineView, can_focus=True):
 
     def action_shift(self, direction: int) -> None:
         """Scroll the lines sideways: long ones are cut, not wrapped."""
-        self._left = shift(self._left, direction, [text for _, text in self._all], self._room)
+        self._left = shift(self._left, direction, [text for _, text in self._all], self._space)
         self.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:

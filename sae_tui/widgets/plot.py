@@ -137,8 +137,8 @@ def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -mat
     low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(*values, least_top)
     if high > low:
         return low, high
-    room = abs(high) * 0.1 or 1.0
-    return (low if from_zero and low == 0 else low - room), high + room
+    space = abs(high) * 0.1 or 1.0
+    return (low if from_zero and low == 0 else low - space), high + space
 
 
 def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:

@@ -169,15 +169,15 @@ class KeyedTable(LineView, can_focus=True):
 
 def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
     """Return the lines shown instead of rows: unchanged if they fit, else wrapped."""
-    room = max(10, width - 2)
+    space = max(10, width - 2)
     lines: list[Line] = [((text, "dim"),) for text in empty.splitlines()] if isinstance(empty, str) else list(empty)
     found: list[Line] = []
     for line in lines:
         whole = "".join(text for text, _ in line)
-        if cell_len(whole) <= room:
-            found.append((("  ", "text"), *line, (" " * (room - cell_len(whole)), "text")))
+        if cell_len(whole) <= space:
+            found.append((("  ", "text"), *line, (" " * (space - cell_len(whole)), "text")))
         else:
-            found += [((fit(f"  {text}", width), "dim"),) for text in textwrap.wrap(whole, room)]
+            found += [((fit(f"  {text}", width), "dim"),) for text in textwrap.wrap(whole, space)]
     return found
 
 

@@ -503,9 +503,9 @@ def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypat
 
 @pytest.mark.parametrize(("room", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["room", "no room"])
 def test_a_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
-    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, room: int, shrinks: bool
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, space: int, shrinks: bool
 ) -> None:
-    monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=room))
+    monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=space))
     filled(data_dir, 3)
     with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as the earlier version created it
         db.execute("PRAGMA journal_mode=delete")

@@ -28,18 +28,18 @@ def row(index: int, holder_style: str = "dim", **fields: object) -> GpuRow:
     return GpuRow(sample, "job 12 (gemma)", holder_style, lambda name, n: [None] * n)
 
 
-def text(rows: list[GpuRow], width: int, room: int) -> list[str]:
-    lines = map_lines(rows, width, map_grid(len(rows), width, room))
+def text(rows: list[GpuRow], width: int, space: int) -> list[str]:
+    lines = map_lines(rows, width, map_grid(len(rows), width, space))
     return ["".join(words for words, _ in line) for line in lines]
 
 
 @given(st.integers(1, 300), st.integers(1, 250), st.integers(1, 60))
-def test_tiles_use_the_available_width_and_height(count: int, width: int, room: int) -> None:
-    grid = map_grid(count, width, room)
+def test_tiles_use_the_available_width_and_height(count: int, width: int, space: int) -> None:
+    grid = map_grid(count, width, space)
     assert grid.columns * grid.bands >= count > grid.columns * (grid.bands - 1)
     assert 1 <= grid.height <= TALLEST
-    assert grid.count_fitting(room) * grid.height <= room
-    lines = text([row(index) for index in range(min(count, 2 * grid.columns))], width, room)
+    assert grid.count_fitting(space) * grid.height <= space
+    lines = text([row(index) for index in range(min(count, 2 * grid.columns))], width, space)
     assert max(map(len, lines)) <= width
 
 
@@ -52,14 +52,14 @@ async def test_every_gpu_is_shown_or_counted_at_every_size(make_app: MakeApp) ->
             await wait_until(pilot, lambda width=width: abs(panel.width - width) <= 2)  # type: ignore[misc]
             for count in (1, 9, 64, 257):
                 rows = [row(index, holder_style="good") for index in range(count)]
-                for room in (1, 2, 5, 16, 40):
+                for space in (1, 2, 5, 16, 40):
                     panel.scroll_gpus(-100)
-                    panel.show_gpus(rows, shape="map", room=room)
+                    panel.show_gpus(rows, shape="map", space=space)
                     shown = {int(number) for number in re.findall(r"(\d+)▶", panel.plain)}
                     more = re.search(r"▼ (\d+)", panel.plain)
                     below = int(more[1]) if more else 0
-                    assert len(shown) + below == count, (width, count, room)
-                    assert len(panel.plain.splitlines()) <= max(2, room)
+                    assert len(shown) + below == count, (width, count, space)
+                    assert len(panel.plain.splitlines()) <= max(2, space)
 
 
 def test_a_tile_shows_the_state_of_its_gpu_without_colour() -> None:

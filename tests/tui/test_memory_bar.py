@@ -42,8 +42,8 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     return screen, panel
 
 
-def drawn(need: Need, room: FreeMemory, width: int) -> list[str]:
-    return ["".join(text for text, _ in line) for line in memory_lines(" 3  Review", need, room, width)]
+def drawn(need: Need, space: FreeMemory, width: int) -> list[str]:
+    return ["".join(text for text, _ in line) for line in memory_lines(" 3  Review", need, space, width)]
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -26,7 +26,7 @@ _IN_WORDS = re.compile(r"\(os error (\d+)\)")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class NoRoomError(UserError):
+class NoSpaceError(UserError):
     """The disk is full or a quota is exhausted, so the same write may succeed later."""
 
 
@@ -106,7 +106,7 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
     """Return an error whose message includes a remedy; `number` is the errno."""
     cure, kind = "free some space on its disk", UserError
     if number in _NO_SPACE:
-        kind = NoRoomError
+        kind = NoSpaceError
     if number in _FORBIDDEN:
         cure = "make its folder writable"
     elif "quota" in reason:

@@ -74,7 +74,7 @@ class LanguageModel:
         self.device = device
         model, tokenizer, missing = _load(job.model, device, whole=whole)
         self.tokenizer = Tokenizer(tokenizer)
-        self.tokenizer.require_room(job.text.context)
+        self.tokenizer.require_context(job.text.context)
         _require_context(model.config, job.text.context)
         self.window_before = _window_before(model.config, job.text.context)
         self._blocks = find_blocks(model)

@@ -58,7 +58,7 @@ class Tokenizer:
         # The number of texts in which unpaired surrogates were replaced.
         self.n_mended = 0
 
-    def require_room(self, context: int) -> None:
+    def require_context(self, context: int) -> None:
         """Raise `UserError` if the special tokens around a text would fill a context."""
         if context <= (n := len(self.before) + len(self.after)):
             around = f"the model's tokenizer puts {n} special tokens around each piece of a text"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.checkpoints.atomic_folder import NoRoomError
+from trainer.checkpoints.atomic_folder import NoSpaceError
 from trainer.contract.errors import UserError
 from trainer.contract.paths import box_file
 from trainer.contract.store.metrics_store import WAITING
@@ -75,13 +75,13 @@ class FinalWrites:
         if errors := [*waiting.values(), *self._failed]:
             raise self._failure(errors[0], is_stopped=bool(waiting) and self._stop.is_set())
 
-    def _attempt(self, writes: Sequence[Write]) -> dict[Write, NoRoomError]:
+    def _attempt(self, writes: Sequence[Write]) -> dict[Write, NoSpaceError]:
         """Try all writes; return the ones that did not fit on the disk, with their errors."""
-        waiting: dict[Write, NoRoomError] = {}
+        waiting: dict[Write, NoSpaceError] = {}
         for one in writes:
             try:
                 one.write()
-            except NoRoomError as error:
+            except NoSpaceError as error:
                 waiting[one] = error
                 self._report_wait(error)
             except (UserError, OSError) as error:
@@ -102,7 +102,7 @@ class FinalWrites:
         self._stop.wait(RETRY_S)
         self._heartbeat("saving")
 
-    def _report_wait(self, error: NoRoomError) -> None:
+    def _report_wait(self, error: NoSpaceError) -> None:
         message = f"{WAITING}: {error}"
         rank_log.say(message)
         # Messages of later attempts differ only in their numbers.

@@ -404,7 +404,7 @@ open_writer(path, sys.argv[2]).close()
 """
     path = tmp_path / "new.db"
     done = subprocess.run([sys.executable, "-c", code, path, schema], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [f"{room} True" for room in (0, 1024, 4096, 8192, 16384)]
+    assert done.stdout.splitlines() == [f"{space} True" for space in (0, 1024, 4096, 8192, 16384)]
     assert list(tmp_path.iterdir()) == [path]
     check_whole(path, schema)
 

@@ -87,17 +87,17 @@ def test_a_refused_lease_changes_nothing(control: Control, queued: MakeJob) -> N
 
 def test_jobs_share_a_gpu_while_its_memory_is_enough_for_all(control: Control, queued: MakeJob) -> None:
     share = {"shares_gpus": True, "card_memory_bytes": 4 * 2**30}
-    room = {"GPU-0": 10 * 2**30}
+    space = {"GPU-0": 10 * 2**30}
     first, second, third = (recorded(control, queued(**share)) for _ in range(3))
     for job in (first, second):
-        assert control.lease(job, GPUS[:1], room)
+        assert control.lease(job, GPUS[:1], space)
     with pytest.raises(LeaseConflict, match=r"^GPU 0 has too little memory for all jobs that share it$"):
-        control.lease(third, GPUS[:1], room)
+        control.lease(third, GPUS[:1], space)
     with pytest.raises(LeaseConflict, match="is held by job"):
-        control.lease(recorded(control, queued()), GPUS[:1], room)
+        control.lease(recorded(control, queued()), GPUS[:1], space)
     assert [lease.job_id for lease in control.leases()] == [first.id, second.id]
     control.transition(first.id, JobState.STOPPED)
-    assert control.lease(third, GPUS[:1], room)
+    assert control.lease(third, GPUS[:1], space)
 
 
 def test_a_job_stopped_in_the_queue_leases_no_gpu(control: Control, queued: MakeJob) -> None:

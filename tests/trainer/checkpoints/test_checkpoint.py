@@ -22,7 +22,7 @@ from support.rank_faults import die_in_save, die_in_step
 from support.saves import kill_saves, save_until_full
 from support.steps import take_alone
 
-from trainer.checkpoints.atomic_folder import NoRoomError, fill_folder
+from trainer.checkpoints.atomic_folder import NoSpaceError, fill_folder
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RESERVE
@@ -276,7 +276,7 @@ def test_no_space_for_a_parent_folder_is_reported_as_a_full_disk(
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with (
-        pytest.raises(NoRoomError, match="No space left on device; free some space"),
+        pytest.raises(NoSpaceError, match="No space left on device; free some space"),
         fill_folder(tmp_path / "p/c", "z"),
     ):
         pass

@@ -146,9 +146,9 @@ def test_unpaired_surrogates_are_replaced_and_their_texts_are_counted(load) -> N
 
 
 def test_a_context_without_space_for_text_is_refused(load) -> None:
-    load("bert").require_room(3)
+    load("bert").require_context(3)
     with pytest.raises(UserError, match=r"^text.context: must be above 2, since the model's tokenizer puts 2 special"):
-        load("bert").require_room(2)
+        load("bert").require_context(2)
 
 
 def test_a_text_longer_than_the_model_window_is_split_without_a_warning(load, capfd) -> None:

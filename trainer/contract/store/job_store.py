@@ -221,12 +221,12 @@ class Control:
     # leases
 
     def lease(
-        self, job: Job, gpus: Sequence[tuple[int, str]], room: Mapping[str, int] | None = None, **fields: Any
+        self, job: Job, gpus: Sequence[tuple[int, str]], space: Mapping[str, int] | None = None, **fields: Any
     ) -> bool:
         """Lease GPUs, given as (index, UUID), to a job and move it to `starting`, all in one transaction.
 
         Raise `LeaseConflict` if another job holds one of them, unless both jobs share it and its memory suffices;
-        `room` holds the bytes by UUID. Return False if the job may no longer start.
+        `space` holds the bytes by UUID. Return False if the job may no longer start.
         """
         with self._write() as db:
             for index, uuid in gpus:
@@ -235,7 +235,7 @@ class Control:
                 if holder := db.execute(query, (job.host, uuid, job.id)).fetchone():
                     raise LeaseConflict(f"GPU {index} is held by job {holder['job_id']} ({holder['user']})")
                 taken_bytes = db.execute(_TAKEN, (job.host, uuid, job.id)).fetchone()[0]
-                if taken_bytes and (room or {}).get(uuid, taken_bytes) < taken_bytes + (job.card_memory_bytes or 0):
+                if taken_bytes and (space or {}).get(uuid, taken_bytes) < taken_bytes + (job.card_memory_bytes or 0):
                     raise LeaseConflict(f"GPU {index} has too little memory for all jobs that share it")
             if not self._move(db, job.id, JobState.STARTING, fields):
                 return False
