@@ -26,7 +26,7 @@ from trainer.contract.settings.optimizers import AdamSettings
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, own_part
-from trainer.saes.kernels import reused_buffer
+from trainer.saes.kernels import buffer_sizer, reused_buffer
 
 CPU = torch.device("cpu")
 # Set by `make test-fake-cuda`.
@@ -168,7 +168,7 @@ _ALWAYS = (
     # A GPU's allocator reuses a product's memory. A mock would keep a reference to it and prevent that.
     (reused_buffer, "put_back", _nothing),
     (first_look, "costs", lambda: None),
-    (foreseen, "HostCopy", ToldNumber),
+    (buffer_sizer, "HostCopy", ToldNumber),
 )
 _WITHOUT = ((FakeTensor, "is_cuda", True), (nn.Module, "to", lambda self, *args: self))
 _WITH_CUDA = (

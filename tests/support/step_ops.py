@@ -23,7 +23,7 @@ from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse
+from trainer.saes.kernels import buffer_sizer, sparse
 from trainer.training.learner import Learner
 
 # Operations that launch nothing.
@@ -205,7 +205,7 @@ class OpLog(TorchDispatchMode):
             for name in _FROM_HOST:
                 stack.enter_context(mock.patch.object(torch, name, noted_copy(name)))
             of_step: list[ToldNumber] = []
-            stack.enter_context(mock.patch.object(foreseen, "HostCopy", _noted_number(of_step, self.ops)))
+            stack.enter_context(mock.patch.object(buffer_sizer, "HostCopy", _noted_number(of_step, self.ops)))
             yield
             of_step.clear()
 
@@ -232,7 +232,7 @@ def recorded_step(
         with log.kernels():
             learner = Learner(job, d_in, None, ranks)
         x = torch.empty(n_tokens, d_in, device=DEVICE)
-        for number in range(foreseen.MEMORY + 1):
+        for number in range(buffer_sizer.MEMORY + 1):
             if dead:
                 learner.sae._longest_silence = 10**12
             under_way = [one for one in log.exchanges if one.ends is None]

@@ -30,7 +30,7 @@ def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
 
 
 def need(job: ExtractJob, look: ExtractionOutlook, capacity: FreeMemory, *, cuda: bool) -> Need | None:
-    """Return the memory per rank by component, with remedies if `capacity` is too small; None if the model is unknown."""
+    """Return the memory per rank by component, with remedies if `capacity` is too small; None for an unknown model."""
     if look.memory is None:
         return None
     sharing = 1 if look.on_gpus else look.ranks

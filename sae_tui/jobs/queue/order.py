@@ -26,7 +26,7 @@ BACKFILL_S = 3600.0
 class QueueGpu(msgspec.Struct, frozen=True):
     """A GPU as a queued job sees it; `free_bytes` is the memory that other users leave, None if it is unknown.
 
-    `unusable` and `other_user` are reasons that do not go away when jobs end; `frees_in_s` is the time until all jobs on
+    `unusable` and `other_user` are reasons that stay when jobs end; `frees_in_s` is the time until all jobs on
     the GPU have ended.
     """
 

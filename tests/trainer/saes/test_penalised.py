@@ -19,6 +19,7 @@ from trainer.parallel.base import Parallel, StepSums
 from trainer.saes import penalised
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
+from trainer.saes.kernels import buffer_sizer
 from trainer.saes.penalised import Penalised, Penalty, Steering
 from trainer.saes.sparse_acts import DenseActs, SparseActs
 from trainer.saes.standard import Standard
@@ -261,7 +262,7 @@ def test_losses_and_gradients_with_presized_buffers_match_dense_products(
     y = batch(19, 5, seed=5).to(dtype) if sae.is_transcoder else x
     foreseeing(sae)
     outputs = []
-    for _ in range(foreseen.MEMORY + 1):
+    for _ in range(buffer_sizer.MEMORY + 1):
         outputs.append(sae(x, y))
         sae.count_step(len(x))
     dense, sparse = outputs[-2:]
@@ -324,7 +325,7 @@ def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_one_succeeds(
     # A scale at which no gradient overflows 16 bits.
     one.loss_scale.factor.fill_(1.0)
     foreseeing(one.sae)
-    for step in range(foreseen.MEMORY):
+    for step in range(buffer_sizer.MEMORY):
         take_cut(one, step, rows(step), n_passes)
     before = {name: tensor.clone() for name, tensor in one.state.tensors() if "clean_steps" not in name}
     # Rows ten times as large activate more latents than the buffer holds.
@@ -343,11 +344,11 @@ def test_all_ranks_skip_a_step_that_overflows_the_buffer_of_one_rank(
     make_job: MakeJob, foreseeing: Callable[[Penalised], None]
 ) -> None:
     ranks = [learner(make_job, "standard") for _ in range(2)]
-    for step in range(foreseen.MEMORY + 1):
+    for step in range(buffer_sizer.MEMORY + 1):
         for rank, one in enumerate(ranks):
             foreseeing(one.sae)
             one.begin_step(step)
-            x = rows(2 * step + rank) * (10 if step == foreseen.MEMORY and rank else 1)
+            x = rows(2 * step + rank) * (10 if step == buffer_sizer.MEMORY and rank else 1)
             one.accumulate(x, x)
         # Simulate the exchange between ranks.
         for mine, others in zip(*(of_all(one.tensors_to_exchange()) for one in ranks), strict=True):
@@ -368,7 +369,7 @@ def test_a_nan_is_not_mistaken_for_a_buffer_overflow(
 ) -> None:
     one = learner(make_job, "jumprelu")
     foreseeing(one.sae)
-    for step in range(foreseen.MEMORY):
+    for step in range(buffer_sizer.MEMORY):
         take_alone(one, step, rows(step))
     bad = rows(9)
     bad[:100] = torch.nan

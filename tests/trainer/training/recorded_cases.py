@@ -22,7 +22,7 @@ from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
-from trainer.saes.kernels import dead_latents, encode, sparse, top_k, triton_dead_latents, triton_sparse
+from trainer.saes.kernels import buffer_sizer, dead_latents, encode, sparse, top_k, triton_dead_latents, triton_sparse
 from trainer.self_test import learning
 from trainer.self_test.base import Size
 from trainer.training import recorded_step
@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(asks, "_working_triton", lambda *_, found=found: found)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # With few tokens the number of active latents varies much between batches.
-    monkeypatch.setattr(foreseen, "MOST_GROWTH", math.inf)
+    monkeypatch.setattr(buffer_sizer, "MOST_GROWTH", math.inf)
     # Triton's interpreter is slow.
     monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)
 
@@ -297,7 +297,7 @@ class Penalty(Run):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
         # `told` collects the numbers that the host read for earlier batches.
         self.capacity, self.told = 6, list[float]()
-        monkeypatch.setattr(foreseen, "MEMORY", 2)
+        monkeypatch.setattr(buffer_sizer, "MEMORY", 2)
         monkeypatch.setattr(latent_capacity, "per_token", self._per_token)
         super().__init__({"d_sae": 8} | sae, train)
         self.steps = self.record()
@@ -327,7 +327,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_plain_ones(
     sae: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue: list[LateCopy] = []
-    monkeypatch.setattr(foreseen, "HostCopy", lambda number: LateCopy(number, queue))
+    monkeypatch.setattr(buffer_sizer, "HostCopy", lambda number: LateCopy(number, queue))
     # The penalty is warmed up and steered during these steps.
     run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
     run.take(8)

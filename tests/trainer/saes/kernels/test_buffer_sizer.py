@@ -71,7 +71,7 @@ def test_a_nan_is_chosen_and_is_not_a_buffer_overflow(bound: Any) -> None:
 
 
 @pytest.fixture
-def buffer_sizer(monkeypatch: pytest.MonkeyPatch) -> BufferSizer:
+def sizer(monkeypatch: pytest.MonkeyPatch) -> BufferSizer:
     """Return a `BufferSizer` that uses sparse products if the buffer holds at most a quarter of all values."""
     monkeypatch.setattr(latent_capacity, "DENSE", 4)
     return BufferSizer()
@@ -83,63 +83,63 @@ def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
     return PreActs(matrix.index_fill(1, torch.arange(n_per_token), 1.0))
 
 
-def capacities(buffer_sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> list[int | None]:
+def capacities(sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> list[int | None]:
     """Return the capacity per token for batches with these numbers per token; None if all values are kept."""
     found = []
     for n in n_per_token:
-        decided = buffer_sizer.decide(50, 400) if ahead else None
-        found += rooms_in_step(buffer_sizer, n)
+        decided = sizer.decide(50, 400) if ahead else None
+        found += capacities_in_step(sizer, n)
         assert not ahead or decided == (found[-1] and 50 * found[-1])
     return found
 
 
-def rooms_in_step(buffer_sizer: BufferSizer, *n_per_token: int) -> list[int | None]:
+def capacities_in_step(sizer: BufferSizer, *n_per_token: int) -> list[int | None]:
     """Return the capacity per token for the micro-batches of one step."""
-    chosen = [buffer_sizer.above(with_above(n), 0.0) for n in n_per_token]
-    buffer_sizer.queued()
+    chosen = [sizer.above(with_above(n), 0.0) for n in n_per_token]
+    sizer.queued()
     return [None if one is None else len(one[1]) // 50 for one in chosen]
 
 
-def test_the_capacity_is_a_quarter_above_the_maximum_of_earlier_batches(buffer_sizer: BufferSizer) -> None:
-    assert capacities(buffer_sizer, 4, 9, 8, 9) == [None] * foreseen.MEMORY
+def test_the_capacity_is_a_quarter_above_the_maximum_of_earlier_batches(sizer: BufferSizer) -> None:
+    assert capacities(sizer, 4, 9, 8, 9) == [None] * buffer_sizer.MEMORY
     # 11.25 is rounded up to one of a few sizes.
-    assert capacities(buffer_sizer, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
+    assert capacities(sizer, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
 
 
-def test_all_values_are_kept_while_their_number_grows_quickly(buffer_sizer: BufferSizer) -> None:
-    assert capacities(buffer_sizer, 8, 12, 18, 27, 40, 60, 60) == [None] * 7
-    assert capacities(buffer_sizer, 64, 66, 66) == [80, 96, 96]
+def test_all_values_are_kept_while_their_number_grows_quickly(sizer: BufferSizer) -> None:
+    assert capacities(sizer, 8, 12, 18, 27, 40, 60, 60) == [None] * 7
+    assert capacities(sizer, 64, 66, 66) == [80, 96, 96]
 
 
-def test_all_values_are_kept_after_an_overflow_or_if_too_many_are_above(buffer_sizer: BufferSizer) -> None:
-    assert capacities(buffer_sizer, 8, 8, 8, 8, 40) == [None, None, None, None, 10]
-    assert buffer_sizer.overflowed
-    assert capacities(buffer_sizer, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
-    assert not buffer_sizer.overflowed
-    assert capacities(buffer_sizer, 40, 48, 57, 90, 90) == [56, 56, 80, 96, None]
-    assert capacities(buffer_sizer, 9) == [None]
+def test_all_values_are_kept_after_an_overflow_or_if_too_many_are_above(sizer: BufferSizer) -> None:
+    assert capacities(sizer, 8, 8, 8, 8, 40) == [None, None, None, None, 10]
+    assert sizer.overflowed
+    assert capacities(sizer, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
+    assert not sizer.overflowed
+    assert capacities(sizer, 40, 48, 57, 90, 90) == [56, 56, 80, 96, None]
+    assert capacities(sizer, 9) == [None]
 
 
-def test_micro_batches_get_the_capacity_of_the_largest_in_earlier_steps(buffer_sizer: BufferSizer) -> None:
+def test_micro_batches_get_the_capacity_of_the_largest_in_earlier_steps(sizer: BufferSizer) -> None:
     steps = [(4, 4, 1), (9, 3, 1), (1, 8, 1), (1, 1, 9), (9, 8, 1)]
-    assert [rooms_in_step(buffer_sizer, *step) for step in steps] == [[None] * 3] * foreseen.MEMORY + [[12] * 3]
+    assert [capacities_in_step(sizer, *step) for step in steps] == [[None] * 3] * buffer_sizer.MEMORY + [[12] * 3]
 
 
-def test_growth_is_measured_between_steps_not_between_micro_batches(buffer_sizer: BufferSizer) -> None:
+def test_growth_is_measured_between_steps_not_between_micro_batches(sizer: BufferSizer) -> None:
     for n in (8, 12, 18, 27, 40, 60, 60):
-        assert rooms_in_step(buffer_sizer, n, n) == [None, None]
+        assert capacities_in_step(sizer, n, n) == [None, None]
     for n, capacity in ((64, 80), (66, 96)):
-        assert rooms_in_step(buffer_sizer, n, n) == [capacity, capacity]
+        assert capacities_in_step(sizer, n, n) == [capacity, capacity]
 
 
-def test_all_values_are_kept_from_the_step_after_an_overflow_of_a_micro_batch(buffer_sizer: BufferSizer) -> None:
-    capacities(buffer_sizer, 8, 8, 8, 8)
-    assert rooms_in_step(buffer_sizer, 8, 40, 8) == [10] * 3
-    assert [rooms_in_step(buffer_sizer, 40, 8, 8) for _ in range(5)] == [[None] * 3] * 4 + [[56] * 3]
+def test_all_values_are_kept_from_the_step_after_an_overflow_of_a_micro_batch(sizer: BufferSizer) -> None:
+    capacities(sizer, 8, 8, 8, 8)
+    assert capacities_in_step(sizer, 8, 40, 8) == [10] * 3
+    assert [capacities_in_step(sizer, 40, 8, 8) for _ in range(5)] == [[None] * 3] * 4 + [[56] * 3]
 
 
 def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
-    buffer_sizer: BufferSizer, monkeypatch: pytest.MonkeyPatch
+    sizer: BufferSizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_step: list[HostCopy] = []
     waits = []
@@ -155,36 +155,36 @@ def test_no_micro_batch_waits_for_the_number_of_another_in_its_step(
             waits.append(self in of_step)
             return super().read()
 
-    monkeypatch.setattr(foreseen, "HostCopy", Number)
+    monkeypatch.setattr(buffer_sizer, "HostCopy", Number)
     for _ in range(6):
         of_step.clear()
-        rooms_in_step(buffer_sizer, 8, 9, 8)
+        capacities_in_step(sizer, 8, 9, 8)
     # All numbers except the last step's were read, each after its own step.
     assert waits == [False] * 15
 
 
-def test_a_capacity_decided_in_advance_ignores_the_last_batch(buffer_sizer: BufferSizer) -> None:
-    assert capacities(buffer_sizer, 8, 9, 11, 13, 16, 19, ahead=True) == [None, None, None, None, None, 24]
-    assert not buffer_sizer.overflowed
+def test_a_capacity_decided_in_advance_ignores_the_last_batch(sizer: BufferSizer) -> None:
+    assert capacities(sizer, 8, 9, 11, 13, 16, 19, ahead=True) == [None, None, None, None, None, 24]
+    assert not sizer.overflowed
 
 
-def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(buffer_sizer: BufferSizer) -> None:
-    assert capacities(buffer_sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
-    assert buffer_sizer.overflowed
-    assert capacities(buffer_sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
+def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(sizer: BufferSizer) -> None:
+    assert capacities(sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
+    assert sizer.overflowed
+    assert capacities(sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
     # Without decisions in advance, the numbers of all batches are known again.
-    assert capacities(buffer_sizer, 40, 30, 30, 30, 30) == [56] * 5
+    assert capacities(sizer, 40, 30, 30, 30, 30) == [56] * 5
 
 
-def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(buffer_sizer: BufferSizer) -> None:
-    buffer_sizer._expected = deque(maxlen=6)
-    assert capacities(buffer_sizer, *[32] * 6, ahead=True)[-1] == 40
+def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(sizer: BufferSizer) -> None:
+    sizer._expected = deque(maxlen=6)
+    assert capacities(sizer, *[32] * 6, ahead=True)[-1] == 40
     # For a k of 32 the capacity, 40, is exactly one of the sizes.
-    assert capacities(buffer_sizer, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
-    assert capacities(buffer_sizer, *[32] * 20, ahead=True) == [48] * 20
-    assert capacities(buffer_sizer, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
+    assert capacities(sizer, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
+    assert capacities(sizer, *[32] * 20, ahead=True) == [48] * 20
+    assert capacities(sizer, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
     # After an overflow the earlier numbers are forgotten.
-    assert capacities(buffer_sizer, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [
+    assert capacities(sizer, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [
         20,
         20,
         20,
@@ -196,30 +196,30 @@ def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(buffer_s
     ]
 
 
-def test_each_replay_of_a_pass_counts_as_a_batch(buffer_sizer: BufferSizer) -> None:
-    capacities(buffer_sizer, 8, 8, 8, 8, 8, 8, ahead=True)
-    assert buffer_sizer._pass is not None
-    n_above = buffer_sizer._pass.n_above
+def test_each_replay_of_a_pass_counts_as_a_batch(sizer: BufferSizer) -> None:
+    capacities(sizer, 8, 8, 8, 8, 8, 8, ahead=True)
+    assert sizer._pass is not None
+    n_above = sizer._pass.n_above
     found = []
     for n in (9, 40, 9, 9):
-        found.append(buffer_sizer.decide(50, 400))
+        found.append(sizer.decide(50, 400))
         # A replay writes at most the capacity.
         n_above.fill_(50 * min(n, 10))
-        buffer_sizer.queued()
+        sizer.queued()
     # The first number, 9, was read and counted as growth.
     assert found == [500, 500, 800, None]
 
 
-def test_a_rank_without_tokens_never_overflows(buffer_sizer: BufferSizer) -> None:
+def test_a_rank_without_tokens_never_overflows(sizer: BufferSizer) -> None:
     for n_tokens in (50, 0) * 5:
-        buffer_sizer.above(with_above(8, n_tokens), 0.0)
-        buffer_sizer.queued()
-        assert not buffer_sizer.overflowed
+        sizer.above(with_above(8, n_tokens), 0.0)
+        sizer.queued()
+        assert not sizer.overflowed
 
 
-def test_in_deterministic_mode_nothing_depends_on_earlier_batches(buffer_sizer: BufferSizer) -> None:
+def test_in_deterministic_mode_nothing_depends_on_earlier_batches(sizer: BufferSizer) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        assert capacities(buffer_sizer, *[8] * 6) == [None] * 6
+        assert capacities(sizer, *[8] * 6) == [None] * 6
     finally:
         torch.use_deterministic_algorithms(False)
