@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.contract.errors import first_line
-from trainer.parallel.group import DistributedGroup, everybodys
+from trainer.parallel.group import DistributedGroup, all_gather
 from trainer.parallel.waiting import waiting
 
 FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -50,7 +50,7 @@ EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("sum parts", ADDED, False, in_place(lambda group, tensors: group.sum_parts_(tensors))),
     ("part of sum", ADDED, False, lambda group, tensor: group.part_of_sum(tensor).to(tensor.dtype)),
     ("spread parts", SENT, False, in_place(lambda group, tensors: group.spread_parts_(tensors))),
-    ("everybody's", SENT, False, lambda group, tensor: everybodys(tensor, len(tensor), group)),
+    ("everybody's", SENT, False, lambda group, tensor: all_gather(tensor, len(tensor), group)),
     ("gather", SENT, True, lambda group, tensor: group.gather(tensor)[0]),
     ("to owners", SENT, False, lambda group, tensor: group.to_owners(tensor)[0]),
     ("from owners", SENT, False, lambda group, tensor: group.from_owners(tensor[None], len(tensor))),

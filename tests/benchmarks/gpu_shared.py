@@ -30,7 +30,7 @@ from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import own_part
+from trainer.parallel.group import local_shard
 from trainer.parallel.shares import even
 from trainer.runtime.precision import resolve_precision, set_matmul_precision
 from trainer.self_test.base import SMALL, TINY, Size, rows
@@ -124,7 +124,7 @@ def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
     torch.manual_seed(0)
     learner = Learner(job, x.shape[1], None, parallel)
     learner.initialise(x, x)
-    own = own_part(x, parallel.data)
+    own = local_shard(x, parallel.data)
 
     def take(number: int) -> None:
         take_step([learner], parallel, number, [Batch([(own, own)], len(x))])

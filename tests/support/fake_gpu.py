@@ -25,7 +25,7 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.optimizers import AdamSettings
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group, own_part
+from trainer.parallel.group import Group, local_shard
 from trainer.saes.kernels import buffer_sizer, reused_buffer
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ class Elsewhere(Group):
         return tensor.new_empty(self.size, *tensor.shape)
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        return self.gather(own_part(tensor, self))
+        return self.gather(local_shard(tensor, self))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         return tensor.new_empty(n_rows, *tensor.shape[2:])

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.activations.batches import Batch
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import own_part
+from trainer.parallel.group import local_shard
 from trainer.parallel.threads import Meeting, Threads, on_all
 from trainer.training.learner import Learner
 from trainer.training.step import take_step
@@ -81,7 +81,7 @@ def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int)
     """Take steps on the raw batch x [n_tokens, d_in]; groups of `sharing` ranks share the latents."""
 
     def work(learner: Learner, parallel: Parallel) -> None:
-        own = own_part(x, parallel.data)
+        own = local_shard(x, parallel.data)
         for step in range(n_steps):
             take_step([learner], parallel, step, [Batch([(own, own)], len(x))])
 

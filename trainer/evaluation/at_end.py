@@ -66,7 +66,7 @@ class Cards:
         # Store all rows first: from here on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
-            told = self._parallel.everybodys(self._own())
+            told = self._parallel.all_gather(self._own())
         except Exception as error:
             told = {"": ("warning", f"no report cards: {first_line(error)}", None)}
         for place, (label, (level, message, fvu_error)) in enumerate(told.items()):

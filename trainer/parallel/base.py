@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import Group, own_part, split_by
+from trainer.parallel.group import Group, local_shard, split_by
 from trainer.parallel.shares import Shares, even
 from trainer.parallel.stop_flags import Requests, requests_reader
 from trainer.parallel.totals import Totals
@@ -21,12 +21,12 @@ from trainer.parallel.waiting import HostWaits, Waiting, Waits
 class StepSums(NamedTuple):
     """The tensors to reduce over ranks at the end of a step.
 
-    `of_latents` are all-reduced over the ranks that hold the same latents. `dealt` are reduce-scattered over the same
+    `of_latents` are all-reduced over the ranks that hold the same latents. `sharded` are reduce-scattered over the same
     ranks: each rank gets only the sums of its rows. `of_all` are all-reduced over all ranks.
     """
 
     of_latents: list[Tensor]
-    dealt: list[Tensor]
+    sharded: list[Tensor]
     of_all: list[Tensor]
 
     @classmethod
@@ -102,7 +102,7 @@ class Parallel:
         wanted = torch.stack([torch.full((), float(request), device=self.device) for request in requests])
         sums = StepSums.concatenate(several)
         # Vectors are small, so they are all-reduced together with the other small tensors.
-        vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.dealt)
+        vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.sharded)
         of_world = [*([] if self.learns_alone else sums.of_all), wanted]
         with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices, are_parts=True) as sent_parts:
             of_latents = [*sent, *vectors]
@@ -124,7 +124,7 @@ class Parallel:
         yield sent
         for tensor, total in zip(tensors, sent, strict=True):
             if total is not tensor:
-                own, of_total = (own_part(one, self.data) if are_parts else one for one in (tensor, total))
+                own, of_total = (local_shard(one, self.data) if are_parts else one for one in (tensor, total))
                 own.copy_(of_total)
 
     def as_sent(self, tensor: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Parallel:
         """Start to sum vectors over a group in one exchange; they must all be on the device or all on the CPU."""
         return Totals(parts, group, self.device)
 
-    def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
+    def all_gather(self, own: dict[str, Any]) -> dict[str, Any]:
         """All-gather values keyed by SAE label; each rank passes the values of its SAEs.
 
         Values must be plain types that msgpack can encode.

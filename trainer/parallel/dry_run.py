@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import Group, own_part
+from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
 
 
@@ -28,7 +28,7 @@ class Echo(Group):
         return self._pad_with_lowest(tensor).clone()
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        return self._pad_with_lowest(own_part(tensor, self))
+        return self._pad_with_lowest(local_shard(tensor, self))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         """Repeat this rank's own answers in place of the other owners' answers; use ones if this rank owns no rows.
@@ -37,7 +37,7 @@ class Echo(Group):
         """
         if tensor.is_floating_point():
             bounds = tensor.new_full((n_rows, *tensor.shape[2:]), -torch.inf)
-            own_part(bounds, self).copy_(tensor[self.index])
+            local_shard(bounds, self).copy_(tensor[self.index])
             return bounds
         own = tensor[self.index] if tensor.shape[1] else tensor.new_ones(1, *tensor.shape[2:])
         return own[torch.arange(n_rows, device=own.device) % len(own)]

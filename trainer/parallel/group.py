@@ -72,7 +72,7 @@ class Group:
         total = wide(tensor, copy=True)
         self.sum_parts_([total])
         # Clone, since a view would keep the memory of all rows allocated.
-        return own_part(total, self).clone()
+        return local_shard(total, self).clone()
 
     def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
         """Start `part_of_sum`; return its result and the transfers that must finish before the result is valid."""
@@ -391,25 +391,25 @@ def part_sizes(n_rows: int, size: int) -> list[int]:
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
-def own_part(tensor: Tensor, group: Group) -> Tensor:
+def local_shard(tensor: Tensor, group: Group) -> Tensor:
     """Return this rank's local shard of a tensor with the rows of all ranks."""
     return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 
-def everybodys(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = None) -> Tensor:
-    """All-gather rows [n, ...] from the ranks that own them; `part` is this rank's `own_part`.
+def all_gather(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+    """All-gather rows [n, ...] from the ranks that own them; `part` is this rank's `local_shard`.
 
     The rows are sent and returned in `dtype`, by default that of `part`.
     """
     if group.size == 1:
         return part if dtype is None else part.to(dtype)
     whole = part.new_empty(n, *part.shape[1:], dtype=dtype or part.dtype)
-    own_part(whole, group).copy_(part)
+    local_shard(whole, group).copy_(part)
     group.spread_parts_([whole])
     return whole
 
 
-def part_summed(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
+def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
     """Reduce-scatter: return this rank's rows of the sum over the group, which splits later work on rows.
 
     Ranks send fp32, since their types may differ: each rank chooses a dense 16-bit or a sparse 32-bit product by its
@@ -430,4 +430,4 @@ class _PartSummed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return everybodys(grad, ctx.n_rows, ctx.group, ctx.read_in), None, None
+        return all_gather(grad, ctx.n_rows, ctx.group, ctx.read_in), None, None

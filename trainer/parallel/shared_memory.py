@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from trainer.parallel.group import Processes, dense, exchanging, own_part, packs, part_sizes, split_by, wide
+from trainer.parallel.group import Processes, dense, exchanging, local_shard, packs, part_sizes, split_by, wide
 from trainer.parallel.rendezvous import ProcessBarrier, join
 from trainer.parallel.waiting import Waiting
 
@@ -56,7 +56,7 @@ class SharedRanks(Processes):
 
     def part_of_sum(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        own = wide(own_part(tensor, self), copy=True)
+        own = wide(local_shard(tensor, self), copy=True)
         with exchanging(self._waiting):
             self._sum(_flat_parts(tensor, self.size), own.view(-1))
         return own

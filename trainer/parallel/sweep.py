@@ -35,7 +35,7 @@ class Sweep(Parallel):
     def learns_alone(self) -> bool:
         return True
 
-    def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
+    def all_gather(self, own: dict[str, Any]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         for encoded in gather_bytes(self.world, msgspec.msgpack.encode(own), self.device):
             merged |= msgspec.msgpack.decode(encoded)

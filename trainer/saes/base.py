@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.parallel.group import Group, own_part
+from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.silence import count, take_in
 from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots
@@ -63,7 +63,7 @@ class Sae(nn.Module, ABC):
 
     A rank may hold only `n_own` of the d_sae latents; a tensor described as [d_sae] then has entries for those only.
     Ranks that share latents encode the same tokens. After adding up their decoded contributions they also divide the
-    tokens: x_hat and everything computed from it, such as the squared error, covers only the rank's `own_part` of the
+    tokens: x_hat and everything computed from it, such as the squared error, covers only the rank's `local_shard` of the
     tokens.
     """
 
@@ -176,7 +176,7 @@ class Sae(nn.Module, ABC):
         return self.W_dec if self.dropped_mean is None else self.W_dec / (self.raw_scale / self.acts_scale)
 
     @torch.no_grad()
-    def deal(self, data: Group, peers: Group, latents: Latents) -> None:
+    def shard(self, data: Group, peers: Group, latents: Latents) -> None:
         """Keep only this rank's latents of an SAE without weights yet; ranks in `data` hold the same latents."""
         self.data, self.peers, self.latents = data, peers, latents
         for name, dim in self.latent_dims().items():
@@ -246,7 +246,7 @@ class Sae(nn.Module, ABC):
     def decode_acts(self, acts: Acts, x: Tensor) -> Tensor:
         """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens."""
         of_latents = decode(acts, self.W_dec, self.latents.group)
-        return of_latents + self.offset(own_part(x, self.latents.group))
+        return of_latents + self.offset(local_shard(x, self.latents.group))
 
     def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:
         """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens, with its errors.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.parallel.group import own_part, part_summed
+from trainer.parallel.group import local_shard, reduce_scatter
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.encode import centre
@@ -66,7 +66,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         centred = centre(x, self.input_bias)
         acts, explained = self.encode_and_explain(centred)
         x_hat, errors, inner_mse = self._nested_by_kernels(acts, y) or self._nested(
-            self._parts(acts), self.offset(own_part(x, self.latents.group)), y
+            self._parts(acts), self.offset(local_shard(x, self.latents.group)), y
         )
         output = self.score(explained, acts, x_hat, errors)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
@@ -102,7 +102,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         group = self.latents.group
         if isinstance(acts, SparseActs):
             return decode(self._by_level(acts), self.W_dec, group, len(self.widths))
-        return part_summed(self._dense_parts(acts), group, gradient_dtype(self.W_dec))
+        return reduce_scatter(self._dense_parts(acts), group, gradient_dtype(self.W_dec))
 
     def _by_level(self, acts: SparseActs) -> SparseActs:
         """Return the activations with each (token, level) pair as a token; a token's entries are ordered by latent."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.parallel.group import everybodys, own_part
+from trainer.parallel.group import all_gather, local_shard
 from trainer.saes.base import Sae
 
 # Rows evaluated in one pass.
@@ -47,5 +47,5 @@ def _losses(sae: Sae, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _losses_of(sae: Sae, x: Tensor, y: Tensor) -> Tensor:
-    own = own_part(y, sae.latents.group)
-    return everybodys((own - sae(x, own).x_hat).square().sum(dim=1), len(y), sae.latents.group)
+    own = local_shard(y, sae.latents.group)
+    return all_gather((own - sae(x, own).x_hat).square().sum(dim=1), len(y), sae.latents.group)

@@ -25,7 +25,7 @@ from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.optimizers.base import LatentAxis, Optimizer, TiedParameter
 from trainer.parallel.base import Parallel, StepSums
-from trainer.parallel.group import own_part, sum_of
+from trainer.parallel.group import local_shard, sum_of
 from trainer.parallel.latents import Latents
 from trainer.runtime import narrow_copy
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
@@ -82,7 +82,7 @@ class Learner:
         self.tokens_per_step = layout.tokens_per_step
         self.sae = build_sae(layout, d_in, d_out)
         self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
-        self.sae.deal(parallel.data, parallel.peers, self.latents)
+        self.sae.shard(parallel.data, parallel.peers, self.latents)
         self.sae.to(device)
         kind = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer").load()
         following = following_rates(job, is_transcoder=self.sae.is_transcoder)
@@ -224,7 +224,7 @@ class Learner:
         """Return normalised inputs [n, d_in] and this rank's part of their targets, in fp32."""
         # reshape(-1): a 16-bit tensor times a 0-dim tensor would stay in 16 bits.
         inputs = x * self.sae.x_scale.reshape(-1)
-        own = own_part(inputs if y is x else y, self.latents.group)
+        own = local_shard(inputs if y is x else y, self.latents.group)
         return inputs, own if y is x else own * self.sae.y_scale.reshape(-1)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
@@ -246,7 +246,7 @@ class Learner:
         shared = [one.grad for name, one in self.sae.named_parameters() if name not in dims and one.grad is not None]
         return StepSums(
             of_latents=[*self.stepped.whole_sums(), counts[: self.sae.n_own]],
-            dealt=self.stepped.part_sums(),
+            sharded=self.stepped.part_sums(),
             of_all=[*shared, counts[self.sae.n_own :]],
         )
 

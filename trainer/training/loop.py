@@ -490,7 +490,7 @@ class Trainer:
             state = StepState.of(states[label])
             self._skips.look_at(label, learner, state, ended.at)
             values[label] = learner.values(under(totals, f"{label}/"), state)
-        self.report.learnt(self._parallel.everybodys(values))
+        self.report.learnt(self._parallel.all_gather(values))
         self._share_news()
         self.report.pace(ended.at.step, self._pace.values(paces), paces)
         self._report_left_out(ended.at.step, left_out)
@@ -523,8 +523,8 @@ class Trainer:
 
     def _share_news(self) -> None:
         """Exchange the events of each rank's SAEs; raise `UserError` on all ranks if no SAE learns any more."""
-        self.report.deliver(self._parallel.everybodys(self.report.take_events()))
-        self._skips.given_up |= self._parallel.everybodys(dict.fromkeys(self._skips.given_up, True)).keys()
+        self.report.deliver(self._parallel.all_gather(self.report.take_events()))
+        self._skips.given_up |= self._parallel.all_gather(dict.fromkeys(self._skips.given_up, True)).keys()
         self._skips.end_where_none_learns()
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
@@ -570,7 +570,7 @@ class Trainer:
         self._heartbeat("evaluating")
         began = time.monotonic()
         measured = evaluate(self.learners, self._held_out, self._parallel, self._cut.largest)
-        self.report.heldout(self.position.step, self._parallel.everybodys(measured))
+        self.report.heldout(self.position.step, self._parallel.all_gather(measured))
         self._report_held_out_once()
         self._evaluated = self.position
         self._note_best(time.monotonic() - began)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.group import Group, own_part, part_sizes
+from trainer.parallel.group import Group, local_shard, part_sizes
 from trainer.runtime import narrow_copy
 from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.saes.base import Sae
@@ -170,7 +170,7 @@ class SteppedShare(Stepped):
         for one in self._sums.values():
             self.others.finish(one.transfers)
             if one.sent is not one.gradient:
-                own_part(one.gradient, self.others).copy_(own_part(one.sent, self.others))
+                local_shard(one.gradient, self.others).copy_(local_shard(one.sent, self.others))
         self._sums.clear()
         for name, whole in self._whole.items():
             self.parameters[name].grad = None if whole.grad is None else self.own(whole.grad, self._dims[name])

@@ -128,11 +128,11 @@ def test_bf16_gradients_halve_the_bytes_that_replicas_send(make_job: MakeJob) ->
     )
     assert half == whole / 2
     # With ZeRO, an all-gather of 16-bit weights replaces the second half of the gradients' all-reduce.
-    dealt = (
+    sharded = (
         wire_of(workload(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2)).n_bytes
         for kind in ("fp32", "bf16")
     )
-    assert list(dealt) == [0.75 * whole, 0.5 * whole]
+    assert list(sharded) == [0.75 * whole, 0.5 * whole]
 
 
 def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -> None:

@@ -94,11 +94,11 @@ def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))
     assert msgspec.structs.replace(replica, slack=alone.slack) == msgspec.structs.replace(alone, communication=nccl)
-    dealt = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
-    assert dealt.optimizer == alone.optimizer / 4
+    sharded = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
+    assert sharded.optimizer == alone.optimizer / 4
     # Passes read 16-bit copies of all weights, so a rank keeps fp32 weights for its own latents only.
-    assert dealt.weights == pytest.approx(alone.weights / 4, rel=1e-3)
-    assert (dealt.gradients, dealt.activations) == (alone.gradients, alone.activations)
+    assert sharded.weights == pytest.approx(alone.weights / 4, rel=1e-3)
+    assert (sharded.gradients, sharded.activations) == (alone.gradients, alone.activations)
     in_fp32 = make_job(sae=sae, train=train | {"precision": "fp32"}, parallel={"mode": "ddp"})
     assert estimate(workload(in_fp32, 768, 4)).weights == alone.weights
     shared = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "tensor"}), 768, 4))

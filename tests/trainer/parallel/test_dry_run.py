@@ -13,7 +13,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.parallel.dry_run import dry_run
-from trainer.parallel.group import Group, PeerLost, own_part
+from trainer.parallel.group import Group, PeerLost, local_shard
 from trainer.parallel.threads import Meeting, Threads
 from trainer.training.learner import Learner
 
@@ -67,7 +67,7 @@ def test_after_a_dry_run_a_pass_exchanges_with_all_ranks_again(
 @pytest.mark.parametrize("mode", ["single", "ddp", "tensor"])
 def test_a_dry_run_includes_auxk_before_any_latent_is_dead(mode: str, make_job: Callable[..., JobConfig]) -> None:
     learner, x = learner_of(make_job(sae={"architecture": "topk"}), **({} if mode == "single" else groups_of(mode)))
-    target = own_part(x, learner.latents.group)
+    target = local_shard(x, learner.latents.group)
     with dry_run(learner.sae):
         assert learner.forward(x, target).losses["auxk"] > 0
     if mode != "tensor":
@@ -85,5 +85,5 @@ def test_a_dry_run_has_the_most_active_entries_that_a_rank_can_hold(
     shares = []
     for one in (learner, alone):
         with dry_run(one.sae):
-            shares.append(int((one.forward(x, own_part(x, one.latents.group)).acts.values > 0).sum()))
+            shares.append(int((one.forward(x, local_shard(x, one.latents.group)).acts.values > 0).sum()))
     assert shares[0] > 0.9 * shares[1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.group import FAILED, LOST, PeerLost, exchanging, gather_rows, part_summed, peers_expected
+from trainer.parallel.group import FAILED, LOST, PeerLost, exchanging, gather_rows, reduce_scatter, peers_expected
 from trainer.parallel.threads import Threads, on_all
 from trainer.parallel.waiting import waiting
 
@@ -82,7 +82,7 @@ def test_ranks_with_dense_and_sparse_products_send_the_same_dtype(monkeypatch: p
 
     def summed(group: Threads) -> tuple[torch.Tensor, torch.Tensor]:
         x_hat = torch.full((4, 3), 1.5, dtype=dtypes[group.index], requires_grad=True)
-        part = part_summed(x_hat, group)
+        part = reduce_scatter(x_hat, group)
         part.sum().backward()
         assert x_hat.grad is not None
         return part.detach(), x_hat.grad

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trainer.contract.errors import UserError
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group, everybodys, own_part, part_summed
+from trainer.parallel.group import Group, all_gather, local_shard, reduce_scatter
 from trainer.parallel.latents import Latents, apportion, shard_latents
 from trainer.parallel.threads import Threads, on_all
 from trainer.training.learner import Learner
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_another_width_is_refused_even_if_a_part_would_fit(make_
 
 def test_parts_in_16_bits_are_summed_in_fp32() -> None:
     parts = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
-    results = on_all(2, lambda group: part_summed(parts[group.index].expand(2, 1), group))
+    results = on_all(2, lambda group: reduce_scatter(parts[group.index].expand(2, 1), group))
     assert [float(one) for one in results] == [257.0, 257.0]
 
 
@@ -121,8 +121,8 @@ def test_each_rank_gets_its_rows_of_a_sum_and_all_parts_get_their_gradient(n_ran
 
     def shared(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         part = parts[group.index].clone().requires_grad_()
-        own = part_summed(part, group)
-        (own - own_part(target, group)).pow(3).sum().backward()
+        own = reduce_scatter(part, group)
+        (own - local_shard(target, group)).pow(3).sum().backward()
         return own.detach(), part.grad
 
     results = on_all(n_ranks, shared)
@@ -133,5 +133,5 @@ def test_each_rank_gets_its_rows_of_a_sum_and_all_parts_get_their_gradient(n_ran
 
 def test_rows_of_all_ranks_are_gathered_if_there_are_fewer_rows_than_ranks() -> None:
     rows = torch.randn(2, 3)
-    for rows_gathered in on_all(3, lambda group: everybodys(own_part(rows, group), 2, group)):
+    for rows_gathered in on_all(3, lambda group: all_gather(local_shard(rows, group), 2, group)):
         assert torch.equal(rows_gathered, rows)

@@ -146,8 +146,8 @@ def test_saes_of_a_sweep_get_their_own_values_and_the_values_of_the_run() -> Non
         MetricRow("fvu@k=4", 1, 0.4),
     ]
     of_run = {"tokens_per_s": 9.0, "step_ms/0": 3.0, "step_ms/1": 4.0}
-    dealt = Dealer(["k=2", "k=4"]).out(rows)
-    assert dealt == {("k=2", 1): of_run | {"fvu": 0.2}, ("k=4", 1): of_run | {"fvu": 0.4}}
+    sharded = Dealer(["k=2", "k=4"]).out(rows)
+    assert sharded == {("k=2", 1): of_run | {"fvu": 0.2}, ("k=4", 1): of_run | {"fvu": 0.4}}
 
 
 @pytest.mark.parametrize("mirror", ["tensorbord", ["toy", "x"], ["toy", "toy"], 5])

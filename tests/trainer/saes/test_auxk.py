@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import own_part
+from trainer.parallel.group import local_shard
 from trainer.parallel.latents import shard_latents
 from trainer.saes.kernels import sparse
 from trainer.training.learner import Learner
@@ -57,7 +57,7 @@ def gradients(
     def work(learner: Learner, parallel: Parallel) -> None:
         learner.sae.n_tokens_since_fired.copy_(silent[learner.sae.ids])
         learner.sae._longest_silence = 2**40
-        own = own_part(x[:n_tokens], parallel.data)
+        own = local_shard(x[:n_tokens], parallel.data)
         learner.accumulate(own, own, n_tokens)
 
     ranks = on_grid(job(n_ranks, sharing, precision), x, n_ranks, sharing, work)

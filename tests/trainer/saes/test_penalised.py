@@ -361,7 +361,7 @@ def test_all_ranks_skip_a_step_that_overflows_the_buffer_of_one_rank(
 
 
 def of_all(sums: StepSums) -> list[Tensor]:
-    return [*sums.of_latents, *sums.dealt, *sums.of_all]
+    return [*sums.of_latents, *sums.sharded, *sums.of_all]
 
 
 def test_a_nan_is_not_mistaken_for_a_buffer_overflow(

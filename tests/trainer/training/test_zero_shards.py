@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import own_part
+from trainer.parallel.group import local_shard
 from trainer.parallel.latents import Latents
 from trainer.parallel.threads import Threads, on_all
 from trainer.runtime import narrow_copy
@@ -55,7 +55,7 @@ class LateThreads(Threads):
     def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
         listed = list(tensors)
         self.sum_parts_(listed)
-        return [Late.of(own_part(tensor, self)) for tensor in listed]
+        return [Late.of(local_shard(tensor, self)) for tensor in listed]
 
 
 def share_of(group: Threads, d_sae: int) -> tuple[TopK, SteppedShare]:
@@ -64,7 +64,7 @@ def share_of(group: Threads, d_sae: int) -> tuple[TopK, SteppedShare]:
     with torch.no_grad():
         for parameter in sae.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    sae.deal(group, group, Latents(d_sae))
+    sae.shard(group, group, Latents(d_sae))
     return sae, SteppedShare(sae, group)
 
 
@@ -127,7 +127,7 @@ def test_the_next_pass_uses_replaced_weights() -> None:
         share.divide()
         expected = torch.arange(24.0 * D_IN).view(24, D_IN)
         copy = kept_or_own(sae.W_dec, torch.bfloat16)
-        return torch.equal(share.parameters["W_dec"], own_part(expected, group)) and torch.equal(
+        return torch.equal(share.parameters["W_dec"], local_shard(expected, group)) and torch.equal(
             copy, expected.bfloat16()
         )
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.parallel.group import Group, everybodys, part_summed
+from trainer.parallel.group import Group, all_gather, reduce_scatter
 from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
@@ -33,13 +33,13 @@ CACHE_BYTES = 2**24
 def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int = 0) -> Tensor:
     """Return acts W_dec [n_tokens, d_out]: the sum of each token's active rows of W_dec [d_sae, d_out].
 
-    Ranks of a `group` have the same tokens: each gets its `own_part` of the sum over ranks. With `n_levels`, every
+    Ranks of a `group` have the same tokens: each gets its `local_shard` of the sum over ranks. With `n_levels`, every
     n_levels consecutive token indices of the sparse activations are the levels of one token; the result is [n_tokens,
     n_levels, d_out].
     """
     group = group or Group()
     if isinstance(acts, DenseActs):
-        return part_summed(acts.values @ W_dec, group, gradient_dtype(W_dec))
+        return reduce_scatter(acts.values @ W_dec, group, gradient_dtype(W_dec))
     decoded: Tensor = _Decode.apply(acts.values, W_dec, acts.places, group, n_levels)  # type: ignore[no-untyped-call]
     return decoded
 
@@ -89,7 +89,7 @@ class _Decode(torch.autograd.Function):
         values, rows = ctx.saved_tensors
         acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
         if ctx.group.size > 1:
-            grad = everybodys(grad, ctx.n_tokens, ctx.group, rows.dtype if needed[1] else None)
+            grad = all_gather(grad, ctx.n_tokens, ctx.group, rows.dtype if needed[1] else None)
         return *_gradients(acts, rows, ctx.W_dec, grad.flatten(end_dim=-2), needed), None, None, None
 
 
