@@ -16,7 +16,7 @@ import msgspec
 
 from sae_tui.jobs import named_python
 from trainer.contract.errors import JobFileError, Problem, errors
-from trainer.contract.extras import OF_TRAINER, Elsewhere, judged_by
+from trainer.contract.extras import OF_TRAINER, OtherInterpreter, judged_by
 from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.settings.catalog import MIRRORS
@@ -123,12 +123,12 @@ class Environment(msgspec.Struct, frozen=True):
         return printable(f"Python {_dotted(answer.version)}, {trainer}, {torch}")
 
     @property
-    def packages(self) -> Elsewhere:
+    def packages(self) -> OtherInterpreter:
         """What a job is judged by."""
         if (answer := self.answer) is None:
-            return Elsewhere(self.python)
+            return OtherInterpreter(self.python)
         build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
-        return Elsewhere(self.python, frozenset(answer.packages), *map(printable, build))
+        return OtherInterpreter(self.python, frozenset(answer.packages), *map(printable, build))
 
     def lack(self) -> str:
         """Return what keeps it from training any job, and what to do about it; "" if nothing does."""

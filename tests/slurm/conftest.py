@@ -13,7 +13,7 @@ from support.slurm import Cluster, obstacle
 
 from sae_tui.jobs.launchers import cluster as cluster_of_job
 from sae_tui.jobs.launchers import slurm
-from sae_tui.jobs.launchers.base import Beginning
+from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import wanted_ranks
@@ -63,8 +63,8 @@ class Submission:
         self.attempt = self.new_attempt()
 
     def new_attempt(self) -> SlurmAttempt:
-        beginning = Beginning(self.job_id, self.job, self.paths, self.spec, command=self.command)
-        return SlurmAttempt(beginning)
+        setup = AttemptSetup(self.job_id, self.job, self.paths, self.spec, command=self.command)
+        return SlurmAttempt(setup)
 
     def start(self, command: Callable = rank_command) -> None:
         self.command = command

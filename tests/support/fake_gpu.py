@@ -34,7 +34,7 @@ SAYS_CUDA = bool(os.environ.get("FAKE_CUDA"))
 DEVICE = torch.device("cuda", 0) if SAYS_CUDA else CPU
 
 
-class Elsewhere(Group):
+class OtherInterpreter(Group):
     """A group of ranks whose collectives return uninitialised tensors of the correct size."""
 
     def __init__(self, size: int) -> None:
@@ -58,7 +58,7 @@ class Unread:
 
 
 def one_of_ranks(
-    n_data: int, n_latents: int, group: Callable[[str, int], Group] = lambda _, size: Elsewhere(size)
+    n_data: int, n_latents: int, group: Callable[[str, int], Group] = lambda _, size: OtherInterpreter(size)
 ) -> tuple[Parallel, dict[str, Any]]:
     """Return one rank of a data-parallel, tensor-parallel or hybrid run, and its job's `parallel` settings.
 

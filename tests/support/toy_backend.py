@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from sae_tui.jobs.launchers.base import Beginning
+from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.local import RankGroup
 from sae_tui.jobs.supervisor import supervise
 from trainer.contract.errors import Problem
@@ -31,14 +31,14 @@ class NiceSettings(msgspec.Struct, frozen=True):
 class NiceRanks(RankGroup):
     """Ranks on this machine, each started through `nice`."""
 
-    def __init__(self, beginning: Beginning) -> None:
-        settings = beginning.config.launch.settings
+    def __init__(self, setup: AttemptSetup) -> None:
+        settings = setup.config.launch.settings
         assert isinstance(settings, NiceSettings)
 
         def command(spec: Path) -> list[str]:
-            return ["nice", "-n", str(settings.niceness), *beginning.command(spec)]
+            return ["nice", "-n", str(settings.niceness), *setup.command(spec)]
 
-        super().__init__(msgspec.structs.replace(beginning, command=command))
+        super().__init__(msgspec.structs.replace(setup, command=command))
 
 
 def check_gpus(job: JobConfig) -> list[Problem]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_gpu import CPU, Elsewhere, fake_gpu, job_of
+from support.fake_gpu import CPU, OtherInterpreter, fake_gpu, job_of
 from support.workloads import workload
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -209,7 +209,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
     """Return the peak bytes of the second step, when the optimizer has its state."""
-    others = Elsewhere(n_ranks) if n_ranks > 1 else None
+    others = OtherInterpreter(n_ranks) if n_ranks > 1 else None
     groups = {"world": others, "data" if job.parallel.mode == "ddp" else "latents": others}
     parallel = Parallel(CPU, **groups)
     learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]

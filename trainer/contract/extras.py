@@ -21,7 +21,7 @@ from trainer.contract.wording import join_words
 OF_TRAINER = ("torch", "numpy", "safetensors")
 
 
-class Elsewhere(NamedTuple):
+class OtherInterpreter(NamedTuple):
     """The packages of another Python: `names` holds the installed ones among those asked for, None if unknown.
 
     `python` is its path. `torch_version` is "" if unknown. `torch_runtime` is what its torch is built for: "cuda",
@@ -34,16 +34,16 @@ class Elsewhere(NamedTuple):
     torch_runtime: str = ""
 
 
-_ELSEWHERE: ContextVar[Elsewhere | None] = ContextVar("elsewhere", default=None)
+_ELSEWHERE: ContextVar[OtherInterpreter | None] = ContextVar("elsewhere", default=None)
 
 
-def elsewhere() -> Elsewhere | None:
+def elsewhere() -> OtherInterpreter | None:
     """Return the packages of the other Python that jobs are currently checked against; None if it is this Python."""
     return _ELSEWHERE.get()
 
 
 @contextlib.contextmanager
-def judged_by(there: Elsewhere | None) -> Iterator[None]:
+def judged_by(there: OtherInterpreter | None) -> Iterator[None]:
     """Check jobs, in this thread, against the packages of another Python."""
     token = _ELSEWHERE.set(there)
     try:

@@ -61,7 +61,7 @@ class RowStep(ABC):
     """
 
     @abstractmethod
-    def let_sums_be_measured(self) -> None:
+    def allow_fused_norms(self) -> None:
         """Let the code that sums a gradient also measure it.
 
         Later changes to the gradient must go through torch, whose version counter detects them.

@@ -73,7 +73,7 @@ class RowAdam(RowStep):
     def steps(self, parameter: nn.Parameter) -> bool:
         return parameter in self._matrices or parameter in self._vectors
 
-    def let_sums_be_measured(self) -> None:
+    def allow_fused_norms(self) -> None:
         for parameter, measures in self._measures.items():
             row_measures.keep(parameter, measures)
 

@@ -142,7 +142,7 @@ class Learner:
         # If a step has one micro-batch and one replica, the gradient that the kernel sums is final, so the kernel can
         # also measure its norms.
         if by_rows and n_passes == 1 and self.sae.data.size == 1:
-            by_rows.let_sums_be_measured()
+            by_rows.allow_fused_norms()
         return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
 
     def initialise(self, x: Tensor, y: Tensor) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sae_tui.jobs.launchers.base import Attempt, Beginning
+from sae_tui.jobs.launchers.base import Attempt, AttemptSetup
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
 
-def launcher(backend: str, beginning: Beginning) -> Attempt:
+def launcher(backend: str, setup: AttemptSetup) -> Attempt:
     """Return the attempt object of a launch backend; it starts nothing yet."""
-    attempt: Attempt = LAUNCH_BACKENDS[backend].load()(beginning)
+    attempt: Attempt = LAUNCH_BACKENDS[backend].load()(setup)
     return attempt

@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Rank
 RankCommand = Callable[[Path], Sequence[str]]
 
 
-class Beginning(msgspec.Struct, frozen=True):
+class AttemptSetup(msgspec.Struct, frozen=True):
     """What an attempt needs to start. The ranks inherit `locks`, and so hold the GPUs as long as they live."""
 
     job_id: int

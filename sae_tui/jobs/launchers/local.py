@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sae_tui.jobs import named_python
-from sae_tui.jobs.launchers.base import Beginning
+from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.ranks import OneRank, RankStates
 from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
 from trainer.contract.paths import open_private
@@ -42,9 +42,9 @@ class RankGroup(RankStates[RankProcess]):
 
     is_waiting = False
 
-    def __init__(self, beginning: Beginning) -> None:
-        super().__init__(beginning)
-        self._locks, self._python = beginning.locks, beginning.config.launch.python
+    def __init__(self, setup: AttemptSetup) -> None:
+        super().__init__(setup)
+        self._locks, self._python = setup.locks, setup.config.launch.python
         self._ending_since: float | None = None
 
     def start(self) -> None:

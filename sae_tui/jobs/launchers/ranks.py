@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Generic, TypeVar
 
 from sae_tui.jobs.ending import RankEnding
-from sae_tui.jobs.launchers.base import Beginning
+from sae_tui.jobs.launchers.base import AttemptSetup
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.rank_exit import RankEnd, first_failed
 from trainer.contract.store.rows import Rank
@@ -37,9 +37,9 @@ R = TypeVar("R", bound=OneRank)
 class RankStates(Generic[R]):
     """The parts of an attempt that need only the state of its ranks, wherever they run."""
 
-    def __init__(self, beginning: Beginning) -> None:
-        self._job_id, self._command = beginning.job_id, beginning.command
-        self._paths, self._spec = beginning.paths, beginning.spec
+    def __init__(self, setup: AttemptSetup) -> None:
+        self._job_id, self._command = setup.job_id, setup.command
+        self._paths, self._spec = setup.paths, setup.spec
         self.ranks: list[R] = []
 
     @property

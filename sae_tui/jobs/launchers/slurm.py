@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.launchers.base import Beginning
+from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.ranks import RankStates
@@ -54,10 +54,10 @@ def cancel_left_behind(folder: Path) -> None:
 class SlurmAttempt(RankStates[RemoteRank]):
     """Submits the batch script, follows the job, and copies the run's progress into its store."""
 
-    def __init__(self, beginning: Beginning) -> None:
-        super().__init__(beginning)
-        spec, paths = beginning.spec, beginning.paths
-        self._job = beginning.config
+    def __init__(self, setup: AttemptSetup) -> None:
+        super().__init__(setup)
+        spec, paths = setup.spec, setup.paths
+        self._job = setup.config
         self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
         # The output of SLURM, and of ranks that do not have their own logs yet.

@@ -14,7 +14,7 @@ from sae_tui.jobs import named_python
 from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launchers import launcher
-from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
+from sae_tui.jobs.launchers.base import Attempt, AttemptSetup, RankCommand
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
 from sae_tui.jobs.queue.gpu_reader import name_of, vendor_of
@@ -25,7 +25,7 @@ from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.supervisor.signals import SAVE_S, Orders
 from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
-from trainer.contract.extras import Elsewhere, judged_by
+from trainer.contract.extras import OtherInterpreter, judged_by
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
@@ -59,7 +59,7 @@ class Outcome(msgspec.Struct, frozen=True):
     crashed: bool = False
 
 
-class OneAttempt:
+class AttemptRunner:
     """Owns the ranks of one attempt from their start until the last one has ended."""
 
     def __init__(
@@ -120,10 +120,10 @@ class OneAttempt:
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
         # The launch has already checked the packages of another Python.
-        with judged_by(Elsewhere(config.launch.python) if config.launch.python else None):
-            beginning = self._beginning(config)
+        with judged_by(OtherInterpreter(config.launch.python) if config.launch.python else None):
+            setup = self._setup(config)
         self._launch = config.launch
-        attempt = launcher(config.launch.backend, beginning)
+        attempt = launcher(config.launch.backend, setup)
         try:
             attempt.start()
         except (UserError, OSError) as error:
@@ -131,7 +131,7 @@ class OneAttempt:
         self._record(attempt.rows())
         return attempt
 
-    def _beginning(self, config: AnyJob) -> Beginning:
+    def _setup(self, config: AnyJob) -> AttemptSetup:
         if isinstance(config, JobConfig):
             refuse_other_rows(self._control, self._job, config)
         vendor = vendor_of(self._data, self._job)
@@ -151,7 +151,7 @@ class OneAttempt:
             may_take_bytes=_memory_limit(self._job),
         )
         spec = self._with_model_placed(spec, config)
-        return Beginning(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
+        return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
 
     def _rank_command(self, config: AnyJob) -> RankCommand:
         """Return the rank command for the Python that the job names; raise `UserError` if it is not trusted."""

@@ -174,12 +174,14 @@ class Supervisor:
         # replaced while the job runs.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
-        from sae_tui.jobs.supervisor.attempt import OneAttempt
+        from sae_tui.jobs.supervisor.attempt import AttemptRunner
 
         while True:
             own = [self._lock.descriptor] if self._lock and self._lock.descriptor >= 0 else []
             locks = (*self._line.locks.descriptors, *own)
-            attempt = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command, self._sign)
+            attempt = AttemptRunner(
+                self._data, self._control, self._job, self._orders, locks, self._command, self._sign
+            )
             outcome = attempt.run()
             end_descendants()
             with tolerate_disk(f"writing how attempt {self._job.attempt} ended"):

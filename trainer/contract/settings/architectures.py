@@ -65,7 +65,7 @@ ThresholdRate = Annotated[
 ]
 
 
-class _Chooses:
+class _SelectsTopK:
     """The numbers derived from the settings of an architecture that selects k latents and revives dead ones by AuxK."""
 
     __slots__ = ()
@@ -87,7 +87,7 @@ class _Chooses:
         return (self.k_aux or max(1, d_in // 2)) if self.auxk_alpha else 0
 
 
-class TopKSettings(_Chooses, ArchitectureSettings, frozen=True):
+class TopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
     """TopK with AuxK (Gao et al. 2024, arXiv 2406.04093)."""
 
     k: Annotated[int, about("Latents active per token.", unit="latents", ge=1)] = 32
@@ -97,7 +97,7 @@ class TopKSettings(_Chooses, ArchitectureSettings, frozen=True):
     k_anneal_start: KAnnealStart | None = None
 
 
-class BatchTopKSettings(_Chooses, ArchitectureSettings, frozen=True):
+class BatchTopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
     """BatchTopK with AuxK (Bussmann et al. 2024, arXiv 2412.06410)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
@@ -108,7 +108,7 @@ class BatchTopKSettings(_Chooses, ArchitectureSettings, frozen=True):
     k_anneal_start: KAnnealStart | None = None
 
 
-class MatryoshkaSettings(_Chooses, ArchitectureSettings, frozen=True):
+class MatryoshkaSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
     """Matryoshka BatchTopK with AuxK (Bussmann et al. 2025, arXiv 2503.17547)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
