@@ -79,7 +79,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     (learner,) = steps.learners
     recorded = learner.whole_steps
     if rest == ["dead"]:
-        silence(learner.sae)
+        since_fired(learner.sae)
     steps.take_plainly()
     # The first step includes the compilation of kernels that no earlier case used.
     first_step_s = milliseconds(lambda: steps.take(1), device) / 1e3
@@ -112,12 +112,12 @@ def modelled_ms(job: JobConfig, d_in: int, device: torch.device, *, dead: bool) 
 
 
 @torch.no_grad()
-def silence(sae: Any) -> None:
+def since_fired(sae: Any) -> None:
     """Keep 3 % of the latents inactive, with many tokens since they last fired."""
     some = slice(0, 3 * sae.d_sae // 100)
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9
-    sae.note_silence(sae.n_tokens_since_fired)
+    sae.note_since_fired(sae.n_tokens_since_fired)
 
 
 def timed(steps: RepeatedStep, device: torch.device) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from trainer.saes import losses
 from trainer.saes.kernels import (
     dead_latents,
     encode,
-    silence,
+    since_fired,
     sparse,
     top_k,
     top_k_across_ranks,
@@ -17,7 +17,7 @@ from trainer.saes.kernels import (
     triton_encode,
     triton_entries,
     triton_errors,
-    triton_silence,
+    triton_since_fired,
     triton_sparse,
     triton_top_k,
 )
@@ -31,7 +31,7 @@ KERNELS: dict[ModuleType, ModuleType] = {
     sparse: triton_sparse,
     losses: triton_errors,
     dead_latents: triton_dead_latents,
-    silence: triton_silence,
+    since_fired: triton_since_fired,
     interval: triton_interval,
     gradients: triton_scale,
 }

@@ -45,7 +45,7 @@ def profile(world: World, steps: RepeatedStep) -> dict[str, Any]:
     """Return the time of a step with dead latents, and the timeline of its kernels if it ran on a GPU."""
     device = world.device
     for learner in steps.learners:
-        silence(learner.sae)
+        since_fired(learner.sae)
     steps.take(WARM_UP)
     synchronise(device)
     began = time.perf_counter()
@@ -71,12 +71,12 @@ def profile(world: World, steps: RepeatedStep) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def silence(sae: Any) -> None:
+def since_fired(sae: Any) -> None:
     """Keep 3 % of this rank's latents inactive, with many tokens since they last fired."""
     some = slice(0, max(1, 3 * len(sae.b_enc) // 100))
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9
-    sae.note_silence(sae.n_tokens_since_fired)
+    sae.note_since_fired(sae.n_tokens_since_fired)
 
 
 def used_bytes(device: torch.device) -> int:

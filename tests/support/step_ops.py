@@ -234,7 +234,7 @@ def recorded_step(
         x = torch.empty(n_tokens, d_in, device=DEVICE)
         for number in range(buffer_sizer.MEMORY + 1):
             if dead:
-                learner.sae._longest_silence = 10**12
+                learner.sae._longest_since_fired = 10**12
             under_way = [one for one in log.exchanges if one.ends is None]
             log.ops.clear()
             log.exchanges.clear()

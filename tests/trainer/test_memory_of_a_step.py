@@ -23,7 +23,7 @@ from trainer.saes import losses
 from trainer.saes.kernels import (
     dead_latents,
     encode,
-    silence,
+    since_fired,
     sparse,
     top_k,
     top_k_across_ranks,
@@ -76,10 +76,10 @@ class DeadLatentKernels:
     fits = staticmethod(triton_dead_latents.fits)
 
     @staticmethod
-    def longest_silent(
-        silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
+    def longest_since_fired(
+        since_fired: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return silence.new_empty(n), b_enc.new_empty(n, dtype=dtype), torch.empty_like(variance)
+        return since_fired.new_empty(n), b_enc.new_empty(n, dtype=dtype), torch.empty_like(variance)
 
     @staticmethod
     def rows(*arguments: object) -> None:
@@ -201,7 +201,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
     monkeypatch.setattr(interval, "_working_triton", lambda device: None)
     monkeypatch.setattr(encode, "_working_triton", lambda device, dtype: None)
-    monkeypatch.setattr(silence, "_working_triton", lambda device: None)
+    monkeypatch.setattr(since_fired, "_working_triton", lambda device: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():
         yield
@@ -216,7 +216,7 @@ def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
     tracker = MemTracker()
     for learner in learners:
         # Pretend that no latent has fired for this long, so that AuxK takes part.
-        learner.sae._longest_silence = 10**12
+        learner.sae._longest_since_fired = 10**12
         tracker.track_external(learner.sae)
         whole = set(map(id, learner.sae.parameters()))
         tracker.track_external(*(one for one in learner.stepped.parameters.values() if id(one) not in whole))

@@ -45,7 +45,7 @@ MODULES = {
     "trainer.saes.kernels.triton_encode": Kernels("encoder inputs", by_dtype=True),
     "trainer.saes.kernels.triton_entries": Kernels("selections across ranks"),
     "trainer.saes.kernels.triton_errors": Kernels("reconstruction errors"),
-    "trainer.saes.kernels.triton_silence": Kernels("tokens since fired"),
+    "trainer.saes.kernels.triton_since_fired": Kernels("tokens since fired"),
     "trainer.saes.kernels.triton_sparse": Kernels("sparse products", by_dtype=True),
     "trainer.saes.kernels.triton_top_k": Kernels("latent selections"),
     "trainer.training.triton_scale": Kernels("gradient scales"),

@@ -14,12 +14,12 @@ from torch.autograd.function import once_differentiable
 from trainer.parallel.group import Group, local_shard, wide
 from trainer.saes.base import Sae
 from trainer.saes.kernels import dead_latents, top_k
-from trainer.saes.kernels.dead_latents import Packed, SilentLatents, Weights
-from trainer.saes.kernels.silence import take_variance
+from trainer.saes.kernels.dead_latents import Packed, DeadLatents, Weights
+from trainer.saes.kernels.since_fired import take_variance
 from trainer.saes.losses import auxk_error
 from trainer.saes.row_gradients import RowGradient
 
-LONGEST_SILENCE = 2**31 - 1
+LONGEST_SINCE_FIRED = 2**31 - 1
 
 
 class DeadCandidates(NamedTuple):
@@ -101,19 +101,19 @@ class AuxK(nn.Module):
         take_variance(self.residual_variance, sums)
 
 
-def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> SilentLatents:
+def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> DeadLatents:
     """Return the n latents of this rank that have been silent for longest; on a CPU they are sorted by silence."""
-    silence = sae.n_tokens_since_fired
-    if found := dead_latents.longest_silent(silence, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
+    since_fired = sae.n_tokens_since_fired
+    if found := dead_latents.longest_since_fired(since_fired, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
         return found
-    if silence.is_cuda:
+    if since_fired.is_cuda:
         # The stable sort keeps ties in latent order. Sorting 32 bits takes 11 kernels, top-k of 64 bits takes 33.
-        latents = silence.clamp_max(LONGEST_SILENCE).int().sort(stable=True, descending=True).indices[:n]
+        latents = since_fired.clamp_max(LONGEST_SINCE_FIRED).int().sort(stable=True, descending=True).indices[:n]
     else:
         latents = _order(sae).topk(n, largest=False).indices
-    is_dead = silence.index_select(0, latents) >= sae.dead_after_tokens
+    is_dead = since_fired.index_select(0, latents) >= sae.dead_after_tokens
     bias = torch.where(is_dead, sae.b_enc.index_select(0, latents).to(dtype), -torch.inf)
-    return SilentLatents(latents, bias, is_dead.any() / variance)
+    return DeadLatents(latents, bias, is_dead.any() / variance)
 
 
 def _order(sae: Sae) -> Tensor:
@@ -121,10 +121,10 @@ def _order(sae: Sae) -> Tensor:
 
     Silence is capped at 2^31 − 1 tokens.
     """
-    return torch.sub(sae.ids, sae.n_tokens_since_fired.clamp_max(LONGEST_SILENCE), alpha=sae.d_sae)
+    return torch.sub(sae.ids, sae.n_tokens_since_fired.clamp_max(LONGEST_SINCE_FIRED), alpha=sae.d_sae)
 
 
-def _of_all_ranks(sae: Sae, own: SilentLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
+def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
     """Return the n latents of all ranks that have been silent for longest; `own` are the candidates of this rank.
 
     Each rank fills in the weights of its latents and zeros elsewhere, so the sum over the ranks is exact. How many of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
-from trainer.saes.kernels.silence import count, take_in
+from trainer.saes.kernels.since_fired import count, add_tokens
 from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
@@ -129,8 +129,8 @@ class Sae(nn.Module, ABC):
         self.fired: Tensor | None = None
         # Upper bound on how many tokens any latent has been silent. It lives on the host, so that reading it needs no
         # sync.
-        self._longest_silence = 0
-        self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
+        self._longest_since_fired = 0
+        self.register_load_state_dict_post_hook(lambda *_: self.note_since_fired(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
 
     @property
     def n_own(self) -> int:
@@ -295,7 +295,7 @@ class Sae(nn.Module, ABC):
         them.
         """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
-            return self._longest_silence >= self.dead_after_tokens
+            return self._longest_since_fired >= self.dead_after_tokens
         return bool(self.dead().any())
 
     def latent_dims(self) -> dict[str, int]:
@@ -317,23 +317,23 @@ class Sae(nn.Module, ABC):
         """Return the mean of values [n_own] of all ranks over the latents marked in `counted`, bool [n_total]."""
         return self.latents.whole(own)[counted].mean()
 
-    def note_silence(self, n_tokens_since_fired: Tensor) -> None:
+    def note_since_fired(self, n_tokens_since_fired: Tensor) -> None:
         """Set the host's bound on silence from the counts of all latents, so that all ranks decide alike."""
-        self._longest_silence = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
+        self._longest_since_fired = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     @torch.no_grad()
-    def silence_slack(self) -> Tensor:
+    def since_fired_slack(self) -> Tensor:
         """Return by how much the host's bound exceeds the longest silence, float64 [1] on the device.
 
         This is a collective call: all ranks that train this SAE must make it, and all get the same result.
         """
         # A rank may have no latents.
         own = F.pad(self.n_tokens_since_fired, (1, 0)).max()
-        return (self._longest_silence - self.latents.group.gather(own).max()).double()[None]
+        return (self._longest_since_fired - self.latents.group.gather(own).max()).double()[None]
 
-    def take_silence_slack(self, slack: float) -> None:
-        """Lower the bound by the result of `silence_slack`, regardless of the steps taken since then."""
-        self._longest_silence -= round(slack)
+    def take_since_fired_slack(self, slack: float) -> None:
+        """Lower the bound by the result of `since_fired_slack`, regardless of the steps taken since then."""
+        self._longest_since_fired -= round(slack)
 
     def has_overflowed(self) -> Tensor | None:
         """Return whether any rank lost activations in this step and set its gradients to NaN, 0-dim bool.
@@ -356,7 +356,7 @@ class Sae(nn.Module, ABC):
 
         A skipped step has no tokens; its sums change nothing.
         """
-        self.learn_from(take_in(self.n_tokens_since_fired, self.step_sums, n_tokens))
+        self.learn_from(add_tokens(self.n_tokens_since_fired, self.step_sums, n_tokens))
 
     def decide(self, n_tokens: int) -> Hashable | None:
         """Decide all host-side choices for the next training pass before it is queued; one GPU, whole steps only.
@@ -368,7 +368,7 @@ class Sae(nn.Module, ABC):
 
     def count_step(self, n_tokens: int) -> None:
         """Record on the host that a step of `n_tokens` is queued: the bound on silence rises."""
-        self._longest_silence += n_tokens
+        self._longest_since_fired += n_tokens
 
     def learn_from(self, sums: Tensor) -> None:
         """Process the sums of a step: its tokens, Σ‖y − x_hat‖² and the subclass's sums."""

@@ -72,4 +72,4 @@ def let_some_die(learner: Learner) -> None:
     """Mark about 3 % of the latents as silent for a long time, so that AuxK is used."""
     silent = learner.sae.n_tokens_since_fired
     silent[: max(1, len(silent) // 32)] = 10**9
-    learner.sae.note_silence(silent)
+    learner.sae.note_since_fired(silent)

@@ -333,7 +333,7 @@ class Learner:
 
         The result includes the device values that the host needs, since these sums are the only ones it waits for.
         """
-        return self.interval.sums(self.latents) | {"silence_slack": self.sae.silence_slack()}
+        return self.interval.sums(self.latents) | {"silence_slack": self.sae.since_fired_slack()}
 
     def take_state(self) -> Tensor:
         """Return the values of a `StepState` in float64 on the device, and reset the counts of skipped steps."""
@@ -347,7 +347,7 @@ class Learner:
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:
         """Return the metrics of a log interval by name, from sums over ranks and the state at its end (None: now)."""
         # Replicas have the same slack and must keep the same value, so divide the sum by their number.
-        self.sae.take_silence_slack(float(totals["silence_slack"]) / self.sae.data.size)
+        self.sae.take_since_fired_slack(float(totals["silence_slack"]) / self.sae.data.size)
         state = state or StepState.of(self.take_state())
         own = {"lr": state.lr, "grad_norm": state.grad_norm, "skipped_steps": float(state.skipped)}
         return self.interval.values(totals) | own

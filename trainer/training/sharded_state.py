@@ -64,15 +64,15 @@ class ShardedState:
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load this rank's shard of the tensors from `collect`; raise `UserError` if they do not fit the SAE."""
         self._stepped.restore(fill=False)
-        silence = tensors.get("sae.n_tokens_since_fired")
+        since_fired = tensors.get("sae.n_tokens_since_fired")
         tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
         try:
             self._sae.load_state_dict(under(tensors, "sae."))
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip()
             raise UserError(f"the checkpoint does not fit this job's SAE: {reason}") from error
-        if silence is not None:
-            self._sae.note_silence(silence)
+        if since_fired is not None:
+            self._sae.note_since_fired(since_fired)
         self._load_optimizer(under(tensors, "optimizer."))
         self._loss_scale.load(under(tensors, "loss_scale."))
 

@@ -259,7 +259,7 @@ def test_gradients_are_measured_while_they_are_summed(
 def test_rows_that_auxk_adds_are_measured_again(measuring: Measuring) -> None:
     by_rows, by_passes = learners({"architecture": "topk", "d_sae": 12})
     for one in (by_rows, by_passes):
-        one.sae.n_tokens_since_fired[[2, 7]] = one.sae._longest_silence = 10**6
+        one.sae.n_tokens_since_fired[[2, 7]] = one.sae._longest_since_fired = 10**6
         step(one, 0)
     assert measuring.asked == [[2, 7], [2, 7]]
     assert_alike(by_rows, by_passes)

@@ -67,17 +67,17 @@ def test_candidates_that_kernels_find_on_each_rank_match_those_of_one_rank(
     (alone,) = trained(job("topk", 1, 1), data, 1, 1, N_STEPS)
     n_found = []
 
-    def longest_silent(
-        silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
-    ) -> dead_latents.SilentLatents:
-        of_dead = torch.where(silence >= dead_after, silence, -1)
+    def longest_since_fired(
+        since_fired: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
+    ) -> dead_latents.DeadLatents:
+        of_dead = torch.where(since_fired >= dead_after, since_fired, -1)
         latents = of_dead.sort(stable=True, descending=True).indices[:n].sort().values
         is_dead = of_dead[latents] >= 0
         n_found.append(int(is_dead.sum()))
         bias = torch.where(is_dead, b_enc.detach()[latents].to(dtype), -torch.inf)
-        return dead_latents.SilentLatents(latents, bias, is_dead.any() / variance)
+        return dead_latents.DeadLatents(latents, bias, is_dead.any() / variance)
 
-    monkeypatch.setattr(dead_latents, "longest_silent", longest_silent)
+    monkeypatch.setattr(dead_latents, "longest_silent", longest_since_fired)
     for n_ranks, sharing in grids(SIZES[path]):
         same_weights(trained(job("topk", n_ranks, sharing), data, n_ranks, sharing, N_STEPS), alone)
     assert max(n_found) > 3

@@ -82,10 +82,10 @@ def test_after_a_log_interval_all_ranks_agree_whether_any_latent_is_dead(make_jo
 
     def may_have_dead(group: Threads) -> list[bool]:
         learner, answers = Learner(job, 16, None, Parallel(torch.device("cpu"), latents=group)), []
-        for silence_of_first in (0, 600):
+        for since_fired_of_first in (0, 600):
             # The host's bound has grown over many steps, although every latent has fired.
-            learner.sae.note_silence(torch.tensor([10**6]))
-            learner.sae.n_tokens_since_fired[0] = silence_of_first * (group.index == 0)
+            learner.sae.note_since_fired(torch.tensor([10**6]))
+            learner.sae.n_tokens_since_fired[0] = since_fired_of_first * (group.index == 0)
             learner.accumulate(x, x)
             learner.values(learner.sums())
             answers.append(learner.sae.may_have_dead())

@@ -18,7 +18,7 @@ from trainer.optimizers import row_adam
 from trainer.runtime import triton_kernels
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes import losses
-from trainer.saes.kernels import dead_latents, encode, silence, sparse, top_k
+from trainer.saes.kernels import dead_latents, encode, since_fired, sparse, top_k
 from trainer.training import gradients
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
         (top_k._working_triton, "latent selections"),
         (partial(dead_latents._working_triton, dtype=torch.float16), "dead latents' weights in float16"),
         (losses._working_triton, "reconstruction errors"),
-        (silence._working_triton, "tokens since fired"),
+        (since_fired._working_triton, "tokens since fired"),
         (gradients._working_triton, "gradient scales"),
         (interval._working_triton, "metric sums"),
         (partial(encode._working_triton, dtype=torch.float16), "encoder inputs in float16"),

@@ -56,7 +56,7 @@ def gradients(
 
     def work(learner: Learner, parallel: Parallel) -> None:
         learner.sae.n_tokens_since_fired.copy_(silent[learner.sae.ids])
-        learner.sae._longest_silence = 2**40
+        learner.sae._longest_since_fired = 2**40
         own = local_shard(x[:n_tokens], parallel.data)
         learner.accumulate(own, own, n_tokens)
 

@@ -44,12 +44,12 @@ def test_the_hosts_bound_on_tokens_since_fired_is_corrected_after_later_steps() 
         sae.end_step(sae.n_tokens_in_step())
         sae.count_step(80)
     sae.n_tokens_since_fired.clamp_max_(90)
-    slack = sae.silence_slack()
+    slack = sae.since_fired_slack()
     assert slack.tolist() == [3 * 80 - int(sae.n_tokens_since_fired.max())]
     sae.end_step(sae.n_tokens_in_step())
     sae.count_step(80)
-    sae.take_silence_slack(float(slack))
-    assert sae._longest_silence == int(sae.n_tokens_since_fired.max()) + 80
+    sae.take_since_fired_slack(float(slack))
+    assert sae._longest_since_fired == int(sae.n_tokens_since_fired.max()) + 80
 
 
 def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> None:

@@ -89,8 +89,8 @@ class Run:
         found, expected = dict(self.recorded.state.tensors()), dict(self.plain.state.tensors())
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
         for one in (self.plain, self.recorded):
-            assert one.sae._longest_silence >= int(one.sae.n_tokens_since_fired.max())
-        assert self.recorded.sae._longest_silence == self.plain.sae._longest_silence
+            assert one.sae._longest_since_fired >= int(one.sae.n_tokens_since_fired.max())
+        assert self.recorded.sae._longest_since_fired == self.plain.sae._longest_since_fired
 
     def intervals(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return both runs' metrics for the log interval that ends here."""
@@ -123,7 +123,7 @@ def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train
     # AuxK starts to take part, so a step is captured again.
     for one in (run.plain, run.recorded):
         one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
-        one.sae.note_silence(one.sae.n_tokens_since_fired)
+        one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     run.take(5)
     found, expected = run.intervals()
     assert found == expected
@@ -141,7 +141,7 @@ def test_captured_steps_are_bit_identical_if_kernels_sum_and_measure_gradients(m
     steps = run.record()
     for one in (run.plain, run.recorded):
         one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
-        one.sae.note_silence(one.sae.n_tokens_since_fired)
+        one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     run.take(3)
     run.assert_alike()
     assert steps.n_replayed == 2

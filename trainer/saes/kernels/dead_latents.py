@@ -15,7 +15,7 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 
 
-class SilentLatents(NamedTuple):
+class DeadLatents(NamedTuple):
     """Some latents, with their AuxK biases and the weight of the loss.
 
     `latents` [n] are distinct indices. `bias` [n] is b_enc, or −∞ for latents that are not dead. `weight`, 0-dim, is 1
@@ -26,9 +26,9 @@ class SilentLatents(NamedTuple):
     bias: Tensor
     weight: Tensor
 
-    def first(self, n: int) -> SilentLatents:
+    def first(self, n: int) -> DeadLatents:
         """Return the first n latents."""
-        return SilentLatents(self.latents[:n], self.bias[:n], self.weight)
+        return DeadLatents(self.latents[:n], self.bias[:n], self.weight)
 
 
 class Weights(NamedTuple):
@@ -54,16 +54,16 @@ class Packed(NamedTuple):
         return cls(flat, Weights(W_enc.view(n, d_in), b_enc, W_dec.view(n, d_out)))
 
 
-def longest_silent(
-    silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
-) -> SilentLatents | None:
+def longest_since_fired(
+    since_fired: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
+) -> DeadLatents | None:
     """Return the n dead latents that have been silent for longest, sorted by index.
 
     Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer latents are dead, living ones fill
     the rest. The bias has the product dtype, `dtype`. Return None if no kernel applies.
     """
-    if (triton := triton_for(silence, dtype)) and triton.fits(silence, dead_after):
-        return SilentLatents(*triton.longest_silent(silence, b_enc, variance, dead_after, n, dtype))
+    if (triton := triton_for(since_fired, dtype)) and triton.fits(since_fired, dead_after):
+        return DeadLatents(*triton.longest_since_fired(since_fired, b_enc, variance, dead_after, n, dtype))
     return None
 
 

@@ -18,27 +18,27 @@ MOST_LATENTS, PER_THREAD = 2**15, 64
 # Latents that a program places, and columns of a row that it copies.
 PART, COLUMNS = 1024, 1024
 # Silence is capped at this value: 32-bit numbers take half the registers.
-LONGEST_SILENCE = tl.constexpr(2**31 - 1)
+LONGEST_SINCE_FIRED = tl.constexpr(2**31 - 1)
 
 
-def fits(silence: Tensor, dead_after: int) -> bool:
+def fits(since_fired: Tensor, dead_after: int) -> bool:
     """Return whether a program can hold the silence of all latents."""
-    return 0 < len(silence) <= MOST_LATENTS and 0 < dead_after < LONGEST_SILENCE.value
+    return 0 < len(since_fired) <= MOST_LATENTS and 0 < dead_after < LONGEST_SINCE_FIRED.value
 
 
-def longest_silent(
-    silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
+def longest_since_fired(
+    since_fired: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `dead_latents.longest_silent`."""
-    n_latents = len(silence)
-    latents, bias = silence.new_empty(n), b_enc.new_empty(n, dtype=dtype)
+    """Return the result of `dead_latents.longest_since_fired`."""
+    n_latents = len(since_fired)
+    latents, bias = since_fired.new_empty(n), b_enc.new_empty(n, dtype=dtype)
     weight = torch.empty_like(variance)
     held: int = triton.next_power_of_2(n_latents)
     warps, part = max(held // (32 * PER_THREAD), 4), min(PART, held)
     # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device_of(silence):
-        _find_longest_silent[triton.cdiv(n_latents, part),](
-            latents, bias, weight, silence, b_enc.detach(), variance, dead_after, n_latents, n,
+    with torch.cuda.device_of(since_fired):
+        _find_longest_since_fired[triton.cdiv(n_latents, part),](
+            latents, bias, weight, since_fired, b_enc.detach(), variance, dead_after, n_latents, n,
             HELD=held, TILE=min(256 * warps, held), PART=part, num_warps=warps,
         )  # fmt: skip
     return latents, bias, weight
@@ -82,15 +82,18 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
     Raise Triton's error if it fails, and `RuntimeError` if results are wrong.
     """
-    silence = torch.arange(1200, device=device) % 100
+    since_fired = torch.arange(1200, device=device) % 100
     b_enc = torch.arange(1200, device=device).float() % 64
     # 24 latents are silent for at least 98: `few` takes all; `many` takes the 12 with 99 and the first 8 with 98.
-    few, many = (longest_silent(silence, b_enc, b_enc[4], 98, n, dtype) for n in (30, 20))
+    few, many = (longest_since_fired(since_fired, b_enc, b_enc[4], 98, n, dtype) for n in (30, 20))
     numbers = torch.arange(1200, device=device)
-    expected = numbers[silence >= 98], torch.cat([numbers[silence == 98][:8], numbers[silence == 99]]).sort().values
+    expected = (
+        numbers[since_fired >= 98],
+        torch.cat([numbers[since_fired == 98][:8], numbers[since_fired == 99]]).sort().values,
+    )
     are_right = (few[0][few[1] > -torch.inf] == expected[0]).all() & (many[0] == expected[1]).all()
     are_right &= (many[1] == b_enc[expected[1]]).all() & (few[2] == 0.25)
-    are_right &= longest_silent(silence, b_enc, b_enc[4], 100, 3, dtype)[2] == 0
+    are_right &= longest_since_fired(since_fired, b_enc, b_enc[4], 100, 3, dtype)[2] == 0
     W_enc, W_dec = b_enc[:90].view(6, 15), b_enc[:192].view(6, 32)
     latents = torch.tensor([4, 1], device=device)
     reads, writes = (one.new_empty(2, one.shape[1], dtype=dtype) for one in (W_enc, W_dec))
@@ -105,8 +108,8 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _find_longest_silent(
-    out_latents, out_bias, out_weight, silence, b_enc, variance, dead_after, n_latents, n,
+def _find_longest_since_fired(
+    out_latents, out_bias, out_weight, since_fired, b_enc, variance, dead_after, n_latents, n,
     HELD: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Find which latents of one block are candidates, and how many candidates precede each.
@@ -117,25 +120,25 @@ def _find_longest_silent(
     dead, dead_before = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
     for begin in range(0, n_latents, TILE):
         latents = begin + tl.arange(0, TILE)
-        is_dead = tl.load(silence + latents, mask=latents < n_latents, other=-1) >= dead_after
+        is_dead = tl.load(since_fired + latents, mask=latents < n_latents, other=-1) >= dead_after
         dead += is_dead.to(tl.int32)
         dead_before += (is_dead & (latents < first)).to(tl.int32)
     n_dead, n_above_before = tl.sum(dead, axis=0), tl.sum(dead_before, axis=0)
     # If at most n latents are dead, the first living ones, which all compare equal, fill the remaining places.
     bound, n_above, n_equal_before = -1, n_dead, first - n_above_before
     if n_dead > n:
-        silent_for = _silence_of_dead(silence, tl.arange(0, HELD), n_latents, dead_after)
+        silent_for = _since_fired_of_dead(since_fired, tl.arange(0, HELD), n_latents, dead_after)
         bound, n_above = search(silent_for, n, 0, tl.max(silent_for, axis=0), BY_HALVES, 32)
         above, equal = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
         for begin in range(0, first, TILE):
             # Read them again: keeping all of them and these counts took more registers than sm_120 has.
-            earlier = _silence_of_dead(silence, begin + tl.arange(0, TILE), first, dead_after)
+            earlier = _since_fired_of_dead(since_fired, begin + tl.arange(0, TILE), first, dead_after)
             above += (earlier > bound).to(tl.int32)
             equal += (earlier == bound).to(tl.int32)
         n_above_before, n_equal_before = tl.sum(above, axis=0), tl.sum(equal, axis=0)
     n_equal = n - n_above
     own = first + tl.arange(0, PART)
-    of_own = _silence_of_dead(silence, own, n_latents, dead_after)
+    of_own = _since_fired_of_dead(since_fired, own, n_latents, dead_after)
     chosen, nth = choose(of_own, tl.maximum(n_equal - n_equal_before, 0), bound, 0)
     places = n_above_before + tl.minimum(n_equal_before, n_equal) + nth - 1
     tl.store(out_latents + places, own.to(tl.int64), mask=chosen)
@@ -146,11 +149,11 @@ def _find_longest_silent(
 
 
 @triton.jit
-def _silence_of_dead(silence, latents, n_latents, dead_after):
+def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
     """Return the silence of some latents in tokens, as 32-bit numbers; -1 for living latents and padding."""
-    words, inside = silence.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
+    words, inside = since_fired.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
-    silent_for = tl.where((high > 0) | (low < 0), LONGEST_SILENCE, low)
+    silent_for = tl.where((high > 0) | (low < 0), LONGEST_SINCE_FIRED, low)
     # Padding has silence 0, and `dead_after` is at least 1.
     return tl.where(silent_for >= dead_after, silent_for, -1)
 

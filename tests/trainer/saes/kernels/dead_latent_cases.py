@@ -17,7 +17,7 @@ from trainer.optimizers import row_adam
 from trainer.parallel.base import Parallel
 from trainer.runtime import narrow_copy
 from trainer.saes import losses
-from trainer.saes.kernels import dead_latents, silence, sparse, top_k, triton_dead_latents
+from trainer.saes.kernels import dead_latents, since_fired, sparse, top_k, triton_dead_latents
 from trainer.saes.kernels.dead_latents import Weights
 from trainer.training.learner import Learner
 
@@ -54,7 +54,7 @@ def naively(silent: Tensor, n: int, dead_after: int) -> list[int]:
 
 def assert_found(silent: Tensor, n: int, dead_after: int = DEAD_AFTER, dtype: torch.dtype = torch.float32) -> None:
     b_enc = nn.Parameter(numbers(len(silent)))
-    found = dead_latents.longest_silent(silent, b_enc, VARIANCE, dead_after, n, dtype)
+    found = dead_latents.longest_since_fired(silent, b_enc, VARIANCE, dead_after, n, dtype)
     assert found is not None
     latents, bias, weight = found
     assert latents.shape == bias.shape == (n,)
@@ -111,8 +111,8 @@ def test_sizes_beyond_one_program_are_left_to_torch() -> None:
     assert not triton_dead_latents.fits(few, 0)
     assert not triton_dead_latents.fits(few[:0], DEAD_AFTER)
     assert not triton_dead_latents.fits(few.repeat(4096), DEAD_AFTER)
-    assert dead_latents.longest_silent(few, numbers(9), VARIANCE, DEAD_AFTER, 2, torch.float64) is None
-    assert dead_latents.longest_silent(few, numbers(9), VARIANCE, 2**31, 2, torch.float32) is None
+    assert dead_latents.longest_since_fired(few, numbers(9), VARIANCE, DEAD_AFTER, 2, torch.float64) is None
+    assert dead_latents.longest_since_fired(few, numbers(9), VARIANCE, 2**31, 2, torch.float32) is None
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
@@ -161,7 +161,7 @@ def test_gradients_of_some_latents_are_added_and_raise_the_tensor_version(
 def test_an_sae_learns_the_same_with_kernels(
     sae: dict[str, object], n_dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (losses, silence, sparse, top_k):
+    for module in (losses, since_fired, sparse, top_k):
         monkeypatch.setattr(module, "_working_triton", lambda *_: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
     d_out = 12 if sae else None
@@ -203,7 +203,7 @@ def learner(sae: dict[str, object], d_out: int | None, n_dead: int) -> Learner:
     one.initialise(numbers(90, 20, seed=7), numbers(90, d_out or 20, seed=8 if d_out else 7))
     one.sae.b_enc.data[:n_dead] = -0.5
     one.sae.n_tokens_since_fired[:n_dead] = 10**7 + torch.arange(n_dead, device=DEVICE) % 5
-    one.sae.note_silence(one.sae.n_tokens_since_fired)
+    one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     return one
 
 

@@ -319,7 +319,7 @@ def learner(architecture: str, precision: str = "fp32") -> Learner:
     one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
     # Some latents are dead, so that AuxK takes part.
     one.sae.b_enc.data[:9], one.sae.n_tokens_since_fired[:9] = -100.0, 10**7
-    one.sae.note_silence(one.sae.n_tokens_since_fired)
+    one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     return one
 
 

@@ -14,7 +14,7 @@ import torch
 from support.fake_gpu import job_of
 
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import silence, triton_silence
+from trainer.saes.kernels import since_fired, triton_since_fired
 from trainer.saes.sparse_acts import Places, SparseActs
 from trainer.training.learner import Learner
 
@@ -33,10 +33,10 @@ def test_the_kernel_matches_single_operations(n: int, n_others: int, n_tokens: i
     came = torch.full((), float(n_tokens), device=DEVICE)
     # The kernel must not change the memory behind its sums.
     given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
-    found = triton_silence.take_in(given[0][0], given[0][1][: n + n_others], came)
+    found = triton_since_fired.add_tokens(given[0][0], given[0][1][: n + n_others], came)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(silence, "_working_triton", lambda device: None)
-        expected = silence.take_in(given[1][0], given[1][1][: n + n_others], came)
+        patched.setattr(since_fired, "_working_triton", lambda device: None)
+        expected = since_fired.add_tokens(given[1][0], given[1][1][: n + n_others], came)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     for one, other in zip(*given, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
@@ -53,10 +53,10 @@ def test_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int,
     numbers = torch.arange(1.0, n_numbers + 1, device=DEVICE).unbind()
     # The kernel must not change the second row.
     by_kernel, by_torch = sums.clone(), sums.clone()
-    found = triton_silence.count(by_kernel[0], acts, 4096, numbers)
+    found = triton_since_fired.count(by_kernel[0], acts, 4096, numbers)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(silence, "_working_triton", lambda device: None)
-        expected = silence.count(by_torch[0], acts, 4096, *numbers)
+        patched.setattr(since_fired, "_working_triton", lambda device: None)
+        expected = since_fired.count(by_torch[0], acts, 4096, *numbers)
     assert torch.equal(found, torch.bincount(latents[values > 0], minlength=n).float())
     assert torch.equal(found, expected)
     assert torch.equal(by_kernel, by_torch)
@@ -67,10 +67,10 @@ def test_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int,
 def test_the_residual_variance_matches_that_of_torch(n_tokens: float, error: float) -> None:
     sums = torch.tensor([n_tokens, error if n_tokens else 0.0, 7.0], device=DEVICE)
     found, expected = torch.full((2,), 0.7, device=DEVICE).unbind()
-    triton_silence.take_variance(found, sums)
+    triton_since_fired.take_variance(found, sums)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(silence, "_working_triton", lambda device: None)
-        silence.take_variance(expected, sums)
+        patched.setattr(since_fired, "_working_triton", lambda device: None)
+        since_fired.take_variance(expected, sums)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
     assert found == 0.7 or n_tokens
 
@@ -87,11 +87,11 @@ def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
 
     def kernel(*given: Any) -> Any:
         used.append(given)
-        return triton_silence.take_in(*given)
+        return triton_since_fired.add_tokens(*given)
 
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    by_torch_alone = silence.take_in, silence.take_variance
-    for one, kernels in ((by_kernel, (kernel, triton_silence.take_variance)), (by_torch, by_torch_alone)):
+    by_torch_alone = since_fired.add_tokens, since_fired.take_variance
+    for one, kernels in ((by_kernel, (kernel, triton_since_fired.take_variance)), (by_torch, by_torch_alone)):
         for place, function in zip(("base.take_in", "auxk.take_variance"), kernels, strict=True):
             monkeypatch.setattr(f"trainer.saes.{place}", function)
         one.initialise(x, x)
@@ -112,16 +112,16 @@ def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
 
 
 def test_the_kernel_passes_its_own_trial() -> None:
-    triton_silence.try_out(DEVICE)
+    triton_since_fired.try_out(DEVICE)
 
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("take_in", lambda silence, sums, n_tokens: sums[2:].clone()), ("take_variance", lambda variance, sums: None)],
+    [("take_in", lambda since_fired, sums, n_tokens: sums[2:].clone()), ("take_variance", lambda variance, sums: None)],
 )
 def test_a_trial_with_wrong_results_raises(
     name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_silence, name, wrong)
+    monkeypatch.setattr(triton_since_fired, name, wrong)
     with pytest.raises(RuntimeError, match="wrong results"):
-        triton_silence.try_out(DEVICE)
+        triton_since_fired.try_out(DEVICE)

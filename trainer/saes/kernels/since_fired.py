@@ -31,18 +31,18 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
+def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     """Add a step's tokens (0-dim) to each latent's silence [n], reset it if the latent fired; clear `sums`.
 
     `sums` [n + m] begins with the firing count of each latent; return its other elements [m]. If there are no tokens,
     the contents of `sums` are ignored. `n_tokens` must not be a view of `sums`.
     """
-    if silence.is_cuda and (triton := _working_triton(silence.device)):
-        by_kernel: Tensor = triton.take_in(silence, sums, n_tokens)
+    if since_fired.is_cuda and (triton := _working_triton(since_fired.device)):
+        by_kernel: Tensor = triton.add_tokens(since_fired, sums, n_tokens)
         return by_kernel
-    n = len(silence)
+    n = len(since_fired)
     sums.masked_fill_(n_tokens == 0, 0)
-    silence.add_(n_tokens.long()).masked_fill_(sums[:n] > 0, 0)
+    since_fired.add_(n_tokens.long()).masked_fill_(sums[:n] > 0, 0)
     others = sums[n:].clone()
     sums.zero_()
     return others
@@ -62,4 +62,4 @@ def take_variance(variance: Tensor, sums: Tensor) -> None:
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_silence", device)
+    return working_kernels("trainer.saes.kernels.triton_since_fired", device)

@@ -1,4 +1,4 @@
-"""The functions of `silence` with one kernel each; torch needs four to six operations that each take as long."""
+"""The functions of `since_fired` with one kernel each; torch needs four to six operations that each take as long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.saes.kernels.silence import LEAST_VARIANCE
+from trainer.saes.kernels.since_fired import LEAST_VARIANCE
 from trainer.saes.sparse_acts import Places, SparseActs
 
 # Latents per program, and the maximum number of other sums, which the first program handles; every SAE has fewer.
@@ -15,7 +15,7 @@ _PART, _MOST_OTHERS = 1024, 16
 
 
 def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, ...]) -> Tensor:
-    """Add a pass to `sums` like `silence.count`: counts are integers, so the order of additions does not matter."""
+    """Add a pass to `sums` like `since_fired.count`: counts are integers, so the order of additions does not matter."""
     fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
     # A single scalar needs no operation.
     others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)
@@ -28,30 +28,30 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
     return fired
 
 
-def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Update the silence and clear the sums like `silence.take_in`."""
-    n = len(silence)
+def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
+    """Update the silence and clear the sums like `since_fired.add_tokens`."""
+    n = len(since_fired)
     others = torch.empty_like(sums[n:])
     assert len(others) <= _MOST_OTHERS, "the first program returns no more"
     # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device_of(silence):
+    with torch.cuda.device_of(since_fired):
         _take_in[max(1, triton.cdiv(n, _PART)),](
-            silence, sums, others, n_tokens, n, len(others), PART=_PART, OTHERS=_MOST_OTHERS, num_warps=4
+            since_fired, sums, others, n_tokens, n, len(others), PART=_PART, OTHERS=_MOST_OTHERS, num_warps=4
         )
     return others
 
 
 def take_variance(variance: Tensor, sums: Tensor) -> None:
-    """Set a variance like `silence.take_variance`."""
+    """Set a variance like `since_fired.take_variance`."""
     with torch.cuda.device_of(variance):
         _take_variance[1,](variance, sums, LEAST=LEAST_VARIANCE, num_warps=1)
 
 
 def try_out(device: torch.device) -> None:
     """Run every kernel once; raise Triton's error if it fails, and `RuntimeError` if results are wrong."""
-    silence, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
-    others = take_in(silence, sums, sums[2].clone())
-    are_right = (silence.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])
+    since_fired, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
+    others = add_tokens(since_fired, sums, sums[2].clone())
+    are_right = (since_fired.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])
     latents, variance = torch.tensor([1, 1, 0], device=device), torch.ones((), device=device)
     fired = count(sums, SparseActs(latents.float(), Places(latents, None, latents[2:]), 2), 5, (others[1],))
     take_variance(variance, others + 1)
@@ -81,14 +81,16 @@ def _count(
 
 
 @triton.jit
-def _take_in(inout_silence, inout_sums, out_others, n_tokens, n, n_others, PART: tl.constexpr, OTHERS: tl.constexpr):
+def _take_in(
+    inout_since_fired, inout_sums, out_others, n_tokens, n, n_others, PART: tl.constexpr, OTHERS: tl.constexpr
+):
     """Update the silence of some latents and clear their sums; the first program also returns the other sums."""
     part, came = tl.program_id(0), tl.load(n_tokens)
     at = part * PART + tl.arange(0, PART)
     inside = at < n
     fired = tl.where(came > 0, tl.load(inout_sums + at, mask=inside, other=0), 0.0)
-    silence = tl.load(inout_silence + at, mask=inside, other=0) + came.to(tl.int64)
-    tl.store(inout_silence + at, tl.where(fired > 0, 0, silence), mask=inside)
+    since_fired = tl.load(inout_since_fired + at, mask=inside, other=0) + came.to(tl.int64)
+    tl.store(inout_since_fired + at, tl.where(fired > 0, 0, since_fired), mask=inside)
     tl.store(inout_sums + at, tl.zeros_like(fired), mask=inside)
     if part == 0:
         other = tl.arange(0, OTHERS)
