@@ -53,7 +53,7 @@ KINDS_OF_CPU = ("jumprelu",)
 # it is slow.
 NOT_FOR_GPUS = (
     "fake_cuda/kernel_cases.py",
-    "training/recorded_cases.py",
+    "training/graph_replay_cases.py",
     "trainer/long_offset_cases.py",
     "runtime/compiling_cases.py",
     "runtime/kernel_count_cases.py",

@@ -29,7 +29,7 @@ from support.roofline import modelled
 from support.step_ops import recorded_step
 from torch.autograd import DeviceType, profiler
 
-from trainer.contract.planning.recorded_steps import pays
+from trainer.contract.planning.graph_capture import pays
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs import cuda_variables
 from trainer.contract.settings.job import JobConfig

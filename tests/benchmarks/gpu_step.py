@@ -16,7 +16,7 @@ from support.roofline import cost, floor_s, modelled
 from support.step_ops import recorded_step
 from support.step_table import ARCHITECTURES, cases
 
-from trainer.contract.planning.recorded_steps import pays
+from trainer.contract.planning.graph_capture import pays
 from trainer.contract.planning.workload import Layout
 
 SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}

@@ -32,18 +32,18 @@ class Again:
 
 def main(spec_file: Path, kind: str) -> None:
     from trainer.training import loop
-    from trainer.training.recorded_step import CudaTape, RecordedSteps
+    from trainer.training.graph_replay import CudaTape, GraphReplay
 
     spec = read_spec(spec_file)
-    made: list[RecordedSteps] = []
+    made: list[GraphReplay] = []
 
-    def recorded(learner: Any, _job: Any, _parallel: Any, outliers: Any, report: Any) -> RecordedSteps | None:
+    def replay_for(learner: Any, _job: Any, _parallel: Any, outliers: Any, report: Any) -> GraphReplay | None:
         if kind == "plain":
             return None
-        made.append(RecordedSteps(learner, CudaTape if spec.device == "cuda" else Again, outliers, report))
+        made.append(GraphReplay(learner, CudaTape if spec.device == "cuda" else Again, outliers, report))
         return made[-1]
 
-    vars(loop)["recorded"] = recorded
+    vars(loop)["replay_for"] = replay_for
     code = rank.run(spec, 0)
     n_replayed = sum(steps.n_replayed for steps in made)
     spec_file.with_name("replayed").write_text(str(n_replayed))

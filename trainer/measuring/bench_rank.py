@@ -37,11 +37,11 @@ from trainer.runtime.precision import autocast, resolve_precision, set_determini
 from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.rounded_top_k import Factors
 from trainer.saes.topk import TopK
+from trainer.training.graph_replay import PLAIN_STEPS, replay_for
 from trainer.training.learner import Learner
-from trainer.training.recorded_step import PLAIN_STEPS, recorded
 from trainer.training.step import cut_of, take_step
 
-# Twice the number of steps until one is recorded.
+# Twice the number of steps until one is captured.
 WARM_UP_STEPS = 2 * (PLAIN_STEPS + 1)
 N_SAMPLE = 8192
 # Feature directions of the random rows, per dimension. With this structure, rows have sparse codes.
@@ -69,10 +69,10 @@ class RepeatedStep:
         self.x, self.y = random_pairs(self.cut.largest, d_in, d_out, self._device)
         self._total_steps, self._n_taken = layout.total_steps, 0
         for learner in self.learners:
-            learner.whole_steps = recorded(learner, job, parallel)
+            learner.whole_steps = replay_for(learner, job, parallel)
 
     def take_plainly(self) -> None:
-        """Stop replaying recorded steps, since a replayed step has no phases."""
+        """Stop replaying captured steps, since a replayed step has no phases."""
         for learner in self.learners:
             learner.whole_steps = None
 

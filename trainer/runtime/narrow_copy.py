@@ -32,7 +32,7 @@ class NarrowCopy:
         if self._matrix is None or self._matrix.dtype != dtype:
             self._matrix, self._version = torch.empty_like(weights, dtype=dtype, requires_grad=False), -1
         if self._version != weights._version:
-            # Copy in place, since recorded steps keep reading this memory.
+            # Copy in place, since captured steps keep reading this memory.
             self._matrix.copy_(weights.detach())
             self._version = weights._version
         return self._matrix

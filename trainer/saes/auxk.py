@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from trainer.parallel.group import Group, local_shard, wide
 from trainer.saes.base import Sae
 from trainer.saes.kernels import dead_latents, top_k
-from trainer.saes.kernels.dead_latents import Packed, DeadLatents, Weights
+from trainer.saes.kernels.dead_latents import DeadLatents, Packed, Weights
 from trainer.saes.kernels.since_fired import take_variance
 from trainer.saes.losses import auxk_error
 from trainer.saes.row_gradients import RowGradient

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
-from trainer.saes.kernels.since_fired import count, add_tokens
+from trainer.saes.kernels.since_fired import add_tokens, count
 from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
@@ -63,7 +63,7 @@ class Sae(nn.Module, ABC):
 
     A rank may hold only `n_own` of the d_sae latents; a tensor described as [d_sae] then has entries for those only.
     Ranks that share latents encode the same tokens. After adding up their decoded contributions they also divide the
-    tokens: x_hat and everything computed from it, such as the squared error, covers only the rank's `local_shard` of the
+    tokens: x_hat and everything computed from it, such as the squared error, covers only the `local_shard` of the
     tokens.
     """
 
@@ -361,7 +361,7 @@ class Sae(nn.Module, ABC):
     def decide(self, n_tokens: int) -> Hashable | None:
         """Decide all host-side choices for the next training pass before it is queued; one GPU, whole steps only.
 
-        Return a key of the decision: a recorded pass can be replayed whenever the key is the same. Return None if the
+        Return a key of the decision: a captured pass can be replayed whenever the key is the same. Return None if the
         pass takes too long on a GPU for a recording to be worth its memory.
         """
         return ()

@@ -28,14 +28,14 @@ from trainer.self_test.base import (
     rows,
     take,
 )
+from trainer.training.graph_replay import CudaTape, GraphReplay, Tape
 from trainer.training.learner import Learner
-from trainer.training.recorded_step import CudaTape, RecordedSteps, Tape
 
 # The largest relative difference from the FVU on the CPU in fp32, after the first steps and after all. Devices select
 # differently among nearly equal activations, so the trainings diverge.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
-# The largest relative difference of a recorded step from a plain one, in the loss and in the change of the weights.
+# The largest relative difference of a captured step from a plain one, in the loss and in the change of the weights.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
 # Part of PyTorch's warning when the host waits. PyTorch also warns once that it may miss waits, which does not count.
 WAITED = "called a synchronizing CUDA operation"
@@ -149,9 +149,9 @@ def check_waits(device: torch.device) -> Iterator[Check]:
 
 
 def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
-    """Check that recorded steps equal plain steps exactly, even if the host's decisions change between them.
+    """Check that captured steps equal plain steps exactly, even if the host's decisions change between them.
 
-    In deterministic mode, architectures with a sparsity penalty use dense products, and their steps are not recorded.
+    In deterministic mode, architectures with a sparsity penalty use dense products, and their steps are not captured.
     Their steps are compared outside this mode, each from the same weights, since the order of sums differs.
     """
     if device.type != "cuda":
@@ -159,17 +159,17 @@ def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
     was = torch.are_deterministic_algorithms_enabled()
     try:
         for sae, train in _settings():
-            kind = partial(_recorded_learner, device, sae, train)
-            is_exact, (plain, recorded) = isinstance(kind().sae, TopK), (kind(), kind())
+            kind = partial(_captured_learner, device, sae, train)
+            is_exact, (plain, captured) = isinstance(kind().sae, TopK), (kind(), kind())
             set_deterministic(is_exact)
             if plain.steps_by_rows:
-                compare = _recorded_alike if is_exact else recorded_nearly_alike
-                yield Check("recording", _name(sae, train), *compare(plain, recorded, device, n_steps))
+                compare = _captured_alike if is_exact else captured_nearly_alike
+                yield Check("recording", _name(sae, train), *compare(plain, captured, device, n_steps))
     finally:
         torch.use_deterministic_algorithms(was)
 
 
-def _recorded_learner(device: torch.device, sae: dict[str, Any], train: dict[str, Any]) -> Learner:
+def _captured_learner(device: torch.device, sae: dict[str, Any], train: dict[str, Any]) -> Learner:
     # With this number of latents, a penalty leaves a small enough share active for sparse products.
     size = SMALL if "topk" in sae["architecture"] else SMALL._replace(d_sae=8192)
     learner = learner_of(job_of(size, sae, {"precision": "bf16"} | train), size.d_in, device)
@@ -178,45 +178,45 @@ def _recorded_learner(device: torch.device, sae: dict[str, Any], train: dict[str
     return learner
 
 
-def _recorded_alike(
-    plain: Learner, recorded: Learner, device: torch.device, n_steps: int
+def _captured_alike(
+    plain: Learner, captured: Learner, device: torch.device, n_steps: int
 ) -> tuple[bool, dict[str, Any]]:
-    recorded.whole_steps = steps = RecordedSteps(recorded, CudaTape)
+    captured.whole_steps = steps = GraphReplay(captured, CudaTape)
     batches = [one.to(device) for one in rows(8 * SMALL.batch_size, SMALL.d_in).split(SMALL.batch_size)]
     for number in range(n_steps):
-        for learner in (plain, recorded):
+        for learner in (plain, captured):
             if number == n_steps // 2:
                 let_some_die(learner)
             take(learner, number, batches[number % len(batches)])
     expected = dict(plain.state.tensors())
-    differing = [name for name, tensor in recorded.state.tensors() if not torch.equal(tensor, expected[name])]
+    differing = [name for name, tensor in captured.state.tensors() if not torch.equal(tensor, expected[name])]
     return not differing and steps.n_replayed > 0, {"differing": differing, "replayed": steps.n_replayed}
 
 
-def recorded_nearly_alike(
-    plain: Learner, recorded: Learner, device: torch.device, n_steps: int, tape: Callable[[], Tape] = CudaTape
+def captured_nearly_alike(
+    plain: Learner, captured: Learner, device: torch.device, n_steps: int, tape: Callable[[], Tape] = CudaTape
 ) -> tuple[bool, dict[str, Any]]:
-    """Compare plain and recorded steps from the same weights: the losses, and the changes of the weights."""
-    recorded.whole_steps = steps = RecordedSteps(recorded, tape)
+    """Compare plain and captured steps from the same weights: the losses, and the changes of the weights."""
+    captured.whole_steps = steps = GraphReplay(captured, tape)
     batches = [one.to(device) for one in rows(8 * SMALL.batch_size, SMALL.d_in).split(SMALL.batch_size)]
     losses_off, changes_off = 0.0, 0.0
     for number in range(n_steps):
-        state = {name: tensor.clone() for name, tensor in recorded.state.tensors()}
+        state = {name: tensor.clone() for name, tensor in captured.state.tensors()}
         plain.state.load({name: tensor.clone() for name, tensor in state.items()})
-        for learner in (plain, recorded):
+        for learner in (plain, captured):
             take(learner, number, batches[number % len(batches)])
-        expected, found = (one.values(one.sums())["loss"] for one in (plain, recorded))
+        expected, found = (one.values(one.sums())["loss"] for one in (plain, captured))
         losses_off = max(losses_off, abs(found / expected - 1))
-        changes_off = max(changes_off, _changes_off(plain, recorded, state))
+        changes_off = max(changes_off, _changes_off(plain, captured, state))
     figures = {"losses_off": losses_off, "changes_off": changes_off, "replayed": steps.n_replayed}
     return losses_off < NEAR_LOSSES and changes_off < NEAR_CHANGES and steps.n_replayed > 0, figures
 
 
 @torch.no_grad()
-def _changes_off(plain: Learner, recorded: Learner, before: dict[str, Tensor]) -> float:
+def _changes_off(plain: Learner, captured: Learner, before: dict[str, Tensor]) -> float:
     """Return the distance between the weights of two steps from `before`, relative to the length of the plain step."""
     parted = went = 0.0
-    others = dict(recorded.sae.named_parameters())
+    others = dict(captured.sae.named_parameters())
     for name, weights in plain.sae.named_parameters():
         parted += float((weights - others[name]).double().square().sum())
         went += float((weights - before[f"sae.{name}"]).double().square().sum())

@@ -81,7 +81,7 @@ class Verdicts:
 
     `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] counts the steps skipped in
     this log interval, the consecutive skips up to now (lost activations do not count), and the skips in the interval
-    caused by lost activations. All are updated in place, since a recorded step only repeats operations on memory.
+    caused by lost activations. All are updated in place, since a captured step only repeats operations on memory.
     """
 
     def __init__(self, device: torch.device, expected: int, largest: float) -> None:

@@ -113,7 +113,7 @@ class Learner:
         self._verdicts = Verdicts(device, self.tokens_per_step, self._train.grad_clip)
         # The learning rate of this step for groups without their own factor; nan before the first step.
         self._rate = math.nan
-        # Takes complete steps (a recorded CUDA graph), if possible.
+        # Takes complete steps (a captured CUDA graph), if possible.
         self.whole_steps: WholeSteps | None = None
 
     def _may_exchange_narrow(self, dtype: torch.dtype) -> bool:
@@ -126,7 +126,7 @@ class Learner:
         return not bool(replicas.gather(torch.full((), not may, device=W_dec.device)).any())
 
     def _keep_rates_on_device(self) -> None:
-        """Store the optimizer's rates as tensors, since a recorded step would replay a Python number unchanged."""
+        """Store the optimizer's rates as tensors, since a captured step would replay a Python number unchanged."""
         for group in self.optimizer.param_groups:
             # torch raises during capture without `capturable`, which has no other effect on a fused step.
             group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
@@ -254,7 +254,7 @@ class Learner:
     def update(self, *, counts: bool = True) -> None:
         """Take the step; if a gradient is not finite, only count the skipped step.
 
-        Pass `counts=False` while a step is recorded, so that the host does not count it.
+        Pass `counts=False` while a step is captured, so that the host does not count it.
         """
         self.stepped.begin()
         squares = self._update.measure()

@@ -58,9 +58,9 @@ from trainer.training.data_watch import DataWatch
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
 from trainer.training.final_writes import FinalWrites, Write
+from trainer.training.graph_replay import replay_for
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner, StepState
-from trainer.training.recorded_step import recorded
 from trainer.training.row_sample import RowSampler
 from trainer.training.saving import Saving
 from trainer.training.sharded_state import under
@@ -134,7 +134,7 @@ class Trainer:
         if tries_batch:
             self._cut_until_it_fits()
         for learner in self.learners.values():
-            learner.whole_steps = recorded(
+            learner.whole_steps = replay_for(
                 learner, self._job, parallel, self.outliers[learner.hook],
                 lambda words: progress.event("plain-steps", words, "warning"),
             )  # fmt: skip

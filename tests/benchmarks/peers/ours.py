@@ -22,8 +22,8 @@ class Ours(Recipe):
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         from trainer.contract.settings.job_file import parse_job
         from trainer.parallel.base import Parallel
+        from trainer.training.graph_replay import replay_for
         from trainer.training.learner import Learner
-        from trainer.training.recorded_step import recorded
 
         train: dict[str, Any] = {"batch_size": setup.batch_size, "n_steps": setup.n_steps, "seed": setup.seed}
         if setup.own_steps:
@@ -35,7 +35,7 @@ class Ours(Recipe):
         self._parallel = Parallel(torch.device(setup.device))
         self._learner = Learner(job, setup.d_in, None, self._parallel)
         self._learner.initialise(sample, sample)
-        self._learner.whole_steps = recorded(self._learner, job, self._parallel)
+        self._learner.whole_steps = replay_for(self._learner, job, self._parallel)
         self._setup, self._n_done = setup, 0
 
     def steps_of(self, setup: Setup) -> tuple[int, int]:

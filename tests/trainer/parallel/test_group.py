@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.group import FAILED, LOST, PeerLost, exchanging, gather_rows, reduce_scatter, peers_expected
+from trainer.parallel.group import FAILED, LOST, PeerLost, exchanging, gather_rows, peers_expected, reduce_scatter
 from trainer.parallel.threads import Threads, on_all
 from trainer.parallel.waiting import waiting
 

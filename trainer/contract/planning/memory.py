@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.planning import activation_memory, recorded_steps
+from trainer.contract.planning import activation_memory, graph_capture
 from trainer.contract.planning.hardware import has_nvlink
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.planning.workload import ONE_PROCESS, Workload
@@ -141,7 +141,7 @@ def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
     A captured step keeps its memory for replays. The memory of uncaptured steps is freed before the capture.
     """
     evaluated = max(activation_memory.of_evaluation(work, one) for one in saes)
-    if not recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision):
+    if not graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
         return max(0, evaluated - of_step)
     (alone,) = saes
     recorded = of_step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trainer.contract.planning import activation_memory, first_look, latent_capacity, memory, recorded_steps
+from trainer.contract.planning import activation_memory, first_look, graph_capture, latent_capacity, memory
 from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
@@ -140,7 +140,7 @@ def _total(time: StepTime) -> float:
 def _host(work: Workload, n_saes: int, exchange_s: float) -> StepTime:
     """Return the host's time for a step, independent of sizes; a replay includes the update in its only launch."""
     on_cuda = work.device == "cuda"
-    if on_cuda and recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision):
+    if on_cuda and graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
         return StepTime(_HOST_RECORDED_S, 0.0, exchange_s)
     return StepTime(_HOST_PASS_S * work.micro_batches * n_saes, _HOST_UPDATE_S * n_saes, exchange_s)
 

@@ -11,7 +11,7 @@ still has a backward pass, an update and the product to do: it is never idle, an
 The other micro-batches of a step use the same numbers, since the number of the previous micro-batch was queued only
 just before. The weights are the same for all of them, so the step's number is the largest of its micro-batches.
 
-If steps are recorded, the host must decide before it queues anything. Then it does not read the last step's number, so
+If steps are captured, the host must decide before it queues anything. Then it does not read the last step's number, so
 that the GPU still has that whole step to do, and it learns of an overflow two steps later.
 
 Each rank decides by its own numbers: sparse and dense products need the same exchange with other ranks.
@@ -34,7 +34,7 @@ from trainer.saes.kernels.select import Chosen, places_of
 # extrapolated by its growth. Above a growth of `MOST_GROWTH` the dense product is used: in the first steps of a run the
 # number may grow by half from one step to the next, and a step that overflows is lost.
 MEMORY, MOST_GROWTH = 4, 1.25
-# If steps are recorded, the size shrinks only after this many steps did not need it, since L0 oscillates around its
+# If steps are captured, the size shrinks only after this many steps did not need it, since L0 oscillates around its
 # target. Of 400 steps (4,096 latents, k 8), at least 379 were then replayed for each architecture; without this rule,
 # 153 for the standard one.
 SHRINKS_AFTER = 100
@@ -70,7 +70,7 @@ class BufferSizer:
         # The batches of the step being queued, and the batches of steps whose numbers the host has not read yet.
         self._of_step: list[_ObservedBatch] = []
         self._unread: deque[list[_ObservedBatch]] = deque()
-        # If steps are recorded: the numbers expected per token, and the last buffer size per token.
+        # If steps are captured: the numbers expected per token, and the last buffer size per token.
         self._expected: deque[float] = deque(maxlen=SHRINKS_AFTER)
         self._per_token: int | None = None
         self._ahead: _Ahead | None = None
@@ -111,7 +111,7 @@ class BufferSizer:
     def queued(self) -> None:
         """Record that a step was queued on the GPU.
 
-        After a pass that was decided in advance, recorded or replayed, queue a copy of its number. Each replay
+        After a pass that was decided in advance, captured or replayed, queue a copy of its number. Each replay
         overwrites the previous number; the copies, queued between replays, are separate.
         """
         if self._ahead and self._pass:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.interpreted import run_cases
 
-CASES = Path(__file__).with_name("silence_cases.py")
+CASES = Path(__file__).with_name("since_fired_cases.py")
 
 
 def test_the_kernel_agrees_with_single_operations() -> None:

@@ -3,7 +3,7 @@
 The host of an H200 took 6 to 8 ms for a step that keeps the GPU busy for 1.4 ms (d_in 768, 24,576 latents). A replay
 repeats operations on memory, but runs no Python. So all state that outlives a step is updated in place and rates are
 tensors. The host's decisions (number of tokens, whether any latent may be dead, current k, capacity for active latents)
-must be the same as in the recording; otherwise the step is recorded again or runs without recording.
+must be the same as in the capture; otherwise the step is captured again or runs without capture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.activations.outliers import Outliers
 from trainer.contract.errors import first_line
-from trainer.contract.planning import recorded_steps
+from trainer.contract.planning import graph_capture
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
@@ -41,7 +41,7 @@ class Tape(Protocol):
         """Record the operations of `work` without running them."""
 
     def replay(self) -> None:
-        """Run the recorded operations."""
+        """Run the captured operations."""
 
 
 class CudaTape:
@@ -88,7 +88,7 @@ class _Decided(NamedTuple):
 
 
 class _CapturedStep(NamedTuple):
-    """A recorded step, its input tensors for a batch, and the lasting tensors that it updates."""
+    """A captured step, its input tensors for a batch, and the lasting tensors that it updates."""
 
     tape: Tape
     x: Tensor
@@ -102,8 +102,8 @@ class _CapturedStep(NamedTuple):
             self.y.copy_(y)
 
 
-class RecordedSteps:
-    """Takes the steps of a learner with one micro-batch per step, either plainly or by replaying a recorded step.
+class GraphReplay:
+    """Takes the steps of a learner with one micro-batch per step, either plainly or by replaying a captured step.
 
     Outliers in the raw data are replaced within the step.
     """
@@ -117,7 +117,7 @@ class RecordedSteps:
     ) -> None:
         self._learner, self._new_tape, self._outliers, self._report = learner, tape, outliers, report
         self._decided: _Decided | None = None
-        self._n_alike = self._n_recorded = 0
+        self._n_alike = self._n_captured = 0
         self._recording: _CapturedStep | None = None
         self._n_failed = 0
         # The number of replayed steps.
@@ -142,7 +142,7 @@ class RecordedSteps:
             # The tensors were replaced, as by loading a checkpoint.
             self._recording, self._n_alike = None, 1
         # The more often the host's decisions have changed, the likelier they are to change again.
-        waits = PLAIN_STEPS * 2 ** min(self._n_recorded, 8) + RETRY_STEPS * self._n_failed
+        waits = PLAIN_STEPS * 2 ** min(self._n_captured, 8) + RETRY_STEPS * self._n_failed
         may = decided.of_pass is not None and self._n_failed < MOST_FAILURES
         return may and self._recording is None and self._n_alike > waits
 
@@ -159,7 +159,7 @@ class RecordedSteps:
             again = f"next attempt in {RETRY_STEPS} steps" if self._n_failed < MOST_FAILURES else "no more attempts"
             self._report(f"CUDA-graph capture failed on this GPU, so steps take longer ({again}): {first_line(error)}")
             return
-        self._n_recorded += 1
+        self._n_captured += 1
         self._recording = _CapturedStep(tape, own_x, own_y, self._lasting())
 
     def _take_plainly(self, x: Tensor, y: Tensor, of_all: int, *, counts: bool = True) -> None:
@@ -186,21 +186,21 @@ class RecordedSteps:
         return [*(one for state in states for one in state.values()), *self._learner.interval.lasting()]
 
 
-def recorded(
+def replay_for(
     learner: Learner,
     job: JobConfig,
     parallel: Parallel,
     outliers: Outliers | None = None,
     report: Callable[[str], None] = warnings.warn,
-) -> RecordedSteps | None:
-    """Return a `RecordedSteps` for a learner if recording is possible and faster, else None.
+) -> GraphReplay | None:
+    """Return a `GraphReplay` for a learner if recording is possible and faster, else None.
 
     `report` is called with a message when a recording fails.
     """
     sae, layout = learner.sae, Layout(job, parallel.world_size)
     may = parallel.device.type == "cuda" and learner.steps_by_rows
-    pays = may and recorded_steps.pays(layout, sae.d_in, sae.d_out, precision=learner.precision)
-    return RecordedSteps(learner, CudaTape, outliers, report) if pays else None
+    pays = may and graph_capture.pays(layout, sae.d_in, sae.d_out, precision=learner.precision)
+    return GraphReplay(learner, CudaTape, outliers, report) if pays else None
 
 
 def _shapes(x: Tensor, y: Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Compares captured steps with plain ones, bit by bit, on a CPU that poses as a GPU; `test_recorded_step.py` runs this.
+"""Compares captured steps with plain ones, bit by bit, on a CPU that poses as a GPU; `test_graph_replay.py` runs this.
 
 It sets TRITON_INTERPRET=1, since Triton kernels do the update.
 """
@@ -25,9 +25,9 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels import buffer_sizer, dead_latents, encode, sparse, top_k, triton_dead_latents, triton_sparse
 from trainer.self_test import learning
 from trainer.self_test.base import Size
-from trainer.training import recorded_step
+from trainer.training import graph_replay
+from trainer.training.graph_replay import GraphReplay
 from trainer.training.learner import Learner, StepState
-from trainer.training.recorded_step import RecordedSteps
 from trainer.training.step import take_step
 
 D_IN, N = 16, 24
@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     # With few tokens the number of active latents varies much between batches.
     monkeypatch.setattr(buffer_sizer, "MOST_GROWTH", math.inf)
     # Triton's interpreter is slow.
-    monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)
+    monkeypatch.setattr(graph_replay, "PLAIN_STEPS", 1)
 
 
 def rows(n: int, seed: int) -> Tensor:
@@ -58,7 +58,7 @@ class Run:
     def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
         settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train
         self.job = job_of({"architecture": "topk", "d_sae": 6, "k": 2, "dead_after_tokens": 10**6} | sae, settings)
-        self.plain, self.recorded = self._new(), self._new()
+        self.plain, self.captured = self._new(), self._new()
         self.number = 0
 
     def _new(self) -> Learner:
@@ -66,9 +66,9 @@ class Run:
         learner.initialise(rows(64, 99), rows(64, 99))
         return learner
 
-    def record(self) -> RecordedSteps:
-        steps = RecordedSteps(self.recorded, TapeOnCpu)
-        self.recorded.whole_steps = steps
+    def record(self) -> GraphReplay:
+        steps = GraphReplay(self.captured, TapeOnCpu)
+        self.captured.whole_steps = steps
         return steps
 
     def take(self, n_steps: int, n_tokens: int = N, bad: int | None = None) -> None:
@@ -76,26 +76,26 @@ class Run:
             x = rows(n_tokens, self.number)
             if bad is not None:
                 x[bad % n_tokens, 1] = torch.nan
-            for one in (self.plain, self.recorded):
+            for one in (self.plain, self.captured):
                 take_step([one], ALONE, self.number, [Batch([(x, x)], n_tokens)])
             self.number += 1
 
     def load_again(self) -> None:
         """Save the state of each run, and load it again."""
-        for one in (self.plain, self.recorded):
+        for one in (self.plain, self.captured):
             one.state.load({name: tensor.clone() for name, tensor in one.state.tensors()})
 
     def assert_alike(self) -> None:
-        found, expected = dict(self.recorded.state.tensors()), dict(self.plain.state.tensors())
+        found, expected = dict(self.captured.state.tensors()), dict(self.plain.state.tensors())
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
-        for one in (self.plain, self.recorded):
+        for one in (self.plain, self.captured):
             assert one.sae._longest_since_fired >= int(one.sae.n_tokens_since_fired.max())
-        assert self.recorded.sae._longest_since_fired == self.plain.sae._longest_since_fired
+        assert self.captured.sae._longest_since_fired == self.plain.sae._longest_since_fired
 
     def intervals(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return both runs' metrics for the log interval that ends here."""
         of = []
-        for one in (self.recorded, self.plain):
+        for one in (self.captured, self.plain):
             state = StepState.of(one.take_state())
             of.append(one.values(one.sums(), state))
         return of[0], of[1]
@@ -121,7 +121,7 @@ def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train
     assert found == expected
     run.assert_alike()
     # AuxK starts to take part, so a step is captured again.
-    for one in (run.plain, run.recorded):
+    for one in (run.plain, run.captured):
         one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
         one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     run.take(5)
@@ -130,7 +130,7 @@ def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train
     assert found["auxk"] > 0
     run.assert_alike()
     assert steps.n_replayed == 3 + 3
-    assert steps._n_recorded == 2
+    assert steps._n_captured == 2
 
 
 def test_captured_steps_are_bit_identical_if_kernels_sum_and_measure_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_captured_steps_are_bit_identical_if_kernels_sum_and_measure_gradients(m
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
     run = Run({}, {})
     steps = run.record()
-    for one in (run.plain, run.recorded):
+    for one in (run.plain, run.captured):
         one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
         one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     run.take(3)
@@ -151,9 +151,9 @@ def test_a_captured_step_with_a_nan_is_skipped() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(2)
-    before = run.recorded.sae.W_enc.detach().clone()
+    before = run.captured.sae.W_enc.detach().clone()
     run.take(1, bad=3)
-    assert torch.equal(before, run.recorded.sae.W_enc)
+    assert torch.equal(before, run.captured.sae.W_enc)
     run.take(1)
     found, expected = run.intervals()
     assert found == expected
@@ -178,7 +178,7 @@ def test_a_batch_of_another_size_is_run_plainly_before_steps_are_captured_again(
 def test_a_captured_step_replaces_and_counts_outliers_and_non_finite_rows() -> None:
     run, sample = Run({}, {}), rows(64, 99)
     found, expected = Outliers(sample, sample, 10.0), Outliers(sample, sample, 10.0)
-    run.recorded.whole_steps = steps = RecordedSteps(run.recorded, TapeOnCpu, found)
+    run.captured.whole_steps = steps = GraphReplay(run.captured, TapeOnCpu, found)
     for number in range(8):
         x = rows(N, number)
         x[number] *= 1000
@@ -186,7 +186,7 @@ def test_a_captured_step_replaces_and_counts_outliers_and_non_finite_rows() -> N
         ordinary, _ = expected.replace(x, x)
         for outliers in (found, expected):
             outliers.note(N)
-        take_step([run.recorded], ALONE, number, [Batch([(x, x)], N)])
+        take_step([run.captured], ALONE, number, [Batch([(x, x)], N)])
         take_step([run.plain], ALONE, number, [Batch([(ordinary, ordinary)], N)])
     assert steps.n_replayed
     run.assert_alike()
@@ -199,7 +199,7 @@ def test_captured_steps_use_the_weights_that_were_resampled_before() -> None:
     steps = run.record()
     run.take(3)
     x = rows(64, 5)
-    for one in (run.plain, run.recorded):
+    for one in (run.plain, run.captured):
         one.sae.n_tokens_since_fired[:3] = 10**7
         one.forget(one.resample(3, x, x))
     n = steps.n_replayed
@@ -239,8 +239,8 @@ def test_no_step_is_captured_while_k_is_annealed() -> None:
 def test_a_failed_capture_is_reported_and_retried_a_few_times(
     n_failures: int, most: int, n_replayed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_step, "RETRY_STEPS", 1)
-    monkeypatch.setattr(recorded_step, "MOST_FAILURES", most)
+    monkeypatch.setattr(graph_replay, "RETRY_STEPS", 1)
+    monkeypatch.setattr(graph_replay, "MOST_FAILURES", most)
     reported: list[str] = []
 
     class Broken(TapeOnCpu):
@@ -250,8 +250,8 @@ def test_a_failed_capture_is_reported_and_retried_a_few_times(
             super().record(work)
 
     run = Run({}, {})
-    steps = RecordedSteps(run.recorded, Broken, report=reported.append)
-    run.recorded.whole_steps = steps
+    steps = GraphReplay(run.captured, Broken, report=reported.append)
+    run.captured.whole_steps = steps
     run.take(4)
     assert all(words.endswith(": no graph here") for words in reported)
     assert ["no further" in words for words in reported] == [False, most == 2]
@@ -270,7 +270,7 @@ PENALISED = [
 ]
 
 
-class PlainSteps(RecordedSteps):
+class PlainSteps(GraphReplay):
     """Decides as early as for captured steps, but runs every step plainly."""
 
     def _may_record(self, decided: Any) -> bool:
@@ -311,15 +311,15 @@ class Penalty(Run):
     @property
     def capacities(self) -> list[int | None]:
         """The capacity per token in each run's last step."""
-        passes = (one.sae._buffer_sizer._pass for one in (self.plain, self.recorded))
+        passes = (one.sae._buffer_sizer._pass for one in (self.plain, self.captured))
         return [one.capacity and one.capacity // one.n_tokens for one in passes]
 
     def assert_same_intervals(self, skipped: int = 0) -> None:
-        states = [StepState.of(one.take_state()) for one in (self.plain, self.recorded)]
+        states = [StepState.of(one.take_state()) for one in (self.plain, self.captured)]
         assert states[0] == states[1]
         assert (states[1].skipped, states[1].overflowed) == (skipped, skipped)
-        plain, recorded = (one.values(one.sums(), states[0]) for one in (self.plain, self.recorded))
-        assert recorded == plain
+        plain, captured = (one.values(one.sums(), states[0]) for one in (self.plain, self.captured))
+        assert captured == plain
 
 
 @pytest.mark.parametrize("sae", PENALISED, ids=str)
@@ -383,20 +383,20 @@ def test_an_overflowing_captured_step_is_skipped_and_dense_steps_follow(
     run = Penalty(monkeypatch, {"architecture": "standard"}, {})
     run.take(6)
     run.assert_same_intervals()
-    before = {name: tensor.clone() for name, tensor in run.recorded.state.tensors()}
-    for one in (run.plain, run.recorded):
+    before = {name: tensor.clone() for name, tensor in run.captured.state.tensors()}
+    for one in (run.plain, run.captured):
         # Every latent is active.
         one.sae.b_enc.data.add_(100)
     run.take(1)
-    for one in (run.plain, run.recorded):
+    for one in (run.plain, run.captured):
         one.sae.b_enc.data.copy_(before["sae.b_enc"])
-    after = dict(run.recorded.state.tensors())
+    after = dict(run.captured.state.tensors())
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     # The host notices the overflow one batch later.
     run.take(1)
     assert run.steps.n_replayed == 4
     run.assert_same_intervals(skipped=1)
-    assert not torch.equal(before["sae.W_enc"], run.recorded.sae.W_enc)
+    assert not torch.equal(before["sae.W_enc"], run.captured.sae.W_enc)
     run.take(1)
     assert run.capacities == [None, None]
     run.take(4)
@@ -414,7 +414,7 @@ def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monk
     x = rows(64, 5)
     with torch.no_grad():
         evaluated = []
-        for one in (run.plain, run.recorded):
+        for one in (run.plain, run.captured):
             with one.evaluating():
                 evaluated.append(one.forward(*one.normalised(x, x)).x_hat)
     assert torch.equal(*evaluated)
@@ -432,12 +432,12 @@ def test_the_self_test_detects_a_penalised_step_replayed_on_an_old_batch(
 
     def check() -> tuple[bool, dict[str, Any]]:
         run = Penalty(monkeypatch, {"architecture": "standard"}, {})
-        return learning.recorded_nearly_alike(run.plain, run.recorded, ALONE.device, 6, TapeOnCpu)
+        return learning.captured_nearly_alike(run.plain, run.captured, ALONE.device, 6, TapeOnCpu)
 
     is_right, found = check()
     assert is_right
     assert found["replayed"] == 2
-    monkeypatch.setattr(recorded_step._CapturedStep, "copy_in", lambda *_: None)
+    monkeypatch.setattr(graph_replay._CapturedStep, "copy_in", lambda *_: None)
     is_right, found = check()
     assert not is_right
     assert found["changes_off"] > 2 * learning.NEAR_CHANGES

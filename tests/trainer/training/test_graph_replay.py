@@ -11,13 +11,13 @@ import torch
 from support.fake_gpu import job_of
 from support.interpreted import run_cases
 
-from trainer.contract.planning import recorded_steps
+from trainer.contract.planning import graph_capture
 from trainer.contract.planning.workload import Layout
 from trainer.parallel.base import Parallel
+from trainer.training.graph_replay import CudaTape, replay_for
 from trainer.training.learner import Learner
-from trainer.training.recorded_step import CudaTape, recorded
 
-CASES = Path(__file__).with_name("recorded_cases.py")
+CASES = Path(__file__).with_name("graph_replay_cases.py")
 
 
 @pytest.mark.parametrize("among", ["penalty or penalised", "not (penalty or penalised)"])
@@ -90,7 +90,7 @@ def test_a_failed_capture_restores_the_gpus_memory_pool_and_stream(
 
 def pays(sae: dict[str, object], d_in: int = 768, precision: str = "bf16", ranks: int = 1, **train: object) -> bool:
     job = job_of({"architecture": "topk", "d_sae": 24576} | sae, {"batch_size": 4096} | train)
-    return recorded_steps.pays(Layout(job, ranks), d_in, d_in, precision=precision)
+    return graph_capture.pays(Layout(job, ranks), d_in, d_in, precision=precision)
 
 
 def test_steps_of_a_single_gpu_are_captured_unless_they_are_very_long() -> None:
@@ -112,4 +112,4 @@ def test_steps_of_a_single_gpu_are_captured_unless_they_are_very_long() -> None:
 def test_a_cpu_captures_no_steps() -> None:
     job = job_of({"architecture": "topk", "d_sae": 64}, {"batch_size": 64, "precision": "bf16"})
     alone = Parallel(torch.device("cpu"))
-    assert recorded(Learner(job, 16, None, alone), job, alone) is None
+    assert replay_for(Learner(job, 16, None, alone), job, alone) is None

@@ -1,4 +1,4 @@
-"""Compares the kernels that end a step with torch; `test_triton_silence.py` runs this in a separate process.
+"""Compares the kernels that end a step with torch; `test_triton_since_fired.py` runs this in a separate process.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """
