@@ -50,7 +50,7 @@ class MemoryBar(LineView):
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self._need: Need | None = None
-        self._room = FreeMemory()
+        self._capacity = FreeMemory()
 
     def on_mount(self) -> None:
         self._draw()
@@ -61,35 +61,35 @@ class MemoryBar(LineView):
     def watch_heading(self) -> None:
         self._draw()
 
-    def show_need(self, need: Need | None, room: FreeMemory) -> None:
+    def show_need(self, need: Need | None, capacity: FreeMemory) -> None:
         """Draw the memory that a job needs and the free memory; if no job could be checked, draw only the heading."""
-        self._need, self._room = need, room
+        self._need, self._capacity = need, capacity
         self._draw()
 
     def _draw(self) -> None:
         width = self.width
         if width:
-            self.show([cut(line, width) for line in memory_lines(self.heading, self._need, self._room, width)])
+            self.show([cut(line, width) for line in memory_lines(self.heading, self._need, self._capacity, width)])
 
 
-def memory_lines(heading: str, need: Need | None, room: FreeMemory, width: int) -> list[Line]:
+def memory_lines(heading: str, need: Need | None, capacity: FreeMemory, width: int) -> list[Line]:
     """Return at least two lines, so that the form does not move while the user types."""
     first: Line = ((heading, "title accent"),)
     if need is None:
         return [first, ((" ", "text"),)]
-    verdict = _verdict(need, room)
+    verdict = _verdict(need, capacity)
     bar_width = max(0, width - sum(cell_len(text) for text, _ in (*first, verdict)) - 1)
-    lines = [(*first, *bar(need, room, bar_width), verdict), _legend(need, width)]
-    notes = [*_measured(need), *_remedies(need, room)]
+    lines = [(*first, *bar(need, capacity, bar_width), verdict), _legend(need, width)]
+    notes = [*_measured(need), *_remedies(need, capacity)]
     joined = _line([" · ".join(text for text, _ in notes)], notes[-1][1]) if notes else ()
     if len(notes) > 1 and sum(cell_len(text) for text, _ in joined) > width:
         return lines + [_line([text], style) for text, style in notes]
     return [*lines, joined] if notes else lines
 
 
-def bar(need: Need, room: FreeMemory, width: int) -> Line:
+def bar(need: Need, capacity: FreeMemory, width: int) -> Line:
     """Return a bar with a segment for every part, its letter at the start, and a mark at the end of the free memory."""
-    free = None if room.free_bytes is None else room.free_bytes / need.sharing
+    free = None if capacity.free_bytes is None else capacity.free_bytes / need.sharing
     top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
     drawn: list[Span] = []
     for name, n_cells in cells(need.parts, round(width * need.parts.total / top)).items():
@@ -97,19 +97,19 @@ def bar(need: Need, room: FreeMemory, width: int) -> Line:
     drawn += [(" ", "trough")] * (width - len(drawn))
     if free is not None and drawn:
         mark = "│" if free <= top else "→"
-        drawn[min(width - 1, int(width * free / top))] = (mark, "bad" if need.lacks(room) else "title trough")
+        drawn[min(width - 1, int(width * free / top))] = (mark, "bad" if need.lacks(capacity) else "title trough")
     runs = groupby(drawn, key=lambda span: span[1])
     return tuple(("".join(text for text, _ in run), style) for style, run in runs)
 
 
-def _verdict(need: Need, room: FreeMemory) -> Span:
+def _verdict(need: Need, capacity: FreeMemory) -> Span:
     """Return the need and if it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
     total = gibibytes(need.rank_bytes)
     taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
-    if room.free_bytes is None:
+    if capacity.free_bytes is None:
         return f" {taken}", "text"
-    mark, style = ("✗", "bad") if need.lacks(room) else ("✓", "good")
-    return f" {mark} {taken} of {gibibytes(room.free_bytes)} free on {room.where}", style
+    mark, style = ("✗", "bad") if need.lacks(capacity) else ("✓", "good")
+    return f" {mark} {taken} of {gibibytes(capacity.free_bytes)} free on {capacity.where}", style
 
 
 def _legend(need: Need, width: int) -> Line:
@@ -121,8 +121,8 @@ def _legend(need: Need, width: int) -> Line:
             word = names[name][width < WIDE]
             spans += [(between if spans else "", "text"), (word[0], f"{COLOURS[name]} swapped")]
             spans += [(f"{word[1:]} ", "label"), (short(n_bytes), "text")]
-    room = width - sum(len(text) for text, _ in spans)
-    return ((" " * max(0, min(4, room)), "text"), *spans)
+    space = width - sum(len(text) for text, _ in spans)
+    return ((" " * max(0, min(4, space)), "text"), *spans)
 
 
 def short(n_bytes: int) -> str:
@@ -139,8 +139,8 @@ def _measured(need: Need) -> list[Span]:
     return [(str(need.measured), "warn" if need.rank_bytes > need.parts.total else "text")]
 
 
-def _remedies(need: Need, room: FreeMemory) -> list[Span]:
-    if not need.lacks(room):
+def _remedies(need: Need, capacity: FreeMemory) -> list[Span]:
+    if not need.lacks(capacity):
         return []
     # Name the setting without its section, as the form does.
     cures = [cure.partition(".")[2].replace('"', "") for cure in need.remedies]

@@ -150,10 +150,13 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _show_memory(self, picker: GpuPicker) -> None:
         """Show the memory need and the free memory; check the draft again when it stops fitting or fits again."""
-        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere))
+        need, capacity = (
+            self.review.need,
+            job_form.capacity(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere)),
+        )
         for bar in self.query(MemoryBar):
-            bar.show_need(need, room)
-        if need and need.lacks(room) != need.judged_lacking:
+            bar.show_need(need, capacity)
+        if need and need.lacks(capacity) != need.judged_lacking:
             self._check()
 
     # filling in

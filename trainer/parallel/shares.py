@@ -53,7 +53,7 @@ def _column_capacity(capacity: Sequence[float] | None, n_columns: int) -> list[f
 
 
 def _limit(shares: Sequence[float], capacity: Sequence[float] | None) -> tuple[float, ...]:
-    """Normalize shares to a sum of 1, and limit each of them to `capacity`, unless the total room is at most 1."""
+    """Normalize shares to a sum of 1, and limit each of them to `capacity`, unless the total capacity is at most 1."""
     shares = [share / sum(shares) for share in shares]
     if capacity is None or sum(capacity) <= 1:
         return tuple(shares)
