@@ -21,7 +21,7 @@ def test_the_cost_is_measured_for_this_process() -> None:
 
 def test_the_cost_is_shown_per_minute_and_a_slow_gpu_is_marked() -> None:
     lines = text(OwnCost(120.0, 3.0, 54 << 20, 9, 240_000, {0: 0.0021, 3: 0.21}))
-    assert [line.split(maxsplit=1)[0] for line in lines[:4]] == ["runs", "CPU", "memory", "threads"]
+    assert [line.split(maxsplit=1)[0] for line in lines[:4]] == ["run", "CPU", "memory", "threads"]
     assert "1.50 s per minute" in lines[1]
     assert "54 MiB" in lines[2]
     assert "2000 bytes per second" in lines[4]

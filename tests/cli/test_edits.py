@@ -144,7 +144,7 @@ def test_a_lost_store_is_repaired_from_the_run_folders(shell):
     for file in shell.data.root.glob("control.db*"):
         file.unlink()
     (line,) = shell.errors("jobs", code=1)
-    assert "`sae-tui repair` rebuilds it" in line
+    assert "`sae-tui repair` rebuilds the list" in line
     assert f"job {job_id} (from-the-shell) is in the list again, stopped" in shell.run("repair").stdout
     assert (row(shell, job_id)["state"], row(shell, job_id)["tags"]) == ("stopped", ["mine"])
     assert shell.json("repair") == {"done": []}

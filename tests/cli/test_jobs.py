@@ -99,7 +99,7 @@ def test_memory_is_not_estimated_for_a_job_with_a_rejected_value(shell):
 def test_a_job_too_large_for_its_gpus_is_not_launched(shell):
     huge = ("--gpus", "2", "--set", "sae.d_sae=30000000", "--set", "train.batch_size=64")
     (error,) = [line for line in shell.json("validate", shell.job_file, *huge, code=1)["errors"] if "sae.d_sae" in line]
-    assert " GiB, and GPU 2 has 10.0 GiB in all; " in error
+    assert " GiB, and GPU 2 has 10.0 GiB in total; " in error
     assert any(error in line for line in shell.errors("launch", shell.job_file, *huge, code=1))
     assert shell.json("jobs") == []
 

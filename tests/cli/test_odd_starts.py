@@ -40,7 +40,7 @@ def test_nothing_is_launched_with_a_closed_output(shell, closed, told):
 def test_arguments_that_are_not_utf_8_are_rejected_in_one_line(shell):
     done = started(shell, "launch", shell.job_file, "--set", "name=\udcff")
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.splitlines()[-1].endswith(b"set the terminal's encoding to it")
+    assert done.stderr.splitlines()[-1].endswith(b"set the terminal's encoding to UTF-8")
     umlaut = started(
         shell, "launch", shell.job_file, "--set", "name=f\xfcr",
         env=shell.env | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},

@@ -107,7 +107,9 @@ HOSTILE: list[Callable[[Path], str]] = [
 def test_any_other_link_is_refused(target: Callable[[Path], str], model: Path) -> None:
     link = snapshot(model) / "hostile"
     link.symlink_to(target(model))
-    with pytest.raises(ValueError, match=r"is a link .*not followed; copy the file itself there, as `cp -rL` does"):
+    with pytest.raises(
+        ValueError, match=r"^is (a|part of a loop of) link.*not followed; copy the file itself there, as `cp -rL` does"
+    ):
         plain_file(link)
     assert not is_plain_file(link)
 

@@ -88,7 +88,7 @@ def test_a_job_that_can_never_run_is_rejected_and_auto_selects_a_mode_that_fits(
     terminal.press("n")
     terminal.wait_for("needs 0.9 GiB per GPU")
     open_file(terminal, job_file(box, "never", 1_200_000, "[0, 1, 2]", "ddp"), "sae.d_sae: needs ")
-    refusal = r"needs [\d.]+ GiB on each of 3 GPUs, and GPU 2 has 10\.0 GiB in all; it fits with"
+    refusal = r"needs [\d.]+ GiB on each of 3 GPUs, and GPU 2 has 10\.0 GiB in total; it fits with"
     assert re.search(refusal, one_line(terminal.text))
     terminal.send(CTRL_L)
     terminal.wait_for("Not launched")

@@ -160,7 +160,7 @@ def test_if_a_gpu_is_too_small_the_problem_names_the_setting_the_gpu_and_a_remed
     assert problems_of([0, 1, 2], d_sae=1_300_000) == []
     (problem,) = problems_of([0, 1, 2], "ddp")
     assert problem.startswith(
-        "error: sae.d_sae: needs 14.4 GiB on each of 3 GPUs, and GPU 2 has 10.0 GiB in all; it fits "
+        "error: sae.d_sae: needs 14.4 GiB on each of 3 GPUs, and GPU 2 has 10.0 GiB in total; it fits "
     )
     assert 'with parallel.mode = "tensor", or choose larger GPUs' in problem
 

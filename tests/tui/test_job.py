@@ -522,7 +522,7 @@ async def test_a_killed_rank_has_its_last_line_only_in_the_log_and_a_remedy(make
         heading, cause, oom, more, resume = screen.query_one(CausePanel).plain.splitlines()
         assert heading.strip() == "Why it failed"
         assert cause.strip() == "✗ rank 0 was killed (SIGKILL)"
-        assert "dmesg -T | grep -i oom" in f"{oom} {more}"
+        assert "dmesg -T | grep -i oom" in " ".join(f"{oom} {more}".split())
         assert resume.strip() == "→ g resumes it from step 1,000"
         log = screen.query_one(LogPanel)
         assert "12,345 tok/s" not in log.plain

@@ -100,7 +100,7 @@ async def test_gpus_with_unknown_use_or_memory_can_only_be_ticked_by_hand(make_a
         screen = await opened(pilot, app)
         picker = screen.query_one(GpuPicker)
         assert picker.chosen == ({4} if default == "available" else {0, 3, 4})
-        assert "in use (98 %, 20.0 GiB), by w" in picker.plain.splitlines()[1]
+        assert "in use (98 %, 20.0 GiB) by an unseen process" in picker.plain.splitlines()[1]
         assert "free memory unknown" in picker.plain.splitlines()[2]
         for key in ("a", "r"):
             await pilot.press(key)
@@ -469,7 +469,7 @@ async def test_the_preset_of_an_extraction_shows_its_own_settings(make_app, data
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         await pick_extraction(pilot, screen)
-        await reviewed(pilot, screen, "3 GPUs · 1,000,000 rows of 1 hook", "is not known")
+        await reviewed(pilot, screen, "3 GPUs · 1,000,000 rows of 1 hook", "unknown")
         await type_into(pilot, screen, "model.path", str(model_of(tmp_path / "model", 10**7)))
         await type_into(pilot, screen, "model.hooks", "resid_post.4, mlp_out.5")
         await type_into(pilot, screen, "text.dataset", "")

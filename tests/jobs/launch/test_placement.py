@@ -92,7 +92,7 @@ def test_our_own_ended_process_does_not_hold_a_gpu_until_the_next_reading():
         ({"memory_used_bytes": None, "utilization": 98}, "in use (98 %) by an unseen process"),
         (
             {"memory_used_bytes": 5 * GIB, "processes": (GpuProcess(9, "ann", "Xorg", GIB // 8),)},
-            "in use (5.0 GiB), by w",
+            "in use (5.0 GiB) by an unseen process",
         ),
     ],
 )
@@ -300,7 +300,11 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
         ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
         ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
         ([0, 1], [choice(0), SLICE], "GPU 1 is a MIG slice, and NCCL cannot connect slices"),
-        ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; slices of cards run a job"),
+        (
+            "auto:2",
+            [choice(0), SLICE],
+            "asks for 2 GPUs, but only 1 of 2 can be used here; a MIG slice runs a job alone",
+        ),
     ],
 )
 def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, choices, said):

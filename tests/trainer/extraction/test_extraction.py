@@ -326,7 +326,7 @@ def test_rows_of_another_dtype_do_not_continue_a_stopped_extraction(make: Make) 
     # The state that a GPU would have written.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     with pytest.raises(
-        UsageError, match=r"^extract.output: the shards in .* hold bfloat16, and this device gives float32; go"
+        UsageError, match=r"^extract.output: the shards in .* hold bfloat16, and this device gives float32; continue"
     ):
         run(job)
 

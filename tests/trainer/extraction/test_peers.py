@@ -133,7 +133,9 @@ def test_an_extraction_continues_only_with_the_same_number_of_ranks(make: Make, 
     n_stored = stored_state(job, 2).n_stored
     assert n_stored == 64 * len(list(folder.glob("*.safetensors")))
     for size in (1, 3):
-        with pytest.raises(UsageError, match=f"launch.gpus: .* holds an extraction by 2 processes, not {size}; go on"):
+        with pytest.raises(
+            UsageError, match=f"launch.gpus: .* holds an extraction by 2 processes, not {size}; use the"
+        ):
             stored_state(job, size)
     assert run_ranks(job, 2, tmp_path / "again")[0].n_tokens == 1400
     undisturbed = make(name="undisturbed", n_tokens=1400, shard_rows=64)

@@ -184,7 +184,7 @@ def test_an_unreadable_hub_data_set_is_one_sentence() -> None:
         ("a.jsonl", '{"prose": "a", "id": 1}\n', "text.column: row 0 of {} has none of"),
         ("a.jsonl", '{"text": "a"}\n{"prose": "a"}\n', 'text.column: row 1 of {} has no'),
         ("a.jsonl", '{"text": 5}\n', 'text.column: "text" of row 0 of {} is not text, a chat or token ids'),
-        ("a.jsonl", '{"messages": [{"from": "a"}]}\n', 'text.column: "messages" of row 0 of {} is neither'),
+        ("a.jsonl", '{"messages": [{"from": "a"}]}\n', 'text.column: "messages" of row 0 of {} is not text'),
         ("a.csv", "a,b", "text.path: {} must end in .txt, .md, .rst, .jsonl, .json, .parquet"),
     ],
 )  # fmt: skip

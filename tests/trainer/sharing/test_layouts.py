@@ -265,7 +265,9 @@ def test_the_error_for_a_git_lfs_pointer_names_it(tmp_path: Path) -> None:
         folder = tmp_path / file
         FOREIGN(folder)
         (folder / file).write_text(pointer)
-        with pytest.raises(UserError, match=rf"{file} cannot be read: it is a git-lfs pointer .*; run `git lfs pull`"):
+        with pytest.raises(
+            UserError, match=rf"{file} cannot be read: it is a git-lfs pointer, not the file; run `git lfs pull`"
+        ):
             find(folder).reader.read(folder)
 
 
@@ -333,7 +335,7 @@ def test_the_error_for_a_folder_without_an_sae_lists_searched_and_found_files(tm
     with pytest.raises(UserError) as refused:
         find(tmp_path)
     message = str(refused.value)
-    assert "looked for cfg.json + sae_weights.safetensors (saelens), cfg.json + sae.safetensors (sparsify), " in message
+    assert "expected cfg.json + sae_weights.safetensors (saelens), cfg.json + sae.safetensors (sparsify), " in message
     assert message.endswith("found config.json and model\N{REPLACEMENT CHARACTER}.bin")
     with pytest.raises(UserError, match=r"holds no SAE; expected cfg.json \+ sae.safetensors \(sparsify\); found "):
         find(tmp_path, "sparsify")

@@ -254,7 +254,7 @@ def test_a_failed_capture_is_reported_and_retried_a_few_times(
     run.captured.whole_steps = steps
     run.take(4)
     assert all(words.endswith(": no graph here") for words in reported)
-    assert ["no further" in words for words in reported] == [False, most == 2]
+    assert ["no more attempts" in words for words in reported] == [False, most == 2]
     assert steps.n_replayed == n_replayed
     run.assert_alike()
 

@@ -50,7 +50,7 @@ def tokens(run_dir: Path) -> int:
 
 
 def trials(log: Path) -> list[str]:
-    return re.findall(r"([\d,]+) tokens at a time do not fit: ([\d,]+) are tried", log.read_text())
+    return re.findall(r"([\d,]+) tokens at a time do not fit: trying ([\d,]+)", log.read_text())
 
 
 def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(

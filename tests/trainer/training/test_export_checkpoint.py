@@ -138,7 +138,7 @@ def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_
     assert capsys.readouterr().out == f"{labels[1]} of step 20 -> {none / labels[1]}\n"
     assert [folder.name for folder in none.iterdir()] == [labels[1]]
     assert export(run_dir, tmp_path / "third", "--only", "k=3") == EXIT_USAGE
-    assert capsys.readouterr().err == f"--only: no SAE is called k=3; there are {', '.join(labels)}\n"
+    assert capsys.readouterr().err == f"--only: no SAE is called k=3; the SAEs are {', '.join(labels)}\n"
     # The model card for the hub has only the exported SAEs.
     card = hub_card([newest_whole(run_dir / "checkpoints")], "sparsify", "me/sae", labels[:1])
     assert labels[0] in card

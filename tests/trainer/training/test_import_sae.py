@@ -285,7 +285,10 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
     "whole numbers": (replaced(lambda one: one.update(b_dec=torch.ones(32).int())), "b_dec is int32, not floats"),
     "another width": (replaced(lambda one: one.update(b_dec=torch.ones(31))), "b_dec is (31,)"),
-    "a number for a matrix": (replaced(lambda one: one.update({"encoder.weight": torch.ones(())})), "no matrix"),
+    "a number for a matrix": (
+        replaced(lambda one: one.update({"encoder.weight": torch.ones(())})),
+        "is not a weight matrix",
+    ),
 }
 
 
