@@ -27,4 +27,4 @@ def test_the_cost_is_shown_per_minute_and_a_slow_gpu_is_marked() -> None:
     assert "2000 bytes per second" in lines[4]
     assert "2.1 ms" in lines[5]
     assert "slow" not in lines[5]
-    assert "210.0 ms, which is slow" in lines[6]
+    assert "210.0 ms (slow)" in lines[6]

@@ -102,7 +102,7 @@ def test_a_job_on_a_silent_host_has_no_state_and_no_speed():
 def test_the_help_text_says_whether_an_fvu_is_held_out():
     text = text_of(job_metrics([job(fvu=0.142, heldout_fvu=0.2)], NOW))
     assert "# HELP sae_tui_job_heldout_fvu Latest held-out FVU.\n" in text
-    assert "# HELP sae_tui_job_fvu Newest batch FVU.\n" in text
+    assert "# HELP sae_tui_job_fvu Latest batch FVU.\n" in text
 
 
 def test_a_job_is_exported_for_an_hour_after_its_end():
