@@ -63,6 +63,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_imports.py -k import_cycles
+	PYTHONPATH=tests $(BIN)/python -m support.plain_words --limit 6 sae_tui trainer tests docs *.md
 	$(MAKE) --no-print-directory docs
 
 # The site, from docs/ into build/site/index.html; what does not fit together is an error.

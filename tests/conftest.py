@@ -44,7 +44,7 @@ def _hung_drivers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _kept_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the folders for which other tests of this process forbade links."""
+    """Forget the folders where other tests of this process forbade links."""
     monkeypatch.setattr(paths, "_KEPT", set())
 
 

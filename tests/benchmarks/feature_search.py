@@ -48,7 +48,7 @@ def main() -> None:
         features = Features(Path(folder) / FEATURES)
         sizes = {name: entry.data_offsets[1] - entry.data_offsets[0] for name, entry in features._entries.items()}
         index = sizes["index_ends"] + sizes["index_latents"]
-        print(f"{sum(sizes.values()) >> 20} MiB, of which the index {index >> 20} MiB; made in {took:.1f} s")
+        print(f"{sum(sizes.values()) >> 20} MiB, including the index of {index >> 20} MiB; made in {took:.1f} s")
         for words in SEARCHES:
             took = min(_time(features, words) for _ in range(TIMES))
             print(f"{words:>8}  {len(features.search(words)):>6} latents  {took:.3f} s")

@@ -70,7 +70,7 @@ def table(found: dict[str, Probing], hook: str) -> Table:
     title = f"{hook}: AUC over {first.n_sets} sets, {first.n_seeds} splits; all activations: {with_error(dense)}"
     drawn = Table("SAE", title=title)
     for k in KS:
-        for name in (f"k = {k}", "beside the first"):
+        for name in (f"k = {k}", "after the first"):
             drawn.add_column(name, justify="right")
     for name, probing in found.items():
         cells = []

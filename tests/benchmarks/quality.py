@@ -10,10 +10,10 @@ selects 16,384 single rows. The remaining rows are trained on in seeded permutat
 These are measured every 25 steps, while the clock is stopped: FVU and L0 as the library's users get them; FVU with the
 batch's k·n largest activations, which compares BatchTopK SAEs at equal L0 regardless of their thresholds; and the share
 of latents that fire neither on the held-out rows nor on 65,536 training rows. With several seeds a second table has the
-mean FVU at equal L0, its standard deviation over seeds and its standard error over held-out texts. Seconds are those of
+mean FVU at equal L0, its standard deviation over seeds and its standard error over held-out texts. Seconds cover
 the steps only. CPU time over all threads, divided by their number, equals the wall time on an idle machine.
 
-With --tokens each recipe trains on this many rows, in steps of its own size if it chooses one, otherwise of --batch.
+With --tokens each recipe trains on this many rows, in steps of the size that it chooses, otherwise of --batch.
 With --json every curve is kept in FOLDER, and peers with a curve there are not run again. With --save each SAE, except
 those of plain loops, is written to a folder of its recipe in FOLDER as its library writes it; `probing.py` reads them.
 """
@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FOLDER", help="keep curves here and reuse those of peers")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="keep curves here and reuse the curves of peers")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write each SAE that is trained")
     parser.add_argument("--again", action="store_true", help="run peers even if their curves are there")
     return parser.parse_args()

@@ -3,11 +3,11 @@
     python tests/benchmarks/scaling.py [--d-sae 3072 16384] [--ranks 2] [--batch 4096] [--rounds 3] [--steps 12]
 
 The global batch is the same, so two ranks can at best be twice as fast. The modes take turns and the medians are
-compared, so that another program's work harms all alike. What they could reach at most is shown by as many processes
-that know nothing of each other, with all tokens each ("alone") and with a share of them ("alone, shared tokens"):
-their tokens/s together. Bytes are those that a rank really leaves for others in a step, beside what the exchange
-should send: a ring's share of the summed reconstructions and gradients, and everybody's candidates. Last comes what
-`auto` chooses, which should be the faster one.
+compared, so that load from other programs affects all modes alike. The limit is the sum of tokens/s of the same number
+of independent processes, each with all tokens ("alone") or with a share of them ("alone, shared tokens"). Bytes are
+what a rank writes for other ranks in a step, compared with what the exchange should send: a ring's share of the summed
+reconstructions and gradients, and the candidates of all ranks. The last row is the mode that `auto` chooses, which
+should be the faster one.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ for n_calls in itertools.count(1):
         os._exit(0)
     _, status = os.waitpid(pid, 0)
     content = path.read_bytes()
-    beside = [file.read_bytes() for file in path.parent.iterdir() if file != path]
+    others = [file.read_bytes() for file in path.parent.iterdir() if file != path]
     for file in path.parent.iterdir():
         file.unlink()
-    print({old: "old", new: "new"}.get(content, "half"), len(beside), flush=True)
+    print({old: "old", new: "new"}.get(content, "half"), len(others), flush=True)
     if not status:
         break
 """
@@ -54,7 +54,7 @@ def test_a_writer_killed_at_any_call_leaves_the_old_or_the_new_file(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     contents = [line.split() for line in done.stdout.splitlines()]
     assert {content for content, _ in contents} == {"old", "new"}
-    assert {int(n_beside) for _, n_beside in contents} == {0, 1}
+    assert {int(n_others) for _, n_others in contents} == {0, 1}
     # After the switch to the new file nothing changes, and no temporary file remains.
     first = contents.index(["new", "0"])
     assert {tuple(one) for one in contents[first:]} == {("new", "0")}

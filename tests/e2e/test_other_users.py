@@ -162,7 +162,7 @@ class World:
         (folder / "cfg.json").write_text("{}")
         tokens = {5: "the", 7: self.texts.short("token of a text"), 9: "end"}
         (folder / FEATURES).write_bytes(features_file(tokens))
-        fires_on = {"tokens": [self.texts.short("token of a card")], "at": 0, "act": 1.0}
+        fires_on = {"tokens": [self.texts.short("token of an example")], "at": 0, "act": 1.0}
         put_card(folder, name=self.texts.short("card"), latents=[{"latent": 0, "density": 0.1, "texts": [fires_on]}])
 
     def _start_other_user(self) -> subprocess.Popen[bytes]:
@@ -265,7 +265,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes(ESC, "e", to="Other parts of the report card stay")
     goes(ESC, "a", to=core("metric"))
     goes(ESC, "v", to=core("card"))
-    visit.to(core("token of a card"))
+    visit.to(core("token of an example"))
     goes(ESC, "f", to=core("token of a text"))
     goes(ESC, "l", to="& Only")
     goes("r", to=core("log of rank 1"))
@@ -381,7 +381,7 @@ TRAINER_WORDS = {
 NOT_BY_COMMANDS = [
     "alert", "card", "far card", "far holder", "far job", "far log", "hook", "jobs.boot_id", "jobs.machine_id",
     "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
-    "log of the supervisor", "requests.kind", "stored data path", "token of a card",
+    "log of the supervisor", "requests.kind", "stored data path", "token of an example",
 ]  # fmt: skip
 ALL = """
 import contextlib, json, sys

@@ -44,7 +44,7 @@ def machine_restarted(root: Path, like: Result) -> float:
         assert reconcile(box.data) == [job.id]
         taken = time.monotonic() - began
         job.require(JobState.LOST, "the machine was restarted")
-        assert other.is_alive(), "a stranger was signalled"
+        assert other.is_alive(), "another process was signalled"
         job.mend()
         job.go_on().ended()
         job.require(JobState.FINISHED)
@@ -79,7 +79,7 @@ def queue_restarted(root: Path) -> float:
             one.require(JobState.FINISHED)
         assert held.row.state == JobState.QUEUED, "a held job has started"
         held.stop().ended()
-        assert other.is_alive(), "a stranger was signalled"
+        assert other.is_alive(), "another process was signalled"
         return taken
 
 
@@ -105,7 +105,7 @@ def pids_reused(root: Path) -> float:
         assert reconcile(box.data) == [job.id]
         taken = time.monotonic() - began
         job.require(JobState.LOST, f"its supervisor (pid {other.pid}) disappeared")
-        assert other.is_alive(), "a stranger was signalled"
+        assert other.is_alive(), "another process was signalled"
         job.mend()
         return taken
 

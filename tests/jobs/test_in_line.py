@@ -231,7 +231,7 @@ def test_a_lock_that_cannot_be_opened_makes_a_job_wait_without_holding_other_gpu
     box.wait_for(lambda: (box.job(job_id).waits_for or "").startswith(message), "the reason")
     assert box.job(job_id).supervisor.is_alive()
     other = GpuLocks(box.data.locks, ["GPU-0"])
-    box.wait_for(other.take, "a lock that nobody holds between two tries")
+    box.wait_for(other.take, "a lock that is free between two tries")
     other.release()
     lock.unlink()
     assert box.wait_ended(job_id).state == JobState.FINISHED

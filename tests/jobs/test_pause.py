@@ -123,7 +123,7 @@ def test_pausing_a_queued_job_holds_it_only_until_its_release(box):
     assert edits.pause(box.data, second) == f"job {second} is held until it is released"
     box.wait_for(lambda: box.job(second).held and not box.control.open_requests(second), "the hold")
     edit(box, edits.release, second)
-    box.wait_for(lambda: "held by job" in (box.job(second).waits_for or ""), "its place in line")
+    box.wait_for(lambda: "held by job" in (box.job(second).waits_for or ""), "its place in the queue")
     assert not box.job(second).held
     edits.stop(box.data, first)
     job = box.wait_ended(second)

@@ -92,7 +92,7 @@ def test_a_failure_that_would_recur_causes_no_restart(box, word, error, cause):
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error) == (JobState.FAILED, 1, error)
     (message,) = box.messages(job_id, "not-restarted")
-    assert error not in message, "it is told as the error"
+    assert error not in message, "it is reported as the error"
     assert cause in message
 
 
@@ -141,7 +141,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_fails_with_that_reason(box):
 
 @pytest.fixture
 def impatient(monkeypatch) -> dict[str, float]:
-    """Return settings with which a stalled job is ended soon."""
+    """Return settings that end a stalled job soon."""
     monkeypatch.setenv("FAKE_KILL_AFTER_S", "0.5")
     return {"stalled_after_s": 0.5, "end_stalled_after_s": 5.0}
 

@@ -34,15 +34,15 @@ gpus = "cpu"
 ALL = """
 import contextlib, io, json, sys
 import sae_tui.cli, trainer.cli
-told = []
+answers = []
 for program, *words in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     sys.argv = [program, *words]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = (trainer.cli.main if program == "trainer" else sae_tui.cli.main)(words)
-    told.append([[program, *words], code, out.getvalue(), err.getvalue()])
+    answers.append([[program, *words], code, out.getvalue(), err.getvalue()])
 assert not {"torch", "numpy", "safetensors"} & sys.modules.keys()
-print(json.dumps(told))
+print(json.dumps(answers))
 """
 
 
@@ -97,8 +97,8 @@ def test_without_torch_the_dashboard_opens_and_the_review_names_what_is_missing(
 @pytest.mark.timeout(400)
 def test_with_torch_the_sample_trains_and_without_it_nothing_can_be_started(installed: Installed) -> None:
     where = "import sae_tui, sys, torch, trainer; print(sae_tui.__file__, trainer.__file__, sys.prefix)"
-    told = installed.with_torch("python", "-P", "-c", where).stdout
-    assert told.count(str(installed.bin.parent)) == 3, told
+    printed = installed.with_torch("python", "-P", "-c", where).stdout
+    assert printed.count(str(installed.bin.parent)) == 3, printed
     done = installed.with_torch("sae-tui", "--demo", "launch", str(installed.job_file), "--wait")
     assert done.returncode == 0, (done, installed.run("sae-tui", "--demo", "logs", "1").stdout)
     (trained,) = installed.jobs()
@@ -108,9 +108,9 @@ def test_with_torch_the_sample_trains_and_without_it_nothing_can_be_started(inst
     lines = [*shown, *refused]
     done = installed.run("python", "-P", "-c", ALL, stdin=json.dumps(lines))
     assert done.returncode == 0, done.stderr
-    told_by = json.loads(done.stdout)
-    assert [one for one in told_by[: len(shown)] if one[1] != 0] == []
-    for line, code, out, err in told_by[len(shown) :]:
+    answers = json.loads(done.stdout)
+    assert [one for one in answers[: len(shown)] if one[1] != 0] == []
+    for line, code, out, err in answers[len(shown) :]:
         assert code in (1, 2), line
         assert (out + err).count(LACK) == 1, (line, out, err)
         assert "Traceback" not in err
@@ -153,7 +153,7 @@ def test_without_torch_the_doctor_names_it_once_with_the_install_command(
     installed: Installed, check: list[str]
 ) -> None:
     done = installed.run("sae-tui", "--demo", *check, "--json")
-    (told,) = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "error"]
-    assert told["subject"] == "torch"
-    assert told["remedy"] == "run `pip install 'sae-tui[train]'`"
+    (finding,) = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "error"]
+    assert finding["subject"] == "torch"
+    assert finding["remedy"] == "run `pip install 'sae-tui[train]'`"
     assert done.returncode == 1

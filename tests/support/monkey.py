@@ -59,7 +59,7 @@ WORDS = [
 ]
 TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
-# Terminal input other than keys, to which random bytes are added: nothing, mouse reports, replies, letters.
+# Terminal input other than keys, with random bytes added: nothing, mouse reports, replies, letters.
 BYTES = [
     b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;",
     b"\xe2",
@@ -342,7 +342,7 @@ class Monkey:
         self.terminal.close()
 
     def _leave_all(self) -> None:
-        """Leave every open screen. Wait after each Escape, since Escape followed at once by a byte is another key."""
+        """Leave every open screen. Wait after each Escape, since Escape directly before a byte is another key."""
         for _ in range(6):
             with suppress(OSError):  # it has just ended
                 self.terminal.send(b"\x1b")
@@ -444,7 +444,7 @@ class Monkey:
 def busy_seconds(pid: int) -> tuple[float, str]:
     """Return the core-seconds that a process has used, and its state: R while it runs or waits for a core.
 
-    The seconds that its main thread waited for a core count too, since on a busy machine it may hardly run.
+    The seconds that its main thread waited for a core count too, since it gets little time on a busy machine.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

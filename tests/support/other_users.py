@@ -1,4 +1,4 @@
-"""Texts with which another user tries to control the terminal, and checks of the output."""
+"""Texts of another user that try to control the terminal, and checks of the output."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ MARKERS = (
     r"hardly|whilst|wherein|whereof|thereof|therein|hence",
     r"strangers?",
 )
-# A report card is a standard term.
-ALLOWED = re.compile(r"(?:report|model|hub|dataset|sae)[ -]cards?", re.IGNORECASE)
+# A report card is a standard term, as are the flag that chooses one and the key "cards" of the protocol of hosts.
+ALLOWED = re.compile(r"""(?:(?:report|model|hub|dataset|sae|gpu)[ -]|--|["'])cards?|\bCARD\b""", re.IGNORECASE)
 MARKER = re.compile("|".join(rf"\b(?:{marker})\b" for marker in MARKERS), re.IGNORECASE)
 WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
 CODE = re.compile(r"```.*?```|`[^`\n]*`|https?://\S+", re.DOTALL)
@@ -90,13 +90,14 @@ def per_10_000(paths: list[Path]) -> float:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the Python and Markdown files of a file or folder, without hidden and built ones."""
+    """Return the Python and Markdown files of a file or folder, except hidden and built ones and this list."""
     if path.is_file():
         return [path]
     return sorted(
         found
         for found in path.rglob("*")
         if found.suffix in (".py", ".md")
+        and found.stem not in ("plain_words", "test_plain_words")
         and not any(part.startswith((".", "build")) for part in found.relative_to(path).parts)
     )
 

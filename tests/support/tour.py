@@ -107,7 +107,7 @@ async def tour(camera: Camera) -> int:
     await choose(camera)
     await camera.press("ctrl+l", caption="ctrl+l: launch", seconds=1.2, ready=lambda: camera.job(1))
     await camera.until(lambda: camera.job(1).step)
-    await camera.take("it runs by itself", 1.2)
+    await camera.take("it runs without the app", 1.2)
     await camera.press("enter", caption="enter: watch", ready=lambda: camera.app.session.detail is not None)
     await camera.follow(1, "watch", 0.5, 0.1)
     # The last picture in which the job still runs.
@@ -182,7 +182,7 @@ async def film(folder: Path) -> tuple[list[Picture], int]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="support.tour", description="Film the app.")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="every picture by itself, to look at")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="each picture as a file")
     flags = parser.parse_args(words)
     file, folder_of_each = flags.file.absolute(), flags.keep and flags.keep.absolute()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="demo-") as folder:

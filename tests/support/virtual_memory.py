@@ -1,4 +1,4 @@
-"""Matrices larger than memory, of which a test reads and writes only a small part."""
+"""Matrices larger than memory; a test reads and writes only a small part of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Number of elements from which a tensor is large.
+# A tensor with at least this many elements is large.
 _LARGE = 2**20
 # With this flag Linux does not reject a mapping that is larger than memory; Python 3.11 has no name for it.
 _MAP_NORESERVE = 0x4000

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     there = tmp_path / "far"
     there.mkdir()
     for verb in ("stop", "pause", "resume"):
-        (there / verb).write_text(f"say('job 7 is told to {verb}')")
+        (there / verb).write_text(f"say('job 7 will {verb}')")
     return there
 
 
@@ -123,7 +123,7 @@ async def test_a_job_on_another_host_can_be_stopped_paused_and_resumed(make_app,
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
         assert "Stop job 7 (theirs) of gpu1?" in app.screen.query_one("#question").render().plain
         await pilot.press("y")
-        await wait_until(pilot, lambda: any("On gpu1: job 7 is told to stop." in note for note in told(app)))
+        await wait_until(pilot, lambda: any("On gpu1: job 7 will stop." in note for note in told(app)))
         assert ["stop", "7"] in runs_of(folder)
         await pilot.press("p")
         await wait_until(pilot, lambda: ["pause", "7"] in runs_of(folder))

@@ -39,8 +39,8 @@ import asyncio, sys
 from sae_tui.cli_commands.output import show_json, warn
 from sae_tui.web.server import run_server
 argv = [sys.executable, "-c", "import os, sys, time\\n" + sys.argv[1]]
-tell = lambda port, url: show_json({"url": url, "port": port})
-sys.exit(asyncio.run(run_server(argv, 0, tell, warn)))
+report = lambda port, url: show_json({"url": url, "port": port})
+sys.exit(asyncio.run(run_server(argv, 0, report, warn)))
 """
 READY = 'os.write(1, b"__GANGLION__\\n")\ndef packet(kind, body): return kind + len(body).to_bytes(4, "big") + body\n'
 

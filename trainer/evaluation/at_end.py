@@ -136,7 +136,7 @@ class Cards:
         return contexts_of(acts_of, texts_of(data, most), self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
 
     def _held_out(self) -> TrainingData:
-        """Return the data with the held-out rows of all ranks, or for a stream with those of this rank."""
+        """Return the data with the held-out rows of all ranks, or for a stream the held-out rows of this rank."""
         if isinstance(self._source, StreamSource):
             return self._trainer.data
         return open_data(self._source, self._job, Parallel(self._parallel.device))

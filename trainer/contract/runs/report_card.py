@@ -467,7 +467,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
-        # Not "dead": only training sees enough rows to tell.
+        # Not "dead": only training sees enough rows to decide.
         ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
