@@ -71,7 +71,7 @@ def one_of_ranks(
         for name, size in (("data", n_data), ("latents", n_latents))
     )
     ranks = Parallel(DEVICE, data=data, latents=latents, world=world)
-    ranks.__dict__["_wishes"] = Unread()
+    ranks.__dict__["_requests"] = Unread()
     if n_data > 1 and n_latents > 1:
         return ranks, {"mode": "hybrid", "latent_ranks": n_latents}
     return ranks, {"mode": "ddp" if n_data > 1 else "tensor" if n_latents > 1 else "single"}

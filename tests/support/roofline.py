@@ -43,7 +43,7 @@ _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # Bytes/s that one program reads, and the seconds in which its threads add up counts and write the result. A processor
 # gets at most 64 bytes a cycle from the L2 cache, 112e9 at 1.75 GHz, and less since each tile waits for the previous
-# one. In sm_90's code, 6 tiles with the silence of 24,576 latents are 6 * 136 instructions in 16 warps, and 4 of them
+# one. In sm_90's code, 6 tiles with the counts of 24,576 latents are 6 * 136 instructions in 16 warps, and 4 of them
 # advance per cycle: 1.9 us, less than their bytes take. The remaining 270 instructions take 0.6 us, plus 15 barriers.
 # The search is not counted if more latents are dead than AuxK takes: up to 31 rounds of about 1 us.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
@@ -251,7 +251,7 @@ def _sharing_kernel(op: Op) -> Cost:
 
 def _candidates_kernel(op: Op) -> Cost:
     """Return the cost of a kernel in which each program reads everything."""
-    return Cost(1, LAUNCH + op.argument("silence").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
+    return Cost(1, LAUNCH + op.argument("since_fired").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
 # The share of rows that kernels over entire rows search. Noise around 0 gives more than k positive numbers in half of

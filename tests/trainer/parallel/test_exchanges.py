@@ -77,7 +77,7 @@ def test_candidates_that_kernels_find_on_each_rank_match_those_of_one_rank(
         bias = torch.where(is_dead, b_enc.detach()[latents].to(dtype), -torch.inf)
         return dead_latents.DeadLatents(latents, bias, is_dead.any() / variance)
 
-    monkeypatch.setattr(dead_latents, "longest_silent", longest_since_fired)
+    monkeypatch.setattr(dead_latents, "longest_since_fired", longest_since_fired)
     for n_ranks, sharing in grids(SIZES[path]):
         same_weights(trained(job("topk", n_ranks, sharing), data, n_ranks, sharing, N_STEPS), alone)
     assert max(n_found) > 3

@@ -86,7 +86,7 @@ def test_a_request_of_any_rank_reaches_all_ranks_a_step_later_without_waiting(ra
 
     def run(thread: Threads) -> tuple[list[tuple[bool, ...]], int]:
         parallel, agreed = Parallel(CPU, world=thread, data=thread), []
-        parallel.__dict__["_wishes"] = CudaRequests()
+        parallel.__dict__["_requests"] = CudaRequests()
         for own in requests:
             # While the host queued this step, the GPU finished all earlier work.
             gpu.catch_up()

@@ -182,7 +182,7 @@ def test_an_sae_learns_the_same_with_kernels(
     values, expected_values = (one.values(one.sums()) for one in (with_kernels, without))
     assert values == pytest.approx(expected_values, rel=1e-4)
     assert values["auxk"] > 0
-    assert used.count("longest_silent") == used.count("rows") == used.count("add") == 6
+    assert used.count("longest_since_fired") == used.count("rows") == used.count("add") == 6
 
 
 class Counted:
@@ -212,7 +212,7 @@ def test_the_kernels_pass_their_own_trial(dtype: torch.dtype) -> None:
     triton_dead_latents.try_out(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("name", ["longest_silent", "rows", "add"])
+@pytest.mark.parametrize("name", ["longest_since_fired", "rows", "add"])
 def test_a_trial_with_wrong_results_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right: ModuleType = getattr(triton_dead_latents, name)
 

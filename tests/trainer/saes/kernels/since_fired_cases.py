@@ -92,7 +92,7 @@ def test_steps_end_as_with_torch_and_skipped_steps_change_nothing(
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     by_torch_alone = since_fired.add_tokens, since_fired.take_variance
     for one, kernels in ((by_kernel, (kernel, triton_since_fired.take_variance)), (by_torch, by_torch_alone)):
-        for place, function in zip(("base.take_in", "auxk.take_variance"), kernels, strict=True):
+        for place, function in zip(("base.add_tokens", "auxk.take_variance"), kernels, strict=True):
             monkeypatch.setattr(f"trainer.saes.{place}", function)
         one.initialise(x, x)
         for number in range(4):
@@ -117,7 +117,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("take_in", lambda since_fired, sums, n_tokens: sums[2:].clone()), ("take_variance", lambda variance, sums: None)],
+    [("add_tokens", lambda since_fired, sums, n_tokens: sums[2:].clone()), ("take_variance", lambda variance, sums: None)],
 )
 def test_a_trial_with_wrong_results_raises(
     name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
