@@ -145,7 +145,7 @@ async def test_with_an_invalid_form_only_the_heading_is_shown_and_the_layout_sta
 
 async def test_cpu_processes_are_compared_with_the_memory_of_the_machine(make_app, monkeypatch) -> None:
     free = [FreeMemory(2 * GIB, "this machine")]
-    monkeypatch.setattr(job_form, "room_on_cpu", lambda: free[0])
+    monkeypatch.setattr(job_form, "capacity_on_cpu", lambda: free[0])
     monitor = StillMonitor(1)
     monitor._latest = ()
     monitor.problem = str(NoGpus("no NVIDIA driver is installed")._reason)
