@@ -117,7 +117,10 @@ def test_the_kernel_passes_its_own_trial() -> None:
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("add_tokens", lambda since_fired, sums, n_tokens: sums[2:].clone()), ("take_variance", lambda variance, sums: None)],
+    [
+        ("add_tokens", lambda since_fired, sums, n_tokens: sums[2:].clone()),
+        ("take_variance", lambda variance, sums: None),
+    ],
 )
 def test_a_trial_with_wrong_results_raises(
     name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
