@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test test-all check docs reference pytest explore pictures schemas man numerics test-fake-cuda test-gpu model install \
+.PHONY: demo test test-all check docs reference pytest explore pictures schemas man numerics oldest-torch test-fake-cuda test-gpu model install \
   lock clean
 
 demo: install
@@ -46,6 +46,11 @@ man: $(VENV)/.dev
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded. Triton's interpreter sums by NumPy.
 numerics: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -p no:cacheprovider -k 'not triton' tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
+
+# The same tests with the oldest PyTorch that pyproject.toml allows (3 GB of CUDA libraries into build/): before a release.
+oldest-torch: $(VENV)/.dev
+	$(PIP) --upgrade --target build/oldest "torch==$$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml | head -1).0" 'numpy>=2'
+	PYTHONPATH=build/oldest $(BIN)/pytest -p no:cacheprovider -n 2 tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
 # What a GPU does in a step, with torch's build for CUDA (5 GB into build/) and tensors that say cuda:0, but no GPU; and
 # all kernels compiled for ten kinds of card.
