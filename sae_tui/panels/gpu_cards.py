@@ -8,12 +8,28 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from sae_tui.format import celsius, fit, percent, watts
+from sae_tui.format import fit, watts
 from sae_tui.gpu.base import GpuSample
-from sae_tui.panels.gpu_row import GpuRow, blank, heat, history, memory_short, meter, power, share_of, short_name
+from sae_tui.panels.gpu_row import (
+    MEMORY,
+    POWER,
+    TEMPERATURE,
+    UTILIZATION,
+    GpuColumn,
+    GpuRow,
+    Meter,
+    blank,
+    fill,
+    history,
+    meter_bar,
+    short_name,
+)
 from sae_tui.widgets.lines import Line, Span
 
 CARD_WIDTH = 38
+_FIGURE = 10  # cells of a quantity beside its bar
+_LABEL = 6  # cells
+_GAP = 2  # cells between two cards
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,7 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]
     card_width = width // grid.columns
     lines: list[Line] = []
     for start in range(0, len(rows), grid.columns):
-        cards = [card(row, card_width - 2, grid.height) for row in rows[start : start + grid.columns]]
+        cards = [card(row, card_width - _GAP, grid.height) for row in rows[start : start + grid.columns]]
         lines += [_beside([one[y] for one in cards], card_width) for y in range(grid.height)]
     return lines
 
@@ -52,35 +68,29 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     sample = row.sample
     if not sample.healthy:
         return _unhealthy(row, width, height)
-    heading = _heading(row, width)
-    warmth = (
-        (fit(celsius(sample.temperature_c), 6, right=True), heat(sample)),
-        (fit(f"  {power(sample)}", 16), "text"),
-    )
-    util = _card_row(row, "util", percent(sample.utilization), "utilization", 100, width, "spark", "spark")
-    memory = _card_row(
-        row, "mem", memory_short(sample), "memory_used_bytes", sample.memory_total_bytes, width, "memory", "memory"
-    )
-    last = (*warmth, (" " * max(0, width - 22), "text"))
-    return {2: [heading, _figures(row, width)], 3: [heading, util, _figures(row, width, util=False)]}.get(
-        height, [heading, util, memory, last, *[blank(width)] * (height > 4)]
-    )
+    heading, util = _heading(row, width), _card_row(row, UTILIZATION, width)
+    if height <= 3:
+        return [heading, _figures(row, width)] if height == 2 else [heading, util, _figures(row, width, util=False)]
+    drawn, style = POWER.cell(row)
+    limit = row.sample.power_limit_w
+    warmth = _figure(row, TEMPERATURE, 1), (f"  {drawn}" if limit is None else f"  {drawn} / {watts(limit)}", style)
+    return [heading, util, _card_row(row, MEMORY, width), fill(warmth, width), *[blank(width)] * (height > 4)]
 
 
 def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
     """Return all figures on one line, with a history if it fits."""
-    sample = row.sample
-    figures: Line = (
-        (fit(percent(sample.utilization), 5, right=True) if util else " mem ", "text" if util else "label"),
-        (fit(memory_short(sample), 12, right=True), "text"),
-        (fit(celsius(sample.temperature_c), 7, right=True), heat(sample)),
-        (fit(watts(sample.power_w), 8, right=True) + " ", "text"),
-    )
-    space = max(0, width - 33)
-    name, top, style = (
-        ("utilization", 100, "spark") if util else ("memory_used_bytes", sample.memory_total_bytes, "memory")
-    )
-    return (*figures, _spark(row, name, space, top, style))
+    first = _figure(row, UTILIZATION) if util else (fit(_label(MEMORY), UTILIZATION.width), "label")
+    rest = _figure(row, MEMORY, 1), _figure(row, TEMPERATURE, 2), _figure(row, POWER, 2)
+    figures: Line = (first, *rest, (" ", "text"))
+    meter = UTILIZATION.meter if util else MEMORY.meter
+    assert meter
+    return (*figures, _spark(row, meter, width - sum(cell_len(text) for text, _ in figures)))
+
+
+def _figure(row: GpuRow, column: GpuColumn, gap: int = 0) -> Span:
+    """Return the cell of a column after a gap."""
+    text, style = column.cell(row)
+    return fit(text, gap + column.width, right=True), style
 
 
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:
@@ -105,19 +115,24 @@ def _heading(row: GpuRow, width: int) -> Line:
     )
 
 
-def _card_row(
-    row: GpuRow, label: str, text: str, name: str, top: float | None, width: int, bar_style: str, spark_style: str
-) -> Line:
-    share = share_of(getattr(row.sample, name), top)
-    bar_width = 8 if width < 50 else 12
-    spark_width = max(0, width - 6 - 10 - bar_width - 2)
-    return (
-        (fit(f" {label}", 6), "label"),
-        *meter(text, 10, share, bar_width, bar_style),
-        (" ", "text"),
-        _spark(row, name, spark_width, top, spark_style),
+def _label(column: GpuColumn) -> str:
+    return f" {column.heading.lower()} "
+
+
+def _card_row(row: GpuRow, column: GpuColumn, width: int) -> Line:
+    """Return a quantity in a line: its label, figure, bar and history."""
+    meter = column.meter
+    assert meter
+    text, style = column.cell(row)
+    line = (
+        (fit(_label(column), _LABEL), "label"),
+        (fit(text, _FIGURE, right=True) + " ", style),
+        *meter_bar(row, meter, 8 if width < 50 else 12),
         (" ", "text"),
     )
+    # The history extends into the gap to the next card.
+    space = width + _GAP - 1 - sum(cell_len(words) for words, _ in line)
+    return (*line, _spark(row, meter, space), (" ", "text"))
 
 
 def _beside(lines: Sequence[Line], width: int) -> Line:
@@ -128,5 +143,5 @@ def _beside(lines: Sequence[Line], width: int) -> Line:
     return tuple(spans)
 
 
-def _spark(row: GpuRow, name: str, width: int, top: float | None, style: str) -> Span:
-    return (history(row, name, width, top, 1)[0], style)
+def _spark(row: GpuRow, meter: Meter, width: int) -> Span:
+    return (history(row, meter, max(0, width), 1)[0], meter.style)

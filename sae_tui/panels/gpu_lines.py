@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 
-from sae_tui.format import celsius, fit, percent, watts, wrap
+from sae_tui.format import fit, wrap
 from sae_tui.panels.gpu_row import (
-    NO_CONDITION,
+    GPU_COLUMNS,
+    HOLDER,
+    INDEX,
+    NAME,
+    GpuColumn,
     GpuRow,
     blank,
-    fan,
-    free,
-    heat,
     history,
-    memory_share,
-    memory_short,
-    meter,
+    meter_bar,
     processes,
-    share_of,
-    short_name,
-    speed,
 )
 from sae_tui.widgets.area import shaded
 from sae_tui.widgets.lines import Line, Span
 
 LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
+_SHORTEST_NAME = 4  # cells
+_MARGIN = 1  # cells at the right edge
 _ERROR_TOLD_S = 3600.0
 _LONG_WORD = 8  # the first of two lines may be up to this much shorter than the second, because words are not split
+_NARROW_HISTORY = 10  # cells of the history that columns with a `drop` leave
+_WIDE_BAR, _BAR = 10, 6
+_WIDE_HOLDER, _HOLDER = 24, 13
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after that."""
+
+    widths: Mapping[GpuColumn, int]
+    bar: int
+    histories: Sequence[int]
+    gap: int
 
 
 def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: int = 1) -> list[Line]:
@@ -49,53 +61,51 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
     The second line holds the lower half of the histories, the power limit, and the rest of the holder's name. If the
     name fits into the first line, the second shows the processes on the GPU.
     """
-    sample = row.sample
-    # The figures need 30 cells; the name gets what is left.
-    name_width = max(3, min(13, width - 30))
-    head: Line = (
-        (fit(f"{sample.index}", 2, right=True), f"title{row.mark}"),
-        (" " + fit(short_name(sample.name), name_width), f"label{row.mark}"),
-    )
-    if not sample.healthy:
+    layout = layout_of(width, longest)
+    if not row.sample.healthy:
+        head = tuple(_cell(row, column, layout.widths[column]) for column in (INDEX, NAME))
         words, style = row.fault
-        line = (*head, (fit(words, max(0, width - 3 - name_width)), style))
-        return [line, *[blank(width)] * (each - 1)]
-    bar_width, power_width, sparks, holder_width = _columns(width, longest)
-    gap: Span = (" " if any(sparks) or not holder_width else "", "text")
-    util = shaded(history(row, "utilization", sparks[0], 100, each), "spark")
-    memory = shaded(history(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, each), "memory")
-    first: Line = (
-        *head,
-        *meter(percent(sample.utilization), 5, share_of(sample.utilization, 100), bar_width, "spark"),
-        util[0],
-        gap,
-        *meter(memory_short(sample), 11, memory_share(sample), bar_width, "memory"),
-        memory[0],
-        gap,
-        (fit(celsius(sample.temperature_c), 5, right=True) + " ", heat(sample)),
-        (fit(watts(sample.power_w), 6, right=True) + " " if power_width else "", "text"),
-    )
+        used = sum(cell_len(text) for text, _ in head)
+        return [(*head, (fit(words, max(0, width - used)), style)), *[blank(width)] * (each - 1)]
+    meters = [column.meter for column in layout.widths if column.meter]
+    pairs = zip(meters, layout.histories, strict=True)
+    histories = {one.name: shaded(history(row, one, cells, each), one.style) for one, cells in pairs}
     if each == 1:
-        return [(*first, (fit(row.holder, holder_width), row.holder_style))]
-    who, *more = wrap(row.holder, holder_width) or [""]
-    pad = bar_width + bool(bar_width)
-    condition = sample.condition or NO_CONDITION
-    below, below_style = _below(row, " ".join(more))
-    limit = "" if sample.power_limit_w is None else f"of {watts(sample.power_limit_w)}"
-    return [
-        (*first, (fit(who, holder_width), row.holder_style)),
-        (
-            (fit(f"   {speed(condition)}", 16), "dim"),
-            (fit(fan(condition), 5 + pad, right=True) + " ", "dim"),
-            util[1],
-            (gap[0], "text"),
-            (fit(free(sample), 11 + pad, right=True) + " ", "dim"),
-            memory[1],
-            (gap[0], "text"),
-            (fit(limit, 5 + power_width, right=True) + " ", "dim"),
-            (fit(below, holder_width), below_style),
-        ),
-    ]
+        return [_first(row, layout, histories)]
+    who, *more = wrap(row.holder, layout.widths.get(HOLDER, 0)) or [""]
+    return [_first(replace(row, holder=who), layout, histories), _second(row, layout, histories, " ".join(more))]
+
+
+def _first(row: GpuRow, layout: Layout, histories: Mapping[str, Sequence[Span]]) -> Line:
+    spans: list[Span] = []
+    for column, width in layout.widths.items():
+        spans.append(_cell(row, column, width))
+        if meter := column.meter:
+            spans += (*meter_bar(row, meter, layout.bar), histories[meter.name][0], (" " * layout.gap, "text"))
+    return tuple(spans)
+
+
+def _cell(row: GpuRow, column: GpuColumn, width: int) -> Span:
+    text, style = column.cell(row)
+    return fit(text, width, right=column.right) + " " * column.gap, style
+
+
+def _second(row: GpuRow, layout: Layout, histories: Mapping[str, Sequence[Span]], rest: str) -> Line:
+    spans: list[Span] = []
+    carried = 0  # cells of the columns before that have no text of their own
+    for column, width in layout.widths.items():
+        if column is HOLDER:
+            break
+        carried += width + (layout.bar + bool(layout.bar) if column.meter else 0)
+        if column.below is None:
+            carried += column.gap
+            continue
+        spans.append((fit(column.below(row.sample), carried, right=column.right) + " " * column.gap, "dim"))
+        carried = 0
+        if meter := column.meter:
+            spans += (histories[meter.name][1], (" " * layout.gap, "text"))
+    below, style = _below(row, rest)
+    return (*spans, (" " * carried + fit(below, layout.widths.get(HOLDER, 0)), style))
 
 
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
@@ -112,17 +122,38 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
     return (rest, row.holder_style) if rest else (processes(row.sample), "dim")
 
 
-def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
-    """Return the widths of a bar, the power, the two histories and the holder, which wants `longest` cells."""
-    power = 7 if width >= 60 else 0
-    if width < 70:
-        return 0, power, (max(0, width - 43 - power), 0), 0
-    # On a narrow terminal, histories are more useful than bars and the full user name.
-    least = 24 if width >= 100 else 13 if width >= 90 else 10
-    bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6 if width >= 90 else 0
-    left = width - 43 - power - 2 * (bars + bool(bars))
-    if left - least < LEAST_HISTORY:
-        return bars, power, (0, 0), left + 2
-    holder = min(max(least, longest), left - LEAST_HISTORY)
-    space = left - holder
-    return bars, power, (space // 2, space - space // 2) if space >= 24 else (space, 0), holder
+def layout_of(width: int, longest: int) -> Layout:
+    """Return the layout for lines of `width` cells, in which the holder wants `longest` cells."""
+    columns = list(GPU_COLUMNS)
+    while _total(columns) + _NARROW_HISTORY > width and any(column.drop for column in columns):
+        columns.remove(max(columns, key=lambda column: column.drop))
+    widths = {column: column.width for column in columns}
+    n_meters = sum(column.meter is not None for column in columns)
+    spare = width - _total(columns)
+    if HOLDER not in columns:
+        widths[NAME] = max(_SHORTEST_NAME, NAME.width + min(0, spare))
+        return Layout(widths, 0, (max(0, spare), *[0] * (n_meters - 1)), 1)
+    spare += HOLDER.width
+    bar, holder = _bar_and_holder(spare, n_meters, longest)
+    if spare - holder < LEAST_HISTORY:
+        return Layout(widths | {HOLDER: spare + n_meters}, bar, [0] * n_meters, 0)
+    spare -= n_meters * (bar + bool(bar))
+    holder = min(max(holder, longest), spare - LEAST_HISTORY)
+    n_shown = min(n_meters, (spare - holder) // LEAST_HISTORY)
+    cells = [(spare - holder + place) // n_shown if place < n_shown else 0 for place in range(n_meters)]
+    return Layout(widths | {HOLDER: holder}, bar, cells, 1)
+
+
+def _bar_and_holder(space: int, n_meters: int, longest: int) -> tuple[int, int]:
+    """Return the width of a bar and the least width of the holder, the best that leave space for a history.
+
+    On a narrow terminal, histories are more useful than bars and the full user name.
+    """
+    choices = ((_WIDE_BAR, max(_WIDE_HOLDER, longest)), (_BAR, _WIDE_HOLDER), (_BAR, _HOLDER))
+    fitting = (one for one in choices if n_meters * (one[0] + 1) + one[1] + LEAST_HISTORY <= space)
+    return next(fitting, (0, HOLDER.width))
+
+
+def _total(columns: Sequence[GpuColumn]) -> int:
+    """Return the cells of the columns, with a gap after each history and the margin."""
+    return sum(column.width + column.gap + (column.meter is not None) for column in columns) + _MARGIN

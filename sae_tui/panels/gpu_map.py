@@ -6,10 +6,10 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from sae_tui.format import celsius, fit, percent
+from sae_tui.format import UNKNOWN, fit, percent
 from sae_tui.gpu.base import GpuSample
 from sae_tui.panels.gpu_cards import CardGrid
-from sae_tui.panels.gpu_row import GpuRow, blank, heat, memory_share, memory_short
+from sae_tui.panels.gpu_row import MEMORY, POWER, TEMPERATURE, UTILIZATION, GpuRow, blank, heat, memory_share
 from sae_tui.widgets.lines import Line, Span
 
 LEGEND = "▶ job  ● in use  ▲ hot  ✗ lost"
@@ -50,13 +50,13 @@ def _tile(row: GpuRow, width: int, height: int) -> list[Line]:
 
 def _figures(row: GpuRow, width: int) -> list[Line]:
     """Return memory, temperature and power, and the holder."""
-    sample = row.sample
-    full, used = memory_short(sample), memory_share(sample)
+    full, used = MEMORY.cell(row)[0], memory_share(row.sample)
     memory = full if len(full) < width else f"mem {percent(None if used is None else 100 * used)}"
-    warm, drawn = celsius(sample.temperature_c)[:width], "" if sample.power_w is None else f"{sample.power_w:.0f}W"
+    warm, style = TEMPERATURE.cell(row)
+    drawn = POWER.cell(row)[0].replace(" ", "").replace(UNKNOWN, "")
     return [
         ((fit(memory, width, right=True), "dim"),),
-        ((warm, heat(sample)), (fit(drawn, width - len(warm), right=True), "dim")),
+        ((warm[:width], style), (fit(drawn, width - len(warm[:width]), right=True), "dim")),
         # The sign already shows that another user holds the GPU.
         ((fit(row.holder.removeprefix("used by "), width), row.holder_style),),
     ]
@@ -76,7 +76,7 @@ def _first(row: GpuRow, width: int) -> Line:
         return ((fit(f"{sample.index}", width), f"title{shade}"),)
     sign, style = _sign(row)
     is_hot = sample.healthy and heat(sample) == "bad"
-    value = percent(sample.utilization) if sample.healthy else "–"
+    value = UTILIZATION.cell(row)[0] if sample.healthy else UNKNOWN
     return (
         (index, f"title{shade}"),
         (sign, f"{style}{shade}"),

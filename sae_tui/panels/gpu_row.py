@@ -1,11 +1,13 @@
-"""The data of one GPU, and the texts and bars shared by lines, card view and map."""
+"""The data of one GPU, and the columns, texts and bars shared by lines, card view and map."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sae_tui.format import bar, clock_time, fit, gibibytes, tall_sparkline, watts
+from rich.cells import cell_len
+
+from sae_tui.format import bar, celsius, clock_time, gibibytes, percent, tall_sparkline, watts
 from sae_tui.gpu.base import Condition, GpuSample
 from sae_tui.gpu.visible import ranges
 from sae_tui.widgets.lines import Line, Span
@@ -40,6 +42,34 @@ class GpuRow:
         return " cursor" if self.has_cursor else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """A quantity with a bar and a history: its field, their style, and the end of their axis."""
+
+    name: str
+    style: str
+    top: Callable[[GpuSample], float | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GpuColumn:
+    """A column of the list of GPUs, and the cell that all views show.
+
+    `width` is the width of the cell, without the `gap` after it. `below` returns the text in the second of two lines;
+    if it is None, the next column's text extends over the cell. A narrow terminal drops the column with the highest
+    `drop` first; 0 is never dropped.
+    """
+
+    heading: str
+    width: int
+    cell: Callable[[GpuRow], Span]
+    below: Callable[[GpuSample], str] | None = None
+    meter: Meter | None = None
+    right: bool = True
+    gap: int = 1
+    drop: int = 0
+
+
 def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
     """Return the rows; GPUs reserved for other users share one row at the end."""
     withheld = [row for row in rows if row.sample.withheld]
@@ -51,17 +81,19 @@ def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
     return [*(row for row in rows if not row.sample.withheld), folded]
 
 
-def speed(condition: Condition) -> str:
-    """Return `P2 1695 MHz`."""
+def _speed(sample: GpuSample) -> str:
+    """Return `P2 1695 MHz`, indented."""
+    condition = sample.condition or NO_CONDITION
     state, clock = condition.performance_state, condition.sm_clock_mhz
-    return " ".join(filter(None, ["" if state is None else f"P{state}", "" if clock is None else f"{clock} MHz"]))
+    return " ".join(filter(None, ["  ", "" if state is None else f"P{state}", "" if clock is None else f"{clock} MHz"]))
 
 
-def fan(condition: Condition) -> str:
-    return "" if condition.fan_percent is None else f"fan {condition.fan_percent}%"
+def _fan(sample: GpuSample) -> str:
+    speed = (sample.condition or NO_CONDITION).fan_percent
+    return "" if speed is None else f"fan {speed}%"
 
 
-def free(sample: GpuSample) -> str:
+def _free(sample: GpuSample) -> str:
     """Return the memory that a job could use, like `2.1Gi free`."""
     size = sample.memory_free_bytes
     return "" if size is None else f"{size / 2**30:.{0 if size >= 100 << 30 else 1}f}Gi free"
@@ -86,12 +118,6 @@ def memory_short(sample: GpuSample) -> str:
     return f"{used:.1f}/{total:.1f}Gi" if total < 100 else f"{used:.0f}/{total:.0f}Gi"
 
 
-def power(sample: GpuSample) -> str:
-    if sample.power_limit_w is None:
-        return watts(sample.power_w)
-    return f"{watts(sample.power_w)} / {watts(sample.power_limit_w)}"
-
-
 def short_name(name: str) -> str:
     """Return `RTX 3090` for "NVIDIA GeForce RTX 3090"."""
     for vendor in VENDORS.values():
@@ -100,22 +126,19 @@ def short_name(name: str) -> str:
     return name
 
 
-def meter(text: str, text_width: int, share: float | None, width: int, style: str) -> Line:
-    return (
-        (fit(text, text_width, right=True) + " ", "text"),
-        (bar(share, width), f"{style} rail"),
-        (" " if width else "", "text"),
-    )
+def meter_bar(row: GpuRow, meter: Meter, width: int) -> Line:
+    share = share_of(getattr(row.sample, meter.name), meter.top(row.sample))
+    return (bar(share, width), f"{meter.style} rail"), (" " if width else "", "text")
 
 
-def history(row: GpuRow, name: str, width: int, top: float | None, height: int) -> list[str]:
+def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
     """Return the rows of a history; its highest block leaves an eighth of a cell free below the row above."""
     if not width:
         return [""] * height
-    eighths = 8 * height
+    eighths, top = 8 * height, meter.top(row.sample)
     above = top and top * eighths / (eighths - 1)
     # NVIDIA drivers buffer utilisation and power of the seconds before the app started, but no other quantity.
-    return tall_sparkline(row.column(name, width), width, height, above, row.column("utilization", width))
+    return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 
 def heat(sample: GpuSample) -> str:
@@ -128,3 +151,29 @@ def share_of(value: float | None, top: float | None) -> float | None:
 
 def blank(width: int) -> Line:
     return ((" " * width, "text"),)
+
+
+def fill(spans: Line, width: int) -> Line:
+    """Return a line of `width` cells that begins with the spans."""
+    return (*spans, (" " * (width - sum(cell_len(text) for text, _ in spans)), "text"))
+
+
+def _limit(sample: GpuSample) -> str:
+    return "" if sample.power_limit_w is None else f"of {watts(sample.power_limit_w)}"
+
+
+INDEX = GpuColumn("GPU", 2, lambda row: (f"{row.sample.index}", f"title{row.mark}"), gap=0)
+NAME = GpuColumn(
+    "NAME", 14, lambda row: (f" {short_name(row.sample.name)}", f"label{row.mark}"), _speed, right=False, gap=0
+)
+UTILIZATION = GpuColumn(
+    "UTIL", 5, lambda row: (percent(row.sample.utilization), "text"), _fan, Meter("utilization", "spark", lambda _: 100)
+)
+MEMORY = GpuColumn(
+    "MEM", 11, lambda row: (memory_short(row.sample), "text"), _free,
+    Meter("memory_used_bytes", "memory", lambda sample: sample.memory_total_bytes),
+)  # fmt: skip
+TEMPERATURE = GpuColumn("TEMP", 5, lambda row: (celsius(row.sample.temperature_c), heat(row.sample)))
+POWER = GpuColumn("POWER", 6, lambda row: (watts(row.sample.power_w), "text"), _limit, drop=1)
+HOLDER = GpuColumn("HOLDER", 10, lambda row: (row.holder, row.holder_style), right=False, gap=0, drop=2)
+GPU_COLUMNS = (INDEX, NAME, UTILIZATION, MEMORY, TEMPERATURE, POWER, HOLDER)
