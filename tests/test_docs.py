@@ -190,17 +190,36 @@ def test_the_architecture_guide_shows_the_tested_example() -> None:
     assert shown.text == (ROOT / shown.title).read_text(), "copy the file into docs/contributing/add-an-architecture.md"
 
 
-def test_the_guides_sensor_appears_in_the_json_output(tmp_path: Path) -> None:
+def test_the_guides_sensor_appears_in_every_view_and_answer(tmp_path: Path) -> None:
     for name in ("sae_tui", "trainer", "data"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (change,) = blocks("diff")
     apply = ["git", "apply", "-C1", "-"]
     done = subprocess.run(apply, cwd=tmp_path, input=change.text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "SAE_TUI_DATA_DIR": str(tmp_path / "d")}
-    argv = [sys.executable, "-m", "sae_tui", "--gpu-source", "simulated", "gpus", "0", "--json"]
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert json.loads(done.stdout)["memory_temperature_c"] == 40, done.stderr
+    path = os.pathsep.join(map(str, (tmp_path, ROOT / "tests")))
+    env = os.environ | {"PYTHONPATH": path, "SAE_TUI_DATA_DIR": str(tmp_path / "d")}
+
+    def run(*arguments: str) -> str:
+        argv = [sys.executable, "-m", *arguments]
+        done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    gpus = "sae_tui", "--gpu-source", "simulated", "gpus"
+    assert json.loads(run(*gpus, "0", "--json"))["memory_temperature_c"] == 41
+    heading, first, *_ = run(*gpus).splitlines()
+    assert "MEM °C" in heading
+    assert "41 °C" in first
+    views = json.loads(run("support.sensor_views", "memory_temperature_c"))
+    for view in ("list", "two lines", "far", "card", "small card", "map"):
+        assert "41°C" in views[view], view
+    assert "41°C" not in views["list at 60"]
+    assert "33°C" in views["list at 60"]
+    assert "('memory', '41°C', 'text')" in views["page"]
+    assert views["impossible"] == "None"
+    assert 'sae_tui_gpu_memory_temperature_celsius{gpu="0"' in views["prometheus"]
+    assert "| `memory_temperature_c` | integer or null | Temperature of the memory, in °C;" in views["reference"]
 
 
 def test_the_job_kind_guide_names_every_module_that_checks_the_kind() -> None:

@@ -18,7 +18,8 @@ from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_
 from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past_of
 from sae_tui.cli_commands.snapshot import Snapshot
 from sae_tui.gpu.aggregate import aggregate
-from sae_tui.gpu.base import Condition, GpuSample
+from sae_tui.gpu.base import PUBLIC, Condition, GpuSample, columns
+from sae_tui.gpu.sensors import Sensor, public_values
 from sae_tui.gpu.visible import ranges
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import placement
@@ -156,12 +157,7 @@ def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:
     return {
         "gpu_count": whole.gpu_count,
         "unhealthy_count": sum(not sample.healthy for sample in samples),
-        "total_memory_used": whole.total_memory_used_bytes,
-        "total_memory_total": whole.total_memory_total_bytes,
-        "average_utilization": whole.average_utilization,
-        "max_temperature": whole.hottest and whole.hottest.temperature_c,
-        "total_power_draw": whole.total_power_w,
-        "total_power_limit": whole.total_power_limit_w,
+        **public_values(whole),
         "gpus_with": asdict(whole.counted),
     }
 
@@ -171,18 +167,12 @@ def _gpus(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
-    busy = choice.state == "busy"
+    busy, condition = choice.state == "busy", sample.condition or Condition()
     return {
         "index": sample.index,
         "uuid": sample.uuid,
         "name": sample.name,
-        "memory_total": sample.memory_total_bytes,
-        "memory_used": sample.memory_used_bytes,
-        "memory_free": sample.memory_free_bytes,
-        "utilization": sample.utilization,
-        "temperature": sample.temperature_c,
-        "power_draw": sample.power_w,
-        "power_limit": sample.power_limit_w,
+        **public_values(sample),
         "is_busy": busy,
         "current_job": choice.job_id,
         "current_job_type": ("training" if choice.job_id is not None else "foreign") if busy else None,
@@ -190,7 +180,8 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
         "reason": choice.reason,
         "timestamp": sample.timestamp,
         "processes": sample.processes,
-        **asdict(sample.condition or Condition()),
+        **public_values(condition),
+        "xid": condition.xid and asdict(condition.xid),
     }
 
 
@@ -200,17 +191,17 @@ def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()
     reason = next((row["reason"] for row in rows if row["index"] in withheld), "")
     if len(withheld) > 1:
         rows = [row for row in rows if row["index"] not in withheld]
-    headings = ("GPU", "NAME", "UTIL", "MEMORY", "TEMP", "POWER", "STATE")
+    sensors = columns()
+    headings = ("GPU", "NAME", "UTIL", "MEMORY", *(one.heading for one in sensors), "STATE")
     show_table(
         headings,
         [
             (
                 row["index"],
                 row["name"],
-                _with_unit("utilization", row["utilization"]),
-                _memory(row["memory_used"], row["memory_total"]),
-                _with_unit("temperature", row["temperature"]),
-                _with_unit("power", row["power_draw"]),
+                _with_unit("utilization", row[PUBLIC["utilization"]]),
+                _memory(row[PUBLIC["memory_used_bytes"]], row[PUBLIC["memory_total_bytes"]]),
+                *(_in_units(one, row[one.public]) for one in sensors),
                 row["reason"] or "available",
             )
             for row in rows
@@ -222,6 +213,14 @@ def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()
 
 def _memory(used: int | None, total: int | None) -> str:
     return UNKNOWN if used is None or total is None else f"{gibibytes(used)} / {gibibytes(total)}"
+
+
+def _in_units(sensor: Sensor, value: float | None) -> str:
+    """Return the value of a sensor with its unit."""
+    unit = sensor.unit.words if sensor.unit else ""
+    if value is None or unit == "bytes":
+        return UNKNOWN if value is None else gibibytes(value)
+    return f"{value:.0f}{'' if unit == '%' else ' '}{unit}".rstrip()
 
 
 def _with_unit(name: str, value: float | dict[str, int] | None) -> str:

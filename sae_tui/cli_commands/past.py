@@ -15,8 +15,10 @@ import msgspec
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import UNKNOWN, clock_time
+from sae_tui.gpu.base import PUBLIC
+from sae_tui.gpu.sensors import public_values
 from sae_tui.gpu.simulated import is_simulated
-from sae_tui.gpu.stored import GpuTotals, StoredSample, stored_samples, totals
+from sae_tui.gpu.stored import STORED, GpuTotals, StoredSample, stored_samples, totals
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import printable
 from trainer.contract.store.database import StoreMissing
@@ -57,11 +59,7 @@ class StoredSamples:
             {
                 "timestamp": row.timestamp,
                 "samples": row.samples,
-                "utilization": row.utilization,
-                "memory_used": row.memory_used_bytes,
-                "memory_total": row.memory_total_bytes,
-                "temperature": row.temperature_c,
-                "power_draw": row.power_w,
+                **{PUBLIC[name]: getattr(row, name) for name in STORED},
                 "job_id": row.job_id,
             }
             for row in self.of(uuid)
@@ -73,11 +71,7 @@ class StoredSamples:
                 "timestamp": row.timestamp,
                 "gpu_count": self._gpus_then(row),
                 "gpus_counted": row.gpus_counted,
-                "total_memory_used": row.memory_used_bytes,
-                "total_memory_total": row.memory_total_bytes,
-                "average_utilization": row.average_utilization,
-                "max_temperature": row.max_temperature_c,
-                "total_power_draw": row.power_w,
+                **public_values(row),
             }
             for row in self.of_all()
         )
@@ -108,9 +102,9 @@ class StoredSamples:
                     clock_time(row.timestamp),
                     f"{row.gpus_counted} of {self._gpus_then(row)}",
                     _with_unit(row.average_utilization, "%"),
-                    f"{_memory(row.memory_used_bytes)} / {_memory(row.memory_total_bytes)}",
+                    f"{_memory(row.total_memory_used_bytes)} / {_memory(row.total_memory_total_bytes)}",
                     _with_unit(row.max_temperature_c, " °C"),
-                    _with_unit(row.power_w, " W"),
+                    _with_unit(row.total_power_w, " W"),
                 )
                 for row in self.of_all()
             ),

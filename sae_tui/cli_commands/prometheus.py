@@ -12,7 +12,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from sae_tui.cli_commands.output import warn
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import Condition, GpuSample
+from sae_tui.gpu.sensors import exported
 from sae_tui.jobs.gpus.occupancy import Occupancy
 from sae_tui.jobs.view.reader import JobsReader, JobView, newest_value
 from trainer.contract.paths import DataDir
@@ -85,19 +86,13 @@ def gpu_metrics(samples: Iterable[GpuSample], jobs_by_uuid: Mapping[str, int]) -
         return gauge(f"sae_tui_gpu_{name}", words, [(labels, value(one)) for labels, one in gpus])
 
     yield metric("healthy", "Whether the GPU can be read.", lambda one: one.healthy)
-    yield metric("utilization_ratio", "Share of time in which a kernel ran.", lambda one: _ratio(one.utilization))
-    yield metric("memory_used_bytes", "Memory in use.", lambda one: one.memory_used_bytes)
-    yield metric("memory_total_bytes", "Memory capacity.", lambda one: one.memory_total_bytes)
-    yield metric("temperature_celsius", "Temperature of the chip.", lambda one: one.temperature_c)
-    yield metric("power_watts", "Power draw.", lambda one: one.power_w)
-    yield metric("power_limit_watts", "Power limit.", lambda one: one.power_limit_w)
+    for kind in (GpuSample, Condition):
+        for name, sensor in exported(kind).items():
+            values = [(labels, sensor.in_base_unit(one.value(name))) for labels, one in gpus]
+            yield gauge(f"sae_tui_gpu_{sensor.metric}", f"{sensor.words}.", values)
     yield metric("throttled", "Whether the GPU is throttled by heat or a lack of power.", _throttled)
     held = [(labels | {"id": jobs_by_uuid[one.uuid]}, 1.0) for labels, one in gpus if one.uuid in jobs_by_uuid]
     yield gauge("sae_tui_gpu_held_by_job", "1, labelled with the id of the job that holds the GPU.", held)
-
-
-def _ratio(percent: float | None) -> float | None:
-    return None if percent is None else percent / 100
 
 
 def _throttled(sample: GpuSample) -> float | None:

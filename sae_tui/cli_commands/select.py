@@ -6,6 +6,7 @@ import argparse
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json
+from sae_tui.gpu.base import PUBLIC
 from sae_tui.jobs.launch import placement
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
@@ -19,10 +20,11 @@ def select(context: CommandContext, flags: argparse.Namespace) -> int:
     chosen = [next(one for one in context.gpus.choices if one.index == index) for index in advice.gpus]
     enough = len(chosen) == flags.count
     if context.as_json:
+        free = PUBLIC["memory_free_bytes"]
         show_json(
             {
                 "gpus": [
-                    {"index": one.index, "uuid": one.uuid, "name": one.name, "memory_free": one.memory_free_bytes}
+                    {"index": one.index, "uuid": one.uuid, "name": one.name, free: one.memory_free_bytes}
                     for one in chosen
                 ],
                 "enough": enough,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import GpuSample, Totals
 from sae_tui.gpu.past import RecentHistory, Slot
 from sae_tui.gpu.period import Period
+from sae_tui.gpu.sensors import Sensor
 
 Number = TypeVar("Number", int, float)
 HOTTEST_C = 100.0  # top of the temperature axis
@@ -24,20 +25,13 @@ class ContributingGpus:
     temperature: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Aggregate:
-    """Sums and means over the healthy GPUs; None if none of them has the sensor. `gpu_count` counts all GPUs.
-
-    Used and total amounts come from the same GPUs; `counted` holds the number of GPUs behind each quantity.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregate(Totals):
+    """Totals over the healthy GPUs; `gpu_count` counts all GPUs, and `counted` those behind each quantity."""
 
     gpu_count: int
-    total_memory_used_bytes: int | None
-    total_memory_total_bytes: int | None
-    average_utilization: float | None
-    total_power_w: float | None
-    total_power_limit_w: float | None
-    hottest: GpuSample | None
+    total_power_limit_w: Annotated[float | None, Sensor("Sum of the power limits", public="total_power_limit")] = None
+    hottest: GpuSample | None = None
     counted: ContributingGpus = ContributingGpus()
 
 
@@ -49,6 +43,7 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
     powered = _both((sample.power_w, sample.power_limit_w) for sample in alive)
     drawn = [used for used, _ in powered] or _not_none(sample.power_w for sample in alive)
     warm = [sample for sample in alive if sample.temperature_c is not None]
+    hottest = max(warm, key=lambda sample: sample.temperature_c or 0, default=None)
     return Aggregate(
         gpu_count=len(samples),
         total_memory_used_bytes=sum(used for used, _ in memory) if memory else None,
@@ -56,7 +51,8 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
         average_utilization=sum(busy) / len(busy) if busy else None,
         total_power_w=sum(drawn) if drawn else None,
         total_power_limit_w=sum(limit for _, limit in powered) if powered else None,
-        hottest=max(warm, key=lambda sample: sample.temperature_c or 0, default=None),
+        max_temperature_c=hottest.temperature_c if hottest else None,
+        hottest=hottest,
         counted=ContributingGpus(len(memory), len(busy), len(drawn), len(warm)),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -89,24 +90,21 @@ class AmdDetails:
         errors = ask("amdsmi_get_gpu_total_ecc_count", handle)
         driver = (ask("amdsmi_get_gpu_driver_info", handle) or {}).get("driver_version")
         condition = self.condition()
-        slowed_by = condition.slowed_by
+        if condition.slowed_by is None:
+            condition = replace(condition, slowed_by=self._violations())
         return GpuDetails(
             timestamp=time.time(),
+            condition=condition,
             memory_bandwidth_percent=_whole(number(activity, "umc_activity")),
-            sm_clock_mhz=condition.sm_clock_mhz,
             most_sm_clock_mhz=_whole(number(graphics, "max_clk")),
             memory_clock_mhz=_whole(number(memory, "clk", "cur_clk")),
             most_memory_clock_mhz=_whole(number(memory, "max_clk")),
-            slowed_by=self._violations() if slowed_by is None else slowed_by,
-            slowdown_c=condition.slowdown_c,
-            fan_percent=condition.fan_percent,
             energy_j=self.energy_j(),
             pcie_generation=_generation(number(now, "pcie_speed")),
             most_pcie_generation=_generation(number(most, "max_pcie_speed")),
             pcie_width=_whole(number(now, "pcie_width")),
             most_pcie_width=_whole(number(most, "max_pcie_width")),
             ecc_corrected=_whole(number(errors, "correctable_count")),
-            ecc_uncorrected=condition.ecc_uncorrected,
             bus_id=ask("amdsmi_get_gpu_device_bdf", handle),
             driver=printable(driver) if driver and driver != "N/A" else None,
         )

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from sae_tui.gpu.limits import IMPOSSIBLE, drop_impossible, is_possible
+from sae_tui.gpu.sensors import (
+    BYTES,
+    COUNT,
+    DEGREES,
+    IMPOSSIBLE,
+    JOULES,
+    MHZ,
+    PERCENT,
+    WATTS,
+    Sensor,
+    drop_impossible,
+    exported,
+    is_possible,
+    sensors_of,
+)
 from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
@@ -49,7 +63,7 @@ class GpuProcess:
     memory_used_bytes: Count | None
 
     def __post_init__(self) -> None:
-        if not is_possible("memory_used_bytes", self.memory_used_bytes):
+        if not is_possible(self.memory_used_bytes, BYTES):
             object.__setattr__(self, "memory_used_bytes", None)
 
 
@@ -79,17 +93,19 @@ class Condition:
     Impossible values become None.
     """
 
-    sm_clock_mhz: int | None = None
-    performance_state: int | None = None
-    fan_percent: int | None = None
-    slowed_by: tuple[str, ...] | None = None
-    slowdown_c: int | None = None
-    xid: Xid | None = None
-    compute_mode: str | None = None
-    ecc_uncorrected: int | None = None
-    rows_pending: bool | None = None
-    rows_failed: bool | None = None
-    recovery: str | None = None
+    sm_clock_mhz: Annotated[int | None, Sensor("Core clock", MHZ)] = None
+    performance_state: Annotated[int | None, Sensor("Performance state, from 0 (full speed) to 15", (0, 15))] = None
+    fan_percent: Annotated[int | None, Sensor("Fan speed", PERCENT, title="fan")] = None
+    slowed_by: Annotated[tuple[str, ...] | None, Sensor("What slows it down, as a list of phrases")] = None
+    slowdown_c: Annotated[int | None, Sensor("Temperature at which it throttles", (30, 200), title="slows at")] = None
+    xid: Annotated[Xid | None, Sensor("The last error that the driver reported", null="none")] = None
+    compute_mode: Annotated[str | None, Sensor("Compute mode: shared, one process, or no computing")] = None
+    ecc_uncorrected: Annotated[int | None, Sensor("Uncorrected memory errors since the last reset", COUNT)] = None
+    rows_pending: Annotated[bool | None, Sensor("Whether memory rows wait for a reset to be remapped")] = None
+    rows_failed: Annotated[bool | None, Sensor("Whether a memory row could not be remapped")] = None
+    recovery: Annotated[
+        str | None, Sensor('Recovery action that the driver asks for before the next use; "": none')
+    ] = None
 
     def __post_init__(self) -> None:
         drop_impossible(self)
@@ -133,20 +149,25 @@ class GpuSample:
     uuid: str
     name: str
     timestamp: Time
-    utilization: Count | None = None
-    memory_used_bytes: Count | None = None
-    memory_total_bytes: Count | None = None
-    temperature_c: Degrees | None = None
-    power_w: Measured | None = None
-    power_limit_w: Measured | None = None
+    _: KW_ONLY
+    memory_total_bytes: Annotated[Count | None, Sensor("Memory capacity", (1, BYTES[1]), public="memory_total")] = None
+    memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
+    # The driver's own value, which excludes the memory that it reserves for itself; if unknown, total minus used.
+    memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
+    utilization: Annotated[Count | None, Sensor("Share of time in which a kernel ran", PERCENT)] = None
+    temperature_c: Annotated[
+        Degrees | None, Sensor("Temperature of the chip", DEGREES, public="temperature", heading="TEMP", drop=0)
+    ] = None
+    power_w: Annotated[Measured | None, Sensor("Power draw", WATTS, public="power_draw", heading="POWER", drop=1)] = (
+        None
+    )
+    power_limit_w: Annotated[Measured | None, Sensor("Power limit", (0.5, WATTS[1]), public="power_limit")] = None
     # Energy since the driver was loaded; only some samples have it.
-    energy_j: float | None = None
+    energy_j: Annotated[float | None, Sensor(limits=JOULES)] = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True
     reason: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
-    # The driver's own value, which excludes the memory that it reserves for itself; if unknown, total minus used.
-    memory_free_bytes: Count | None = None
     unusable: str = ""
     condition: Condition | None = None
     # The vendor's name in `VENDORS`, if the source has GPUs of several vendors.
@@ -171,6 +192,10 @@ class GpuSample:
         used = self.memory_used_bytes
         if self.memory_free_bytes is None and used is not None and total is not None:
             object.__setattr__(self, "memory_free_bytes", max(0, total - used))
+
+    def value(self, name: str) -> Any:
+        """Return the value of a sensor of the sample or of its condition."""
+        return getattr(self if name in sensors_of(GpuSample) else self.condition, name, None)
 
     @property
     def obstacle(self) -> str:
@@ -209,6 +234,30 @@ class GpuSample:
             return True
         computes = not self.processes and (self.utilization or 0) > IDLE_PERCENT
         return computes and (unexplained is None or unexplained > CONTEXT_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums and means over GPUs; None if no GPU has the sensor. Used and total memory are those of the same GPUs."""
+
+    total_memory_used_bytes: Annotated[int | None, Sensor("Memory in use on all GPUs", public="total_memory_used")] = (
+        None
+    )
+    total_memory_total_bytes: Annotated[
+        int | None, Sensor("Memory capacity of all GPUs", public="total_memory_total")
+    ] = None
+    average_utilization: Annotated[float | None, Sensor("Mean utilisation")] = None
+    max_temperature_c: Annotated[float | None, Sensor("Highest temperature", public="max_temperature")] = None
+    total_power_w: Annotated[float | None, Sensor("Power draw of all GPUs", public="total_power_draw")] = None
+
+
+# The name of each sensor of a sample or its condition in JSON answers, by field.
+PUBLIC = {name: one.public for kind in (GpuSample, Condition) for name, one in exported(kind).items()}
+
+
+def columns() -> tuple[Sensor, ...]:
+    """Return the sensors that are columns of a list of GPUs."""
+    return tuple(one for kind in (GpuSample, Condition) for one in exported(kind).values() if one.heading)
 
 
 def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:

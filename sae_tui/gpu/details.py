@@ -5,10 +5,15 @@ A supervisor that waits does not need this module, so it is imported only on dem
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from sae_tui.gpu.base import Xid
-from sae_tui.gpu.limits import drop_impossible
+from sae_tui.gpu.base import Condition
+from sae_tui.gpu.sensors import BYTES, COUNT, JOULES, MHZ, PERCENT, Limits, Sensor, drop_impossible
+
+_GENERATION: Limits = (0, 15)
+_LANES: Limits = (0, 64)
+_RATE: Limits = (0.0, 1e13)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,48 +27,37 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """One reading of a GPU's details; `None` means "sensor not supported".
+    """One reading of a GPU's details and its condition; `None` means "sensor not supported".
 
-    `slowed_by` lists the throttling reasons in words; empty if there are none. `energy_j` counts since the driver was
-    loaded, memory errors count since the last reset, and `xid` is the newest error since the program began to listen.
-    Percentages of the multiprocessors are means since the previous reading. `failed` lists the fields with
-    impossible values, each with the reason.
+    `energy_j` counts since the driver was loaded, and corrected memory errors count since the last reset. Percentages
+    of the multiprocessors are means since the previous reading. `failed` lists the fields with impossible values, each
+    with the reason.
     """
 
     timestamp: float
-    memory_bandwidth_percent: int | None = None
-    memory_reserved_bytes: int | None = None
-    sm_clock_mhz: int | None = None
-    most_sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
-    most_memory_clock_mhz: int | None = None
-    performance_state: int | None = None
-    slowed_by: tuple[str, ...] | None = None
-    slowdown_c: int | None = None
-    fan_percent: int | None = None
-    energy_j: float | None = None
-    pcie_generation: int | None = None
-    most_pcie_generation: int | None = None
-    pcie_width: int | None = None
-    most_pcie_width: int | None = None
-    pcie_received_bytes_s: float | None = None
-    pcie_sent_bytes_s: float | None = None
+    condition: Condition = field(default_factory=Condition)
+    sm_percent: Annotated[float | None, Sensor(limits=PERCENT, title="SM active", group="speed")] = None
+    occupancy_percent: Annotated[float | None, Sensor(limits=PERCENT, title="SM occupancy", group="speed")] = None
+    tensor_percent: Annotated[float | None, Sensor(limits=PERCENT, title="tensor cores", group="speed")] = None
+    memory_bandwidth_percent: Annotated[int | None, Sensor(limits=PERCENT, title="memory bus", group="speed")] = None
+    encoder_percent: Annotated[int | None, Sensor(limits=PERCENT, title="encoder", group="speed")] = None
+    decoder_percent: Annotated[int | None, Sensor(limits=PERCENT, title="decoder", group="speed")] = None
+    most_sm_clock_mhz: Annotated[int | None, Sensor(limits=MHZ)] = None
+    memory_clock_mhz: Annotated[int | None, Sensor(limits=MHZ)] = None
+    most_memory_clock_mhz: Annotated[int | None, Sensor(limits=MHZ)] = None
+    energy_j: Annotated[float | None, Sensor(limits=JOULES)] = None
+    pcie_generation: Annotated[int | None, Sensor(limits=_GENERATION)] = None
+    most_pcie_generation: Annotated[int | None, Sensor(limits=_GENERATION)] = None
+    pcie_width: Annotated[int | None, Sensor(limits=_LANES)] = None
+    most_pcie_width: Annotated[int | None, Sensor(limits=_LANES)] = None
+    pcie_received_bytes_s: Annotated[float | None, Sensor(limits=_RATE)] = None
+    pcie_sent_bytes_s: Annotated[float | None, Sensor(limits=_RATE)] = None
+    memory_reserved_bytes: Annotated[int | None, Sensor(limits=BYTES)] = None
+    ecc_corrected: Annotated[int | None, Sensor(limits=COUNT)] = None
+    remapped_rows: Annotated[int | None, Sensor(limits=(0, 1_000_000))] = None
     nvlinks: int | None = None
-    ecc_corrected: int | None = None
-    ecc_uncorrected: int | None = None
-    remapped_rows: int | None = None
-    remapping_failed: bool | None = None
-    remapping_pending: bool | None = None
-    recovery: str | None = None
-    encoder_percent: int | None = None
-    decoder_percent: int | None = None
     persistence: bool | None = None
-    compute_mode: str | None = None
     bus_id: str | None = None
-    sm_percent: float | None = None
-    occupancy_percent: float | None = None
-    tensor_percent: float | None = None
-    xid: Xid | None = None
     instances: tuple[Instance, ...] = ()
     driver: str | None = None
     cuda: tuple[int, int] | None = None

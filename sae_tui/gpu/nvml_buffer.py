@@ -6,22 +6,22 @@ import contextlib
 from types import ModuleType
 from typing import Any
 
-from sae_tui.gpu.limits import is_possible
 from sae_tui.gpu.ring import RingReading
+from sae_tui.gpu.sensors import PERCENT, WATTS, is_possible
 
-# NVML's sample types, each with the field of a reading and the divisor of its values.
-_KINDS = ((0, "power_w", 1000.0), (1, "utilization", 1.0))
+# NVML's sample types, each with the field of a reading, and the divisor and the limits of its values.
+_KINDS = ((0, "power_w", 1000.0, WATTS), (1, "utilization", 1.0, PERCENT))
 
 
 def buffered(nvml: ModuleType, handle: Any) -> tuple[RingReading, ...]:
     """Return the mean of each buffered second, oldest first; empty if the driver does not report samples."""
     by_second: dict[int, dict[str, list[float]]] = {}
-    for kind, field, divisor in _KINDS:
+    for kind, field, divisor, limits in _KINDS:
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             value_type, samples = nvml.nvmlDeviceGetSamples(handle, kind, 0)
             for sample in samples:
                 value = _value(nvml, value_type, sample.sampleValue) / divisor
-                if is_possible(field, value):
+                if is_possible(value, limits):
                     second = sample.timeStamp // 1_000_000
                     by_second.setdefault(second, {}).setdefault(field, []).append(value)
     return tuple(

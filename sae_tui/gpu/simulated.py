@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
@@ -165,19 +165,14 @@ class _SimulatedGpu:
         from sae_tui.gpu.details import GpuDetails
 
         busy = (sample.utilization or 0) / 100
-        condition = _condition(busy)
         return GpuDetails(
             now,
+            condition=replace(_condition(busy), compute_mode="shared"),
             memory_bandwidth_percent=round(60 * busy),
             memory_reserved_bytes=300 * MIB,
-            sm_clock_mhz=condition.sm_clock_mhz,
             most_sm_clock_mhz=2100,
             memory_clock_mhz=9501 if busy else 405,
             most_memory_clock_mhz=9751,
-            performance_state=condition.performance_state,
-            slowed_by=condition.slowed_by,
-            slowdown_c=SLOWDOWN_C,
-            fan_percent=condition.fan_percent,
             energy_j=3.6e6 * (self._index + 1),
             pcie_generation=4 if busy else 1,
             most_pcie_generation=4,
@@ -189,7 +184,6 @@ class _SimulatedGpu:
             encoder_percent=0,
             decoder_percent=0,
             persistence=True,
-            compute_mode="shared",
             bus_id=f"00000000:{self._index + 1:02X}:00.0",
         )
 

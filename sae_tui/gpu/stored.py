@@ -8,12 +8,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sae_tui.gpu.base import Degrees, Measured
+from sae_tui.gpu.base import Degrees, Measured, Totals
 from sae_tui.gpu.energy import EnergyReading
 from sae_tui.gpu.ring import RingReading, reading_of
 from trainer.contract.store.database import as_text, explain_errors, open_reader
@@ -86,16 +87,16 @@ class StoredSample(NamedTuple):
     job_id: JobId | None
 
 
-class GpuTotals(NamedTuple):
-    """One time step of all GPUs: sums and means over the GPUs with the sensor; `gpus_counted` have a sample."""
+# The sensors of a sample that are stored.
+STORED = ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_w")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuTotals(Totals):
+    """One time step of all GPUs; `gpus_counted` have a sample."""
 
     timestamp: float
     gpus_counted: int
-    memory_used_bytes: int | None
-    memory_total_bytes: int | None
-    average_utilization: float | None
-    max_temperature_c: int | None
-    power_w: float | None
 
 
 def recent(path: Path, host: str, seconds: float) -> dict[str, list[RingReading]]:
@@ -138,14 +139,17 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
         busy = _not_none(gpu.utilization for gpu in gpus)
         power = _not_none(gpu.power_w for gpu in gpus)
         yield GpuTotals(
-            timestamp,
-            len(gpus),
-            sum(used) if (used := _not_none(gpu.memory_used_bytes for gpu in gpus)) else None,
+            timestamp=timestamp,
+            gpus_counted=len(gpus),
+            total_memory_used_bytes=sum(used) if (used := _not_none(gpu.memory_used_bytes for gpu in gpus)) else None,
             # Sum the total memory only of GPUs whose used memory is in the sum.
-            sum(_not_none(gpu.memory_total_bytes for gpu in gpus if gpu.memory_used_bytes is not None)) or None,
-            round(sum(busy) / len(busy), 2) if busy else None,
-            max(_not_none(gpu.temperature_c for gpu in gpus), default=None),
-            round(sum(power), 2) if power else None,
+            total_memory_total_bytes=sum(
+                _not_none(gpu.memory_total_bytes for gpu in gpus if gpu.memory_used_bytes is not None)
+            )
+            or None,
+            average_utilization=round(sum(busy) / len(busy), 2) if busy else None,
+            max_temperature_c=max(_not_none(gpu.temperature_c for gpu in gpus), default=None),
+            total_power_w=round(sum(power), 2) if power else None,
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from sae_tui.gpu.base import Degrees, GpuSample, Measured
+from sae_tui.gpu.base import Condition, Degrees, GpuSample, Measured, columns
+from sae_tui.gpu.sensors import sensors_of
 from sae_tui.jobs.view.reader import JobView
 from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
@@ -20,11 +21,13 @@ PROTOCOL = 1
 LONGEST_LINE = 1 << 20  # bytes
 LONGEST_TEXT, LONGEST_LOG_LINE = 300, 1000  # characters
 MOST_PROCESSES = 8  # of a GPU
-_NOT_OF_SAMPLES = ("holder", "use", "processes")
+_NOT_OF_SAMPLES = ("holder", "use", "processes", "sensors")
+MOST_SENSORS = 50  # of a GPU
 MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that it fits into one line
 _MOST_AFTER, _MOST_TAGS = 100, 20
 
 Use = Literal["dim", "good", "warn"]
+Reading = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Share = Annotated[int, Meta(ge=0, le=100)]
 Speed = Annotated[float, Meta(ge=0, le=1e12)]
 S = TypeVar("S", bound=msgspec.Struct)
@@ -62,12 +65,19 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     holder: str = ""
     use: Use = "dim"
+    # The other sensors that a list of GPUs shows, by field; a reader leaves out sensors that it does not know.
+    sensors: Annotated[dict[str, Reading], Meta(max_length=MOST_SENSORS)] = {}
     processes: Annotated[tuple[FarProcess, ...], Meta(max_length=MOST_PROCESSES)] = ()
 
     def sample(self, timestamp: float) -> GpuSample:
         """Return the GPU as a sample; `timestamp` is from this machine's clock."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_OF_SAMPLES}
-        return GpuSample(timestamp=timestamp, **fields)
+        fields |= self._sensors_of(GpuSample)
+        condition = Condition(**self._sensors_of(Condition)) if self.sensors else None
+        return GpuSample(timestamp=timestamp, condition=condition, **fields)
+
+    def _sensors_of(self, kind: type) -> dict[str, Any]:
+        return {name: value for name, value in self.sensors.items() if name in OTHERS and name in sensors_of(kind)}
 
 
 class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
@@ -145,13 +155,19 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 Message = Hello | RemoteGpus | Jobs | Log
 
 
+# The sensors that a list of GPUs shows and that are not fields of `RemoteGpu`.
+OTHERS = frozenset(one.name for one in columns()) - frozenset(RemoteGpu.__struct_fields__)
+
+
 def remote_gpu(sample: GpuSample, holder: str, use: str) -> RemoteGpu:
     """Convert a sample to the protocol's GPU record."""
     fields = {name: getattr(sample, name) for name in RemoteGpu.__struct_fields__ if name not in _NOT_OF_SAMPLES}
     busy = sample.utilization
     largest = sorted(sample.processes or (), key=lambda one: -(one.memory_used_bytes or 0))[:MOST_PROCESSES]
     processes = tuple(FarProcess(one.pid, one.user, one.name, one.memory_used_bytes) for one in largest)
-    return RemoteGpu(**fields | {"utilization": busy and min(100, busy)}, holder=holder, use=use, processes=processes)  # type: ignore[arg-type]
+    sensors = {name: value for name in sorted(OTHERS) if (value := sample.value(name)) is not None}
+    fields |= {"utilization": busy and min(100, busy), "sensors": sensors}
+    return RemoteGpu(**fields, holder=holder, use=use, processes=processes)  # type: ignore[arg-type]
 
 
 def far_job(job: JobView) -> FarJob:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from sae_tui.format import fit, watts
+from sae_tui.format import fit
 from sae_tui.gpu.base import GpuSample
 from sae_tui.panels.gpu_row import (
     MEMORY,
+    OTHERS,
     POWER,
     TEMPERATURE,
     UTILIZATION,
@@ -20,6 +21,7 @@ from sae_tui.panels.gpu_row import (
     Meter,
     blank,
     fill,
+    fitting,
     history,
     meter_bar,
     short_name,
@@ -71,17 +73,22 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     heading, util = _heading(row, width), _card_row(row, UTILIZATION, width)
     if height <= 3:
         return [heading, _figures(row, width)] if height == 2 else [heading, util, _figures(row, width, util=False)]
-    drawn, style = POWER.cell(row)
-    limit = row.sample.power_limit_w
-    warmth = _figure(row, TEMPERATURE, 1), (f"  {drawn}" if limit is None else f"  {drawn} / {watts(limit)}", style)
-    return [heading, util, _card_row(row, MEMORY, width), fill(warmth, width), *[blank(width)] * (height > 4)]
+    warmth = (_figure(row, TEMPERATURE, 1), *(_with_limit(row, one) for one in (POWER, *OTHERS)))
+    return [
+        heading,
+        util,
+        _card_row(row, MEMORY, width),
+        fill(fitting(warmth, width), width),
+        *[blank(width)] * (height > 4),
+    ]
 
 
 def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
     """Return all figures on one line, with a history if it fits."""
     first = _figure(row, UTILIZATION) if util else (fit(_label(MEMORY), UTILIZATION.width), "label")
     rest = _figure(row, MEMORY, 1), _figure(row, TEMPERATURE, 2), _figure(row, POWER, 2)
-    figures: Line = (first, *rest, (" ", "text"))
+    others = [_figure(row, one, 2) for one in OTHERS]
+    figures: Line = (*fitting((first, *rest, *others), width - 1), (" ", "text"))
     meter = UTILIZATION.meter if util else MEMORY.meter
     assert meter
     return (*figures, _spark(row, meter, width - sum(cell_len(text) for text, _ in figures)))
@@ -91,6 +98,15 @@ def _figure(row: GpuRow, column: GpuColumn, gap: int = 0) -> Span:
     """Return the cell of a column after a gap."""
     text, style = column.cell(row)
     return fit(text, gap + column.width, right=True), style
+
+
+def _with_limit(row: GpuRow, column: GpuColumn) -> Span:
+    """Return the cell of a column and its limit after a gap, like `  120 W / 350 W`."""
+    (text, style), width = column.cell(row), column.width
+    if column.limit:
+        width += len(" / ") + column.width
+        text = " / ".join(filter(None, (text, column.limit(row.sample))))
+    return "  " + fit(text, width), style
 
 
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:

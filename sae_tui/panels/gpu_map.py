@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from sae_tui.format import UNKNOWN, fit, percent
 from sae_tui.gpu.base import GpuSample
 from sae_tui.panels.gpu_cards import CardGrid
-from sae_tui.panels.gpu_row import MEMORY, POWER, TEMPERATURE, UTILIZATION, GpuRow, blank, heat, memory_share
+from sae_tui.panels.gpu_row import (
+    MEMORY,
+    OTHERS,
+    POWER,
+    TEMPERATURE,
+    UTILIZATION,
+    GpuColumn,
+    GpuRow,
+    blank,
+    fitting,
+    heat,
+    memory_share,
+)
 from sae_tui.widgets.lines import Line, Span
 
 LEGEND = "▶ job  ● in use  ▲ hot  ✗ lost"
@@ -52,14 +64,21 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
     """Return memory, temperature and power, and the holder."""
     full, used = MEMORY.cell(row)[0], memory_share(row.sample)
     memory = full if len(full) < width else f"mem {percent(None if used is None else 100 * used)}"
+    drawn = _short(row, POWER)
+    others = [(f" {text}", "dim") for one in OTHERS if (text := _short(row, one))]
     warm, style = TEMPERATURE.cell(row)
-    drawn = POWER.cell(row)[0].replace(" ", "").replace(UNKNOWN, "")
+    left = fitting([(warm[:width], style), *others], max(len(warm[:width]), width - len(drawn) - 1))
     return [
         ((fit(memory, width, right=True), "dim"),),
-        ((warm[:width], style), (fit(drawn, width - len(warm[:width]), right=True), "dim")),
+        (*left, (fit(drawn, width - sum(len(text) for text, _ in left), right=True), "dim")),
         # The sign already shows that another user holds the GPU.
         ((fit(row.holder.removeprefix("used by "), width), row.holder_style),),
     ]
+
+
+def _short(row: GpuRow, column: GpuColumn) -> str:
+    """Return the text of a cell without spaces; "" if it is unknown."""
+    return column.cell(row)[0].replace(" ", "").replace(UNKNOWN, "")
 
 
 def _reason(sample: GpuSample, width: int, height: int) -> list[Line]:

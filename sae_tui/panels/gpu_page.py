@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rich.cells import cell_len
 from textual.events import Resize
@@ -12,8 +13,9 @@ from textual.events import Resize
 from sae_tui.format import UNKNOWN, celsius, clock_time, count, fit, gibibytes, percent, watts, wrap
 from sae_tui.gpu.base import NO_COMPUTING, GpuSample
 from sae_tui.gpu.details import GpuDetails, Instance
+from sae_tui.gpu.sensors import UNITS, sensors_of
 from sae_tui.gpu.window import Window
-from sae_tui.panels.gpu_row import HOT_C, short_name
+from sae_tui.panels.gpu_row import HOT_C, in_words, short_name
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 
@@ -128,7 +130,7 @@ class GpuDetailsView(LineView):
 def facts(sample: GpuSample, details: GpuDetails) -> list[list[tuple[str, str, str]]]:
     """Return the details in groups, each as (name, value, style); unknown values are left out."""
     found = (
-        _speed(details),
+        _speed(sample, details),
         _heat(sample, details),
         _links(details),
         _faults(details),
@@ -139,31 +141,37 @@ def facts(sample: GpuSample, details: GpuDetails) -> list[list[tuple[str, str, s
     return [group for group in groups if group]
 
 
-def _speed(details: GpuDetails) -> list[tuple[str, str, str]]:
-    slowed = details.slowed_by
+def _speed(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
+    condition = details.condition
+    slowed = condition.slowed_by
     why = "" if slowed is None else "; ".join(slowed) or "nothing"
     return [
-        ("SM clock", _of(details.sm_clock_mhz, details.most_sm_clock_mhz, "MHz"), "text"),
+        ("SM clock", _of(condition.sm_clock_mhz, details.most_sm_clock_mhz, "MHz"), "text"),
         ("memory clock", _of(details.memory_clock_mhz, details.most_memory_clock_mhz, "MHz"), "text"),
-        ("state", "" if details.performance_state is None else f"P{details.performance_state}", "text"),
+        ("state", "" if condition.performance_state is None else f"P{condition.performance_state}", "text"),
         ("slowed by", why, "warn" if slowed else "dim"),
-        ("SM active", percent(details.sm_percent), "text"),
-        ("SM occupancy", percent(details.occupancy_percent), "text"),
-        ("tensor cores", percent(details.tensor_percent), "text"),
-        ("memory bus", percent(details.memory_bandwidth_percent), "text"),
-        ("encoder", percent(details.encoder_percent), "text"),
-        ("decoder", percent(details.decoder_percent), "text"),
+        *_declared("speed", sample, details),
     ]
 
 
 def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    hot = (sample.temperature_c or 0) >= (details.slowdown_c or HOT_C)
+    hot = (sample.temperature_c or 0) >= (details.condition.slowdown_c or HOT_C)
     kilowatt_hours = None if details.energy_j is None else details.energy_j / 3.6e6
     return [
         ("temperature", celsius(sample.temperature_c), "bad" if hot else "text"),
-        ("slows at", celsius(details.slowdown_c), "text"),
-        ("fan", percent(details.fan_percent), "text"),
+        *_declared("heat", sample, details),
         ("energy", "" if kilowatt_hours is None else f"{kilowatt_hours:.1f} kWh", "text"),
+    ]
+
+
+def _declared(group: str, sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
+    """Return the sensors of a group that need nothing but their declaration."""
+    readings: tuple[Any, ...] = sample, details.condition, details
+    return [
+        (one.title, in_words(one, getattr(reading, one.name)), "text")
+        for reading in readings
+        for one in sensors_of(type(reading)).values()
+        if one.title and one.group == group
     ]
 
 
@@ -180,16 +188,17 @@ def _links(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
-    corrected, uncorrected, rows = details.ecc_corrected, details.ecc_uncorrected, details.remapped_rows
-    xid = details.xid
+    condition = details.condition
+    corrected, uncorrected, rows = details.ecc_corrected, condition.ecc_uncorrected, details.remapped_rows
+    xid = condition.xid
     return [
         ("last error", "" if xid is None else f"{xid.words} ({clock_time(xid.timestamp)})", "bad"),
         ("ECC", "" if corrected is None else f"{count(corrected)} errors corrected", "text"),
         ("uncorrected", "" if uncorrected is None else count(uncorrected), "bad" if uncorrected else "text"),
         ("rows", "" if rows is None else f"{rows} remapped", "warn" if rows else "text"),
-        ("", "a row could not be remapped; the GPU is failing" if details.remapping_failed else "", "bad"),
-        ("", "row remapping is pending; reset the GPU" if details.remapping_pending else "", "bad"),
-        ("needs", details.recovery or "", "bad"),
+        ("", "a row could not be remapped; the GPU is failing" if condition.rows_failed else "", "bad"),
+        ("", "row remapping is pending; reset the GPU" if condition.rows_pending else "", "bad"),
+        ("needs", condition.recovery or "", "bad"),
     ]
 
 
@@ -203,14 +212,15 @@ def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]
 def _sensor_words(field: str) -> str:
     """Return `power limit` for `power_limit_w`."""
     words = field.split("_")
-    return " ".join(words[:-1] if words[-1] in ("bytes", "c", "w", "j", "mhz", "percent", "s") else words)
+    return " ".join(words[:-1] if words[-1] in {*UNITS, "s"} and words[1:] else words)
 
 
 def _modes(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
     kept = {True: "on", False: "off: the first call after a pause takes seconds", None: ""}[details.persistence]
+    mode = details.condition.compute_mode
     return [
         ("persistence", kept, "text"),
-        ("compute mode", details.compute_mode or "", "bad" if details.compute_mode == NO_COMPUTING else "text"),
+        ("compute mode", mode or "", "bad" if mode == NO_COMPUTING else "text"),
         ("memory", "shared with the host" if sample.is_memory_shared else "", "text"),
         ("reserved", "" if not details.memory_reserved_bytes else gibibytes(details.memory_reserved_bytes), "text"),
         *(("MIG", _instance(part), "text") for part in details.instances),

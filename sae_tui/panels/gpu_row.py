@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from rich.cells import cell_len
 
-from sae_tui.format import bar, celsius, clock_time, gibibytes, percent, tall_sparkline, watts
-from sae_tui.gpu.base import Condition, GpuSample
+from sae_tui.format import UNKNOWN, bar, celsius, clock_time, gibibytes, percent, tall_sparkline, watts
+from sae_tui.gpu.base import Condition, GpuSample, columns
+from sae_tui.gpu.sensors import Sensor
 from sae_tui.gpu.visible import ranges
 from sae_tui.widgets.lines import Line, Span
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 HOT_C = 85
 NO_CONDITION = Condition()
+# By unit of a sensor: its value in words, and the width of a column for it.
+_WORDS: Mapping[str, tuple[Callable[[float | None], str], int]] = {
+    "°C": (celsius, 5),
+    "W": (watts, 6),
+    "%": (percent, 4),
+    "bytes": (gibibytes, 9),
+}
+_WIDTH = 9  # of a column for another unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,8 @@ class GpuColumn:
     """A column of the list of GPUs, and the cell that all views show.
 
     `width` is the width of the cell, without the `gap` after it. `below` returns the text in the second of two lines;
-    if it is None, the next column's text extends over the cell. A narrow terminal drops the column with the highest
+    if it is None, the next column's text extends over the cell. `limit` returns the highest value of the cell, or "".
+    A narrow terminal drops the column with the highest
     `drop` first; 0 is never dropped.
     """
 
@@ -64,6 +75,7 @@ class GpuColumn:
     width: int
     cell: Callable[[GpuRow], Span]
     below: Callable[[GpuSample], str] | None = None
+    limit: Callable[[GpuSample], str] | None = None
     meter: Meter | None = None
     right: bool = True
     gap: int = 1
@@ -141,6 +153,14 @@ def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
     return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 
+def in_words(sensor: Sensor, value: float | None) -> str:
+    """Return the value of a sensor with its unit, and a dash for None."""
+    unit = sensor.unit.words if sensor.unit else ""
+    if unit in _WORDS:
+        return _WORDS[unit][0](value)
+    return UNKNOWN if value is None else f"{value:.0f} {unit}".rstrip()
+
+
 def heat(sample: GpuSample) -> str:
     return "bad" if sample.temperature_c is not None and sample.temperature_c >= HOT_C else "text"
 
@@ -158,8 +178,34 @@ def fill(spans: Line, width: int) -> Line:
     return (*spans, (" " * (width - sum(cell_len(text) for text, _ in spans)), "text"))
 
 
+def fitting(spans: Sequence[Span], width: int) -> Line:
+    """Return the first spans, as many as fit into the width."""
+    used = accumulate(cell_len(text) for text, _ in spans)
+    return tuple(span for span, cells in zip(spans, used, strict=True) if cells <= width)
+
+
 def _limit(sample: GpuSample) -> str:
-    return "" if sample.power_limit_w is None else f"of {watts(sample.power_limit_w)}"
+    return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
+
+
+# What the columns of these sensors show in addition to the value, by field: a style and a limit.
+_STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
+_LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
+
+
+def _column(sensor: Sensor) -> GpuColumn:
+    """Return the column of a sensor."""
+    style, limit = _STYLES.get(sensor.name), _LIMITS.get(sensor.name)
+
+    def cell(row: GpuRow) -> Span:
+        return in_words(sensor, row.sample.value(sensor.name)), style(row.sample) if style else "text"
+
+    def below(sample: GpuSample) -> str:
+        most = limit(sample) if limit else ""
+        return most and f"of {most}"
+
+    _, width = _WORDS.get(sensor.unit.words if sensor.unit else "", (None, _WIDTH))
+    return GpuColumn(sensor.heading, width, cell, below if limit else None, limit, drop=sensor.drop)
 
 
 INDEX = GpuColumn("GPU", 2, lambda row: (f"{row.sample.index}", f"title{row.mark}"), gap=0)
@@ -167,13 +213,18 @@ NAME = GpuColumn(
     "NAME", 14, lambda row: (f" {short_name(row.sample.name)}", f"label{row.mark}"), _speed, right=False, gap=0
 )
 UTILIZATION = GpuColumn(
-    "UTIL", 5, lambda row: (percent(row.sample.utilization), "text"), _fan, Meter("utilization", "spark", lambda _: 100)
+    "UTIL",
+    5,
+    lambda row: (percent(row.sample.utilization), "text"),
+    _fan,
+    meter=Meter("utilization", "spark", lambda _: 100),
 )
 MEMORY = GpuColumn(
     "MEM", 11, lambda row: (memory_short(row.sample), "text"), _free,
-    Meter("memory_used_bytes", "memory", lambda sample: sample.memory_total_bytes),
+    meter=Meter("memory_used_bytes", "memory", lambda sample: sample.memory_total_bytes),
 )  # fmt: skip
-TEMPERATURE = GpuColumn("TEMP", 5, lambda row: (celsius(row.sample.temperature_c), heat(row.sample)))
-POWER = GpuColumn("POWER", 6, lambda row: (watts(row.sample.power_w), "text"), _limit, drop=1)
+_SENSORS = {one.name: _column(one) for one in columns()}
+TEMPERATURE, POWER = _SENSORS["temperature_c"], _SENSORS["power_w"]
+OTHERS = tuple(one for one in _SENSORS.values() if one not in (TEMPERATURE, POWER))
 HOLDER = GpuColumn("HOLDER", 10, lambda row: (row.holder, row.holder_style), right=False, gap=0, drop=2)
-GPU_COLUMNS = (INDEX, NAME, UTILIZATION, MEMORY, TEMPERATURE, POWER, HOLDER)
+GPU_COLUMNS = (INDEX, NAME, UTILIZATION, MEMORY, TEMPERATURE, POWER, *OTHERS, HOLDER)

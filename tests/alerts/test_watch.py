@@ -27,7 +27,10 @@ from trainer.contract.store.rows import Job
 
 BEGIN = 1_700_000_000.0
 COLD = SOUND = Condition(slowed_by=(), slowdown_c=90, ecc_uncorrected=0, rows_pending=False, rows_failed=False)
-FINE = GpuSample(3, "GPU-a", "H100", BEGIN, 50, 40 << 30, 80 << 30, temperature_c=60, condition=COLD)
+FINE = GpuSample(
+    3, "GPU-a", "H100", BEGIN, utilization=50, memory_used_bytes=40 << 30, memory_total_bytes=80 << 30,
+    temperature_c=60, condition=COLD,
+)  # fmt: skip
 JOB = Job(id=12, name="base", config="", user="me", host="here", device="cuda", gpu_source="nvml")
 HELD = Holders(jobs={"GPU-a": JOB})
 

@@ -59,8 +59,11 @@ def test_a_metric_without_values_is_left_out():
 
 
 def test_gpus_have_index_uuid_and_name_in_base_units():
-    condition = Condition(slowed_by=(THROTTLING[0],))
-    sample = GpuSample(3, "GPU-a", "H100", NOW, 98, 40 << 30, 80 << 30, 74, 612.5, condition=condition)
+    condition = Condition(slowed_by=(THROTTLING[0],), sm_clock_mhz=1695, fan_percent=40, rows_failed=False)
+    sample = GpuSample(
+        3, "GPU-a", "H100", NOW, utilization=98, memory_used_bytes=40 << 30, memory_total_bytes=80 << 30,
+        temperature_c=74, power_w=612.5, condition=condition,
+    )  # fmt: skip
     lost = GpuSample(4, "GPU-b", "H100", NOW, healthy=False)
     values = read(text_of(gpu_metrics([sample, lost], {"GPU-a": 12})))
     of_first = {name: value for (name, labels), value in values.items() if ("gpu", "3") in labels}
@@ -69,8 +72,12 @@ def test_gpus_have_index_uuid_and_name_in_base_units():
         "sae_tui_gpu_utilization_ratio": 0.98,
         "sae_tui_gpu_memory_used_bytes": 40 << 30,
         "sae_tui_gpu_memory_total_bytes": 80 << 30,
+        "sae_tui_gpu_memory_free_bytes": 40 << 30,
         "sae_tui_gpu_temperature_celsius": 74,
         "sae_tui_gpu_power_watts": 612.5,
+        "sae_tui_gpu_sm_clock_hertz": 1_695_000_000,
+        "sae_tui_gpu_fan_ratio": 0.4,
+        "sae_tui_gpu_rows_failed": 0,
         "sae_tui_gpu_throttled": 1,
         "sae_tui_gpu_held_by_job": 1,
     }

@@ -14,13 +14,20 @@ def test_sums_and_means_include_only_reported_values_of_healthy_gpus():
         GpuSample(1, "GPU-1", "B", 0.0, **(FULL | {"utilization": 10, "temperature_c": 75})),
         GpuSample(2, "GPU-2", "C", 0.0, **(FULL | {"temperature_c": 99}), healthy=False, reason="lost"),
     ]
-    assert aggregate(gpus) == Aggregate(3, 16, 20, 50.0, 200.0, 300.0, gpus[1], ContributingGpus(2, 2, 1, 2))
+    assert aggregate(gpus) == Aggregate(
+        gpu_count=3, total_memory_used_bytes=16, total_memory_total_bytes=20, average_utilization=50.0,
+        total_power_w=200.0, total_power_limit_w=300.0, max_temperature_c=75, hottest=gpus[1],
+        counted=ContributingGpus(2, 2, 1, 2),
+    )  # fmt: skip
 
 
 def test_a_sensor_missing_on_all_gpus_is_unknown_and_zero_is_a_value():
-    assert aggregate([]) == Aggregate(0, None, None, None, None, None, None)
+    assert aggregate([]) == Aggregate(gpu_count=0)
     cold = GpuSample(0, "GPU-0", "A", 0.0, utilization=0, temperature_c=0)
-    assert aggregate([cold]) == Aggregate(1, None, None, 0.0, None, None, cold, ContributingGpus(0, 1, 0, 1))
+    counted = ContributingGpus(0, 1, 0, 1)
+    assert aggregate([cold]) == Aggregate(
+        gpu_count=1, average_utilization=0.0, max_temperature_c=0, hottest=cold, counted=counted
+    )
 
 
 def test_used_and_total_amounts_are_summed_over_the_same_gpus():

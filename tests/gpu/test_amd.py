@@ -170,6 +170,7 @@ print(json.dumps([asdict(amd.details(0, sample)), facts.driver, [asdict(pair) fo
 """
     details, driver, pairs, links = on_amd(script, GPUS=3)
     del details["timestamp"]
+    details |= details.pop("condition")
     assert {name: value for name, value in details.items() if value not in (None, [])} == {
         "memory_bandwidth_percent": 17, "sm_clock_mhz": 1987, "most_sm_clock_mhz": 2100, "memory_clock_mhz": 1300,
         "most_memory_clock_mhz": 1300, "slowdown_c": 100, "fan_percent": 40, "energy_j": pytest.approx(30518, abs=1),

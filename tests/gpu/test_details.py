@@ -9,21 +9,27 @@ from typing import Any
 
 import pytest
 
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import Condition, GpuSample
 from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.nvml_details import SLOWED_BY
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.panels.gpu_page import facts
 
-READ_DETAILS = """
+# Prints the details of each GPU together with its condition.
+FLAT = """
 import json
 from dataclasses import asdict
 from sae_tui.gpu.nvml import Nvml
+def flat(details):
+    values = asdict(details)
+    return values | values.pop("condition")
+"""
+READ_DETAILS = f"""{FLAT}
 nvml = Nvml()
 indices = range(nvml.open())
 samples = [nvml.sample(index, processes=True) for index in indices]
-print(json.dumps([asdict(nvml.details(index, samples[index])) for index in indices]))
+print(json.dumps([flat(nvml.details(index, samples[index])) for index in indices]))
 """
 # By fault of the driver: the fields that become unknown.
 FAULTS = {
@@ -43,17 +49,14 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# No Xid error is reported, and activity needs two readings.
-UNKNOWN = {"xid", "sm_percent", "occupancy_percent", "tensor_percent"}
-TWICE = """
-import json
-from dataclasses import asdict
-from sae_tui.gpu.nvml import Nvml
+# No Xid error is reported, this driver names no recovery action, and activity needs two readings.
+UNKNOWN = {"xid", "recovery", "sm_percent", "occupancy_percent", "tensor_percent"}
+TWICE = f"""{FLAT}
 nvml = Nvml()
 indices = range(nvml.open())
 for _ in range(2):
     read = [nvml.details(index, nvml.sample(index, processes=True)) for index in indices]
-print(json.dumps([asdict(one) for one in read]))
+print(json.dumps([flat(one) for one in read]))
 """
 SAMPLE = GpuSample(0, "GPU-1", "H200", 0.0, temperature_c=70, memory_used_bytes=1 << 30, memory_total_bytes=2 << 30)
 
@@ -128,7 +131,7 @@ def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:
         [("UUID", "GPU-1", "dim")],
     ]
     slowed = ("power limit reached",)
-    failing = GpuDetails(0.0, slowed_by=slowed, ecc_uncorrected=3, remapping_failed=True, slowdown_c=65)
+    failing = GpuDetails(0.0, Condition(slowed_by=slowed, ecc_uncorrected=3, rows_failed=True, slowdown_c=65))
     entries = {name: (value, style) for group in facts(SAMPLE, failing) for name, value, style in group}
     assert entries["slowed by"] == ("power limit reached", "warn")
     assert entries["uncorrected"] == ("3", "bad")

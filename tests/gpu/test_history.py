@@ -454,8 +454,14 @@ def test_totals_state_how_many_gpus_they_count(data_dir: DataDir) -> None:
     store(data_dir, 1, [begin + 1], utilization=20, power=None)
     store(data_dir, 2, [begin + 1], utilization=None, memory=None, temperature=70)
     both, one = totals(stored_samples(data_dir.gpu_db, HOST, begin, step_s=5))
-    assert both == GpuTotals(begin, 3, 2000, 4000, 15, 70, 200.0)
-    assert one == GpuTotals(begin + 5, 1, 1000, 2000, 10, 40, 100.0)
+    assert both == GpuTotals(
+        timestamp=begin, gpus_counted=3, total_memory_used_bytes=2000, total_memory_total_bytes=4000,
+        average_utilization=15, max_temperature_c=70, total_power_w=200.0,
+    )  # fmt: skip
+    assert one == GpuTotals(
+        timestamp=begin + 5, gpus_counted=1, total_memory_used_bytes=1000, total_memory_total_bytes=2000,
+        average_utilization=10, max_temperature_c=40, total_power_w=100.0,
+    )  # fmt: skip
 
 
 def test_reading_reports_a_missing_store(data_dir: DataDir) -> None:
@@ -501,7 +507,7 @@ def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypat
     assert len(minutes) >= 8 * 60
 
 
-@pytest.mark.parametrize(("room", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["room", "no room"])
+@pytest.mark.parametrize(("space", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["space", "no space"])
 def test_a_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
     data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, space: int, shrinks: bool
 ) -> None:

@@ -20,8 +20,8 @@ from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuProcess, GpuSample, samples_of
 from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.history import Recorder
-from sae_tui.gpu.limits import LIMITS
 from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.sensors import sensors_of
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.queue.gpu_reader import GpuReader
 from sae_tui.panels.gpu_page import facts
@@ -85,6 +85,7 @@ from pathlib import Path
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.nvml import Nvml
 from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.sensors import sensors_of
 from trainer.contract.paths import DataDir
 data = DataDir(Path(%r))
 sampler = Sampler(Nvml(), 0.05)
@@ -137,6 +138,12 @@ def _n_rows(data_dir: DataDir) -> int:
             return 0
 
 
+LIMITS = {
+    name: sensor.limits
+    for kind in (GpuSample, Condition, GpuDetails)
+    for name, sensor in sensors_of(kind).items()
+    if sensor.limits
+}
 ANY = st.one_of(
     st.integers(-(1 << 70), 1 << 70),
     st.floats(),
@@ -181,11 +188,11 @@ def test_an_impossible_amount_of_memory_of_a_process_is_unknown() -> None:
 
 def test_the_page_of_a_gpu_lists_each_impossible_reading_once() -> None:
     sample = GpuSample(0, "GPU-a", "H200", 1.0, utilization=U32, power_limit_w=0.0)
-    details = GpuDetails(1.0, sm_clock_mhz=U32)
+    details = GpuDetails(1.0, memory_clock_mhz=U32)
     entries = [entry for group in facts(sample, details) for entry in group]
     words = [value for _, value, _ in entries if "impossible" in value]
     assert words == [
         "utilization: impossible value (4294967295)",
         "power limit: impossible value (0)",
-        "sm clock: impossible value (4294967295)",
+        "memory clock: impossible value (4294967295)",
     ]

@@ -109,7 +109,7 @@ def test_slices_have_the_capability_of_their_physical_gpu_and_no_links(on_nvml: 
     assert facts["capabilities"] == [[9, 0]] * 4
     assert facts["nvlinks"] == [18, 18, 0, 0]
     assert [(pair["first"], pair["second"]) for pair in facts["pairs"]] == [(0, 1)]
-    assert (details["sm_clock_mhz"], remembered) == (None, [])
+    assert (details["condition"]["sm_clock_mhz"], remembered) == (None, [])
 
 
 def test_a_gpu_in_mig_mode_without_slices_reports_this(on_nvml: Run) -> None:

@@ -25,6 +25,12 @@ from trainer.contract.machine_memory import machine_memory
 from trainer.contract.store.rows import Job, Lease
 
 GIB = 1 << 30
+
+
+def _used(percent: int, used: int, total: int) -> dict[str, Any]:
+    return {"utilization": percent, "memory_used_bytes": used, "memory_total_bytes": total}
+
+
 # By fault of the driver: the reason why the GPU is not offered.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
@@ -142,7 +148,7 @@ def test_the_page_cache_in_a_gpus_memory_counts_as_free(tmp_path: Path, monkeypa
 def test_an_exclusive_gpu_is_busy_with_even_the_smallest_process_and_never_shared() -> None:
     alone = Condition(compute_mode="one process")
     small = GpuProcess(1 << 21, "mallory", "python", 10 << 20)
-    sample = GpuSample(0, "GPU-a", "H200", 1.0, 0, 1 * GIB, 80 * GIB, processes=(small,), condition=alone)
+    sample = GpuSample(0, "GPU-a", "H200", 1.0, **_used(0, 1 * GIB, 80 * GIB), processes=(small,), condition=alone)
     (taken,) = choices([sample], Holders())
     assert taken.state == "busy"
     assert "takes one process at a time" in taken.reason
@@ -208,7 +214,7 @@ print(json.dumps([nvml.sample(index, processes=True).condition.slowed_by for ind
 
 
 def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> None:
-    idle = GpuSample(0, "GPU-a", "RTX 5090", 1.0, 100, 10 << 20, 32 * GIB, processes=())
+    idle = GpuSample(0, "GPU-a", "RTX 5090", 1.0, **_used(100, 10 << 20, 32 * GIB), processes=())
     busy = replace(idle, utilization=40, processes=(GpuProcess(1 << 21, "mallory", "python", 5 * GIB),))
     (choice, _) = choices([idle, busy], Holders())
     assert choice.may_be_offered

@@ -193,7 +193,7 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
             # If there are minute means, even from 1970, they replace the samples after them.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):
-                assert f"{total.average_utilization or 0:.0f} {total.power_w or 0:.0f}"
+                assert f"{total.average_utilization or 0:.0f} {total.total_power_w or 0:.0f}"
         stored.last_busy(gpu_db, HOST, 0, "GPU-a", NOW - 600)
         recorder = Recorder(sampler, box.data)
         recorder._upkeep._first = False

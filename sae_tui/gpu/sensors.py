@@ -1,0 +1,139 @@
+"""The sensors of a GPU: each is declared once, at its field of a reading, and every view and answer follows from it.
+
+Drivers sometimes return nonsense: all bits set, or a negative number as unsigned. Readings of all vendors are checked,
+since one impossible value would spoil the sums, stores and plots of all GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_type_hints
+
+from trainer.contract.printable import printable
+
+IMPOSSIBLE = "impossible value"
+Limits = tuple[float, float]
+BYTES = (0, 1 << 50)  # the largest machines have about 2^45 bytes
+PERCENT = (0, 200)  # fans exceed 100 % of their rated speed, and some drivers report 105 % utilisation
+MHZ = (0, 20_000)
+WATTS = (0.0, 10_000.0)
+DEGREES = (-60, 200)
+COUNT = (0, 1 << 48)
+JOULES = (0.0, 1e13)  # 10 kW for 30 years
+
+
+class Unit(NamedTuple):
+    """A unit, and the base unit of Prometheus, which is `times / per` of it."""
+
+    words: str
+    base: str
+    times: float = 1
+    per: float = 1
+
+
+# By the end of a field's name. The utilisation has no unit in its name.
+UNITS: Mapping[str, Unit] = {
+    "utilization": Unit("%", "utilization_ratio", per=100),
+    "percent": Unit("%", "ratio", per=100),
+    "bytes": Unit("bytes", "bytes"),
+    "c": Unit("°C", "celsius"),
+    "w": Unit("W", "watts"),
+    "j": Unit("J", "joules"),
+    "mhz": Unit("MHz", "hertz", times=1_000_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sensor:
+    """What is declared about a value.
+
+    `words` describe it in the JSON reference and for Prometheus; a value without words is not exported. JSON calls it
+    `public`, and `null` is the meaning of null there. `limits` are the lowest and the highest possible value,
+    inclusive. A sensor with a `heading` is a column of every list of GPUs, and a figure of the cards and of the map; a
+    narrow terminal drops the column with the highest `drop` first. A sensor with a `title` is an entry of a `group` on
+    the page of a GPU.
+    """
+
+    words: str = ""
+    limits: Limits | None = None
+    public: str = ""
+    null: str = "not supported"
+    heading: str = ""
+    drop: int = 3
+    title: str = ""
+    group: Literal["speed", "heat"] = "heat"
+    name: str = ""
+
+    @property
+    def unit(self) -> Unit | None:
+        return UNITS.get(self.name.rpartition("_")[2])
+
+    @property
+    def meaning(self) -> str:
+        """The description of the value in the JSON reference."""
+        unit = self.unit
+        return f"{self.words}{f', in {unit.words}' if unit else ''}; null: {self.null}."
+
+    @property
+    def metric(self) -> str:
+        """The name for Prometheus."""
+        stem, _, _ = self.name.rpartition("_")
+        return "_".join(filter(None, (stem, self.unit.base))) if self.unit else self.name
+
+    def in_base_unit(self, value: object) -> float | None:
+        """Return a value in the base unit of Prometheus; None if it is not a number."""
+        if not isinstance(value, int | float):
+            return None
+        return value * self.unit.times / self.unit.per if self.unit else value
+
+
+_FOUND: dict[type[Any], Mapping[str, Sensor]] = {}
+
+
+def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
+    """Return the sensors of a kind of reading, by field."""
+    if kind not in _FOUND:
+        hints = get_type_hints(kind, include_extras=True)
+        _FOUND[kind] = {
+            name: replace(one, name=name, public=one.public or name)
+            for name, hint in hints.items()
+            for one in getattr(hint, "__metadata__", ())
+            if isinstance(one, Sensor)
+        }
+    return _FOUND[kind]
+
+
+def exported(kind: type) -> Mapping[str, Sensor]:
+    """Return the sensors that are part of answers, by field."""
+    return {name: one for name, one in sensors_of(kind).items() if one.words}
+
+
+def public_values(reading: Any) -> dict[str, Any]:
+    """Return the values of a reading under the names that JSON answers use."""
+    return {one.public: getattr(reading, name) for name, one in exported(type(reading)).items()}
+
+
+def is_possible(value: object, limits: Limits | None) -> bool:
+    """Return whether a sensor with these limits can have this value; None (unknown) always can."""
+    if value is None or limits is None:
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    lowest, highest = limits
+    return lowest <= value <= highest  # False for NaN
+
+
+def drop_impossible(reading: Any) -> dict[str, str]:
+    """Set impossible fields of a reading to None; return each with the reason."""
+    sensors = sensors_of(type(reading))
+    names = [name for name, one in sensors.items() if not is_possible(getattr(reading, name), one.limits)]
+    failed = {name: _words(getattr(reading, name)) for name in names}
+    for name in names:
+        # Readings are frozen; this is called only during their construction.
+        object.__setattr__(reading, name, None)
+    return failed
+
+
+def _words(value: object) -> str:
+    return f"{IMPOSSIBLE} ({f'{value:g}' if isinstance(value, float) else printable(str(value)[:40])})"
