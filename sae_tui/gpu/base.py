@@ -97,7 +97,7 @@ class Condition:
     performance_state: Annotated[int | None, Sensor("Performance state, from 0 (full speed) to 15", (0, 15))] = None
     fan_percent: Annotated[int | None, Sensor("Fan speed", PERCENT, title="fan")] = None
     slowed_by: Annotated[tuple[str, ...] | None, Sensor("What slows it down, as a list of phrases")] = None
-    slowdown_c: Annotated[int | None, Sensor("Temperature at which it throttles", (30, 200), title="slows at")] = None
+    slowdown_c: Annotated[int | None, Sensor("Temperature at which it throttles", (30, 200))] = None
     xid: Annotated[Xid | None, Sensor("The last error that the driver reported", null="none")] = None
     compute_mode: Annotated[str | None, Sensor("Compute mode: shared, one process, or no computing")] = None
     ecc_uncorrected: Annotated[int | None, Sensor("Uncorrected memory errors since the last reset", COUNT)] = None
@@ -158,9 +158,9 @@ class GpuSample:
     temperature_c: Annotated[
         Degrees | None, Sensor("Temperature of the chip", DEGREES, public="temperature", heading="TEMP", drop=0)
     ] = None
-    power_w: Annotated[Measured | None, Sensor("Power draw", WATTS, public="power_draw", heading="POWER", drop=1)] = (
-        None
-    )
+    power_w: Annotated[
+        Measured | None, Sensor("Power draw", WATTS, public="power_draw", heading="POWER", drop=1)
+    ] = None  # fmt: skip
     power_limit_w: Annotated[Measured | None, Sensor("Power limit", (0.5, WATTS[1]), public="power_limit")] = None
     # Energy since the driver was loaded; only some samples have it.
     energy_j: Annotated[float | None, Sensor(limits=JOULES)] = None
@@ -240,9 +240,9 @@ class GpuSample:
 class Totals:
     """Sums and means over GPUs; None if no GPU has the sensor. Used and total memory are those of the same GPUs."""
 
-    total_memory_used_bytes: Annotated[int | None, Sensor("Memory in use on all GPUs", public="total_memory_used")] = (
-        None
-    )
+    total_memory_used_bytes: Annotated[
+        int | None, Sensor("Memory in use on all GPUs", public="total_memory_used")
+    ] = None  # fmt: skip
     total_memory_total_bytes: Annotated[
         int | None, Sensor("Memory capacity of all GPUs", public="total_memory_total")
     ] = None

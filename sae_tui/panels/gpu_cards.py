@@ -86,9 +86,9 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
 def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
     """Return all figures on one line, with a history if it fits."""
     first = _figure(row, UTILIZATION) if util else (fit(_label(MEMORY), UTILIZATION.width), "label")
-    rest = _figure(row, MEMORY, 1), _figure(row, TEMPERATURE, 2), _figure(row, POWER, 2)
-    others = [_figure(row, one, 2) for one in OTHERS]
-    figures: Line = (*fitting((first, *rest, *others), width - 1), (" ", "text"))
+    usual = first, _figure(row, MEMORY, 1), _figure(row, TEMPERATURE, 2), _figure(row, POWER, 2)
+    space = width - 1 - sum(cell_len(text) for text, _ in usual)
+    figures: Line = (*usual, *fitting([_figure(row, one, 2) for one in OTHERS], space), (" ", "text"))
     meter = UTILIZATION.meter if util else MEMORY.meter
     assert meter
     return (*figures, _spark(row, meter, width - sum(cell_len(text) for text, _ in figures)))

@@ -45,23 +45,24 @@ class Layout:
 
 
 def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: int = 1) -> list[Line]:
-    """Return `each` lines, one or two, for each of `rows`.
+    """Return `each` lines, one or two, for each of `rows`; the fault of a GPU replaces its figures.
 
-    The column widths suit all GPUs in `of`, so that nothing shifts while the user scrolls.
+    The column widths suit all GPUs in `of`, so that nothing shifts while the user scrolls. On a narrow terminal, bars,
+    histories and the least important columns are left out.
     """
     longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
     if each > 1:
         longest = longest // 2 + _LONG_WORD
-    return [line for row in rows for line in gpu_line(row, width, longest, each)]
+    layout = layout_of(width, longest)
+    return [line for row in rows for line in _lines_of(row, layout, width, each)]
 
 
-def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[Line]:
-    """Return a GPU in one or two lines; on a narrow terminal drop bars and numbers first and the fault last.
+def _lines_of(row: GpuRow, layout: Layout, width: int, each: int) -> list[Line]:
+    """Return a GPU in one or two lines.
 
     The second line holds the lower half of the histories, the power limit, and the rest of the holder's name. If the
     name fits into the first line, the second shows the processes on the GPU.
     """
-    layout = layout_of(width, longest)
     if not row.sample.healthy:
         head = tuple(_cell(row, column, layout.widths[column]) for column in (INDEX, NAME))
         words, style = row.fault

@@ -15,7 +15,7 @@ from sae_tui.gpu.base import NO_COMPUTING, GpuSample
 from sae_tui.gpu.details import GpuDetails, Instance
 from sae_tui.gpu.sensors import UNITS, sensors_of
 from sae_tui.gpu.window import Window
-from sae_tui.panels.gpu_row import HOT_C, in_words, short_name
+from sae_tui.panels.gpu_row import HOT_C, short_name, words_of
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 
@@ -159,6 +159,7 @@ def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
     kilowatt_hours = None if details.energy_j is None else details.energy_j / 3.6e6
     return [
         ("temperature", celsius(sample.temperature_c), "bad" if hot else "text"),
+        ("slows at", celsius(details.condition.slowdown_c), "text"),
         *_declared("heat", sample, details),
         ("energy", "" if kilowatt_hours is None else f"{kilowatt_hours:.1f} kWh", "text"),
     ]
@@ -168,7 +169,7 @@ def _declared(group: str, sample: GpuSample, details: GpuDetails) -> list[tuple[
     """Return the sensors of a group that need nothing but their declaration."""
     readings: tuple[Any, ...] = sample, details.condition, details
     return [
-        (one.title, in_words(one, getattr(reading, one.name)), "text")
+        (one.title, words_of(one)[0](getattr(reading, one.name)), "text")
         for reading in readings
         for one in sensors_of(type(reading)).values()
         if one.title and one.group == group

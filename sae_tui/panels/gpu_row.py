@@ -67,8 +67,7 @@ class GpuColumn:
 
     `width` is the width of the cell, without the `gap` after it. `below` returns the text in the second of two lines;
     if it is None, the next column's text extends over the cell. `limit` returns the highest value of the cell, or "".
-    A narrow terminal drops the column with the highest
-    `drop` first; 0 is never dropped.
+    A narrow terminal drops the column with the highest `drop` first; 0 is never dropped.
     """
 
     heading: str
@@ -153,12 +152,10 @@ def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
     return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 
-def in_words(sensor: Sensor, value: float | None) -> str:
-    """Return the value of a sensor with its unit, and a dash for None."""
+def words_of(sensor: Sensor) -> tuple[Callable[[float | None], str], int]:
+    """Return how the values of a sensor are written, and the width of a column for them."""
     unit = sensor.unit.words if sensor.unit else ""
-    if unit in _WORDS:
-        return _WORDS[unit][0](value)
-    return UNKNOWN if value is None else f"{value:.0f} {unit}".rstrip()
+    return _WORDS.get(unit) or (lambda value: UNKNOWN if value is None else f"{value:.0f} {unit}".rstrip(), _WIDTH)
 
 
 def heat(sample: GpuSample) -> str:
@@ -195,16 +192,16 @@ _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 
 def _column(sensor: Sensor) -> GpuColumn:
     """Return the column of a sensor."""
+    words, width = words_of(sensor)
     style, limit = _STYLES.get(sensor.name), _LIMITS.get(sensor.name)
 
     def cell(row: GpuRow) -> Span:
-        return in_words(sensor, row.sample.value(sensor.name)), style(row.sample) if style else "text"
+        return words(row.sample.value(sensor.name)), style(row.sample) if style else "text"
 
     def below(sample: GpuSample) -> str:
         most = limit(sample) if limit else ""
         return most and f"of {most}"
 
-    _, width = _WORDS.get(sensor.unit.words if sensor.unit else "", (None, _WIDTH))
     return GpuColumn(sensor.heading, width, cell, below if limit else None, limit, drop=sensor.drop)
 
 

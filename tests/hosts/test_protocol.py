@@ -29,7 +29,7 @@ from sae_tui.hosts.protocol import (
 from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.jobs.view.reader import JobView, judged_value
 from sae_tui.panels.far_gpus import FarHost, process_lines, state_words
-from sae_tui.panels.gpu_lines import gpu_line
+from sae_tui.panels.gpu_lines import gpu_lines
 from sae_tui.panels.gpu_row import GpuRow
 from sae_tui.panels.jobs import job_row
 from trainer.contract.printable import printable_json
@@ -134,8 +134,7 @@ def draw(message: Message) -> None:
     """Draw a message as the dashboard does."""
     if isinstance(message, RemoteGpus):
         rows = [GpuRow(gpu.sample(1e9), gpu.holder, gpu.use, lambda name, n: []) for gpu in message.gpus]
-        for row in rows:
-            gpu_line(row, 120)
+        gpu_lines(rows, rows, 120)
         view = HostView("far", ConnectionStage.CONNECTED, problem=message.problem, gpus=message.gpus)
         state_words(FarHost(view, tuple(rows)))
         process_lines(view, 80)
