@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 
 
 class Hysteresis:
-    """Follows one value; times are seconds of any monotonic clock."""
+    """Tracks one value; times are in seconds, from any monotonic clock."""
 
     def __init__(self, rule: Rule, *, is_raised: bool = False) -> None:
         self.is_raised = is_raised

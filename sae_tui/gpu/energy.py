@@ -31,7 +31,7 @@ class Used(NamedTuple):
 
 
 class GpuMeter:
-    """Measures the energy of one GPU from `begin` on; readings are added in chronological order.
+    """Measures the energy used by one GPU since `begin`; readings must arrive in chronological order.
 
     Between two counter readings, even across a gap, the energy is their difference. Otherwise it is the integral of
     the power by the trapezoidal rule, extended to `begin` and to the end if these are within `LONGEST_GAP_S`.

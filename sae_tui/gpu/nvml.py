@@ -51,7 +51,7 @@ Variants = tuple[tuple[Any, ...], ...]
 class Nvml:
     """All NVIDIA GPUs of this machine, with NVML's indices, which stay the same when a GPU fails.
 
-    MIG slices have the indices after the last GPU.
+    MIG slices are numbered after the last GPU.
     """
 
     name = "nvml"

@@ -43,7 +43,7 @@ class Hosts:
         self._errands.end_all()
 
     def cut(self) -> None:
-        """End the connections, so that the hosts close their GPU drivers; the followers soon connect again."""
+        """Close the connections, so that the hosts close their GPU drivers; followers reconnect soon."""
         for follower in self._followers.values():
             follower.cut()
 

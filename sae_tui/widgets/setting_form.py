@@ -315,7 +315,7 @@ class SettingForm(Vertical):
         self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in self.rows]), go)
 
     def focus_again(self) -> None:
-        """Put the cursor into the field that last had it, or into the first one."""
+        """Focus the field that had the focus last, or the first field."""
         row = self._last if self._last in self.rows else self.rows[0]
         row.focus_editor()
 

@@ -96,7 +96,7 @@ class Result:
 
 
 def bound_keys() -> list[bytes]:
-    """Return the bytes of every key that a screen, a panel or the app binds."""
+    """Return the bytes that a terminal sends for each key bound by a screen, a panel or the app."""
     from textual.widget import Widget
 
     from sae_tui.app import SaeApp

@@ -33,7 +33,7 @@ cuts = st.sets(st.integers(1, WIDTH - 1), max_size=3)
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[list[tuple[Strip, list[int]]], list[tuple[int, int, int]]]:
-    """Draw screen lines, the columns at which they are split into widgets, and the spans to repaint."""
+    """Generate random screen lines, the columns that split them into widgets, and the spans to repaint."""
     rows = []
     for _ in range(HEIGHT):
         segments = [Segment(text, style) for text, style in draw(lines)]

@@ -1,4 +1,4 @@
-"""The saved progress of an extraction: that of each process, and of all processes together."""
+"""The saved progress of an extraction, per process and in total."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Bf16(Codec):
 
 
 class Int8(Codec):
-    """Moments in 8 bits, relative to the largest of their block.
+    """Moments in 8 bits, scaled by the largest value of each block.
 
     The first moment is stored as its signed square root in ±127 levels, the second as its fourth root in 255 levels.
     A block is a row of W_dec, or 64 rows of one column of W_enc. It never spans several latents, since gradients of

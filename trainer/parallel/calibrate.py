@@ -112,7 +112,7 @@ def copied_per_s(device: torch.device, parts: int = 1) -> float:
 
 
 def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
-    """Return the bytes/s per rank during an all-reduce of a large tensor, and the seconds of a tiny all-reduce.
+    """Return the bandwidth per rank of a large all-reduce in bytes/s, and the latency of a tiny one in seconds.
 
     Return None on all ranks if any rank has too little memory.
     """

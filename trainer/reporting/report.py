@@ -58,7 +58,7 @@ class Report:
         rank_log.say(message)
 
     def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
-        """Record the shares of rows left out so far; report outliers unless they were reported before.
+        """Record the share of rows that were skipped so far, and report outliers once.
 
         With several hooks, the shares are those at `hook`, and `labels` are the SAEs of this hook.
         """

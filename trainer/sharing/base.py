@@ -132,7 +132,7 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
-        """Write an SAE atomically and return a sentence on each omission. Check `refusal` first."""
+        """Write an SAE atomically; return a sentence for each part that was left out. Check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""

@@ -292,7 +292,7 @@ class Learner:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the SAE into its export form within the context.
+        """Convert the SAE to its export form inside the `with` block.
 
         All replicas must enter together, unless no training pass ran since the last time.
         """

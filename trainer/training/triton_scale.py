@@ -1,4 +1,4 @@
-"""Computes a `gradients.Verdict` in one Triton kernel; sixteen torch kernels would take 3 % of a short step."""
+"""Computes a `gradients.GradientCheck` in one Triton kernel; sixteen torch kernels would take 3 % of a short step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def judge(
     expected: int,
     largest: float,
 ) -> tuple[Tensor, ...]:
-    """Return the fields of a `gradients.Verdict`, as `Verdicts.of` does, and update `norm` and `skipped` in place."""
+    """Return the fields of a `gradients.GradientCheck`, as `Verdicts.of` does, and update `norm` and `skipped` in place."""
     divisor, bad, bad_gradient, taken, of_step = torch.empty(5, device=factor.device).unbind()
     skips = torch.empty((), dtype=torch.bool, device=factor.device)
     # Triton launches on the current device, which may differ from the device of the tensors.

@@ -391,7 +391,7 @@ def default_preset() -> Path:
 
 
 def extraction_preset() -> Path:
-    """Return the job file that the form for an extraction starts from."""
+    """Return the job file that the extraction form shows at first."""
     return shipped_data() / "presets" / "extract.toml"
 
 

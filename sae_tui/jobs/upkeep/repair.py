@@ -86,7 +86,7 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
 
 
 def _unknown_job(job_id: int) -> Job:
-    """Return a placeholder for a lost job; some columns of its row may still be readable and replace these values."""
+    """Return a placeholder for a lost job; columns of its row that are still readable override its values."""
     return Job(
         id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
         device="cpu", gpu_source="none", created=time.time(), error="its outcome is unknown: its row was lost",

@@ -158,7 +158,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 
 
 def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
-    """Return the sort orders of a list of jobs, by name; metrics are sorted from best to worst."""
+    """Return the available sort orders of a list of jobs, keyed by name; metrics sort from best to worst."""
     metrics = key_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {

@@ -1,4 +1,4 @@
-"""The forecast for an extraction before its launch."""
+"""The memory and time that an extraction needs, estimated before launch."""
 
 from __future__ import annotations
 

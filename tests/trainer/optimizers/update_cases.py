@@ -215,7 +215,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
 
 
 def assert_measured(one: Learner) -> None:
-    """Assert that the measures of a step's gradients match float64."""
+    """Assert that the gradient statistics of a step match a float64 reference."""
     (square, of_all), dims = one._update.measure(), one.sae.latent_dims()
     torch.testing.assert_close(of_all, one.sae.b_dec.grad.double().square().sum(), rtol=1e-6, atol=0)
     vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]

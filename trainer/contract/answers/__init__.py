@@ -1,1 +1,1 @@
-"""JSON Schemas of the answers of `sae-train`, built from types."""
+"""JSON Schemas for the output of `sae-train`, built from its types."""

@@ -190,7 +190,7 @@ class _SparseArchitecture(_StepSizes):
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
         # Indices and values of the chosen latents; each rank has its share. If several GPUs choose per batch, each
-        # allocates space for all entries, since all chosen ones could be its own.
+        # allocates space for all entries, since all selected entries could belong to this rank.
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0

@@ -266,7 +266,7 @@ def best_sae(latest: Mapping[str, float]) -> str:
 
 
 def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return the newest values of a metric, by the label of the SAE."""
+    """Return the latest values of a metric, keyed by SAE label."""
     return {key.removeprefix(f"{name}@"): value for key, value in latest.items() if key.startswith(f"{name}@")}
 
 
