@@ -55,9 +55,9 @@ class Threads(Group):
         """Sum every tensor over the threads: each thread sums one part and copies the result to all threads."""
         for tensor in tensors:
             flat = dense(tensor).view(-1)
-            all_gather = self._tensors_of_all(flat)
+            of_ranks = self._tensors_of_all(flat)
             bounds = [len(flat) * rank // self.size for rank in (self.index, self.index + 1)]
-            parts = [theirs[bounds[0] : bounds[1]] for theirs in all_gather]
+            parts = [theirs[bounds[0] : bounds[1]] for theirs in of_ranks]
             total = torch.stack([part.to(tensor.device) for part in parts]).sum(dim=0)
             for part in parts:
                 part.copy_(total)
@@ -76,20 +76,20 @@ class Threads(Group):
             self._wait_for_all(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        all_gather = self._tensors_of_all(tensor)
-        gathered = torch.stack([theirs.to(tensor.device) for theirs in all_gather])
+        of_ranks = self._tensors_of_all(tensor)
+        gathered = torch.stack([theirs.to(tensor.device) for theirs in of_ranks])
         self._wait_for_all(tensor)
         return gathered
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        all_gather = self._tensors_of_all(tensor)
-        own_rows = torch.stack([local_shard(theirs, self).to(tensor.device) for theirs in all_gather])
+        of_ranks = self._tensors_of_all(tensor)
+        own_rows = torch.stack([local_shard(theirs, self).to(tensor.device) for theirs in of_ranks])
         self._wait_for_all(tensor)
         return own_rows
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        all_gather = self._tensors_of_all(tensor)
-        rows = torch.cat([theirs[self.index].to(tensor.device) for theirs in all_gather])
+        of_ranks = self._tensors_of_all(tensor)
+        rows = torch.cat([theirs[self.index].to(tensor.device) for theirs in of_ranks])
         self._wait_for_all(tensor)
         return rows
 
@@ -101,20 +101,20 @@ class Threads(Group):
             self._wait_for_all(tensor)
 
     def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-        all_gather = self._tensors_of_all(tensor)
-        tensors = [] if self.index else [theirs.cpu() for theirs in all_gather]
+        of_ranks = self._tensors_of_all(tensor)
+        tensors = [] if self.index else [theirs.cpu() for theirs in of_ranks]
         self._wait_for_all(tensor)
         return tensors
 
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all threads; GPU work that is queued later waits until the tensors are computed."""
         with self.waiting.measure():
-            all_gather = self._meet(tensor)
-            for theirs, computed in all_gather:
+            of_ranks = self._meet(tensor)
+            for theirs, computed in of_ranks:
                 # A copy between two GPUs runs in the queue of the source GPU.
                 computed.hold(theirs.device)
                 computed.hold(tensor.device)
-        return [theirs for theirs, _ in all_gather]
+        return [theirs for theirs, _ in of_ranks]
 
     def _wait_for_all(self, tensor: Tensor) -> None:
         """Make GPU work that is queued later wait until all threads have finished reading each other's tensors."""

@@ -132,14 +132,14 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)
-    all_gather = group.gather(F.pad(order, (0, n - len(order)), value=sae.d_sae)).flatten()
-    is_dead = all_gather < sae.d_sae * (1 - sae.dead_after_tokens)
+    gathered = group.gather(F.pad(order, (0, n - len(order)), value=sae.d_sae)).flatten()
+    is_dead = gathered < sae.d_sae * (1 - sae.dead_after_tokens)
     if not order.is_cuda:
         n = _n_dead(is_dead, n)
     # A latent's position is the number of latents before it, or n if it is not among the first n. For 6,144 values,
     # sorting takes 19 GPU kernels and counting takes 4. `sum` of a bool would make a 64-bit copy.
-    is_before = own.bias.new_empty(len(order), len(all_gather), dtype=torch.bfloat16)
-    torch.lt(all_gather, order[:, None], out=is_before)
+    is_before = own.bias.new_empty(len(order), len(gathered), dtype=torch.bfloat16)
+    torch.lt(gathered, order[:, None], out=is_before)
     places = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
     latents = order.new_full((n + 1,), -1).scatter_(0, places, own.latents)[:n]
     packed = dead_latents.rows(sae.W_enc, sae.W_dec, latents, dtype)

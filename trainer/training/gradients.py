@@ -76,7 +76,7 @@ class GradientCheck(NamedTuple):
     n_tokens: Tensor
 
 
-class Verdicts:
+class GradientChecks:
     """Checks the gradients of steps of `expected` tokens and clips their norms to `largest` (0: never).
 
     `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] counts the steps skipped in

@@ -36,7 +36,7 @@ from trainer.saes.initial_weights import initialise
 from trainer.saes.kernels.sparse import triton_for
 from trainer.saes.resample import resample
 from trainer.training.following import Following
-from trainer.training.gradients import LossScale, Verdicts
+from trainer.training.gradients import LossScale, GradientChecks
 from trainer.training.sharded_state import ShardedState, under
 from trainer.training.update import RowUpdate, Update
 from trainer.training.zero_shards import Stepped, SteppedShare
@@ -110,7 +110,7 @@ class Learner:
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
-        self._verdicts = Verdicts(device, self.tokens_per_step, self._train.grad_clip)
+        self._gradient_checks = GradientChecks(device, self.tokens_per_step, self._train.grad_clip)
         # The learning rate of this step for groups without their own factor; nan before the first step.
         self._rate = math.nan
         # Takes complete steps (a captured CUDA graph), if possible.
@@ -260,13 +260,13 @@ class Learner:
         squares = self._update.measure()
         of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
         came = self.sae.n_tokens_in_step(), self.sae.has_overflowed()
-        verdict = self._verdicts.of(of_latents, squares.of_all, self.loss_scale.factor, *came)
-        self.loss_scale.update(verdict.bad_gradient)
-        self.optimizer.grad_scale, self.optimizer.found_inf = verdict.divisor, verdict.bad
-        self._update.take(verdict)
+        check = self._gradient_checks.of(of_latents, squares.of_all, self.loss_scale.factor, *came)
+        self.loss_scale.update(check.bad_gradient)
+        self.optimizer.grad_scale, self.optimizer.found_inf = check.divisor, check.bad
+        self._update.take(check)
         self.stepped.end()
         self.sae.zero_grad()
-        self.sae.end_step(verdict.n_tokens)
+        self.sae.end_step(check.n_tokens)
         if counts:
             self.count_step()
 
@@ -337,7 +337,7 @@ class Learner:
 
     def take_state(self) -> Tensor:
         """Return the values of a `StepState` in float64 on the device, and reset the counts of skipped steps."""
-        skipped = self._verdicts.skipped
+        skipped = self._gradient_checks.skipped
         lr = skipped.new_full((1,), self._rate, dtype=torch.float64)
         state = torch.cat([skipped.double(), self.grad_norm.double()[None], lr])
         # Keep the count of consecutive skips.
@@ -355,7 +355,7 @@ class Learner:
     @property
     def grad_norm(self) -> Tensor:
         """The norm of the last step's gradient, 0-dim."""
-        return self._verdicts.norm
+        return self._gradient_checks.norm
 
     @property
     def has_loss_scale(self) -> bool:

@@ -530,11 +530,11 @@ class Trainer:
     def _balance(self, paces: dict[str, Tensor]) -> None:
         """Report ranks that keep the others waiting, and request new shares of the work if that pays off."""
         _, seconds, _, ranks = paces["pace"].tolist()
-        verdict = self._balancer.look(paces, seconds / ranks)
-        for kind, message, level in verdict.events:
+        balance = self._balancer.look(paces, seconds / ranks)
+        for kind, message, level in balance.events:
             self.report.event(kind, message, level=level)
             rank_log.say(message)
-        self._wanted_shares = verdict.shares or self._wanted_shares
+        self._wanted_shares = balance.shares or self._wanted_shares
 
     def _adopt(self, shares: Shares) -> None:
         self._parallel.shares, self._wanted_shares = shares, None

@@ -19,7 +19,7 @@ def judge(
     expected: int,
     largest: float,
 ) -> tuple[Tensor, ...]:
-    """Return the fields of a `gradients.GradientCheck`, as `Verdicts.of` does, and update `norm` and `skipped` in place."""
+    """Return the fields of a `gradients.GradientCheck`, as `GradientChecks.of` does, and update `norm`, `skipped`."""
     divisor, bad, bad_gradient, taken, of_step = torch.empty(5, device=factor.device).unbind()
     skips = torch.empty((), dtype=torch.bool, device=factor.device)
     # Triton launches on the current device, which may differ from the device of the tensors.

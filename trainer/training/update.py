@@ -26,9 +26,9 @@ class Update:
         self._sae.project_gradient(self._stepped.rows)
         return self._squares(self._stepped.parameters)
 
-    def take(self, verdict: GradientCheck) -> None:
-        """Step the weights and apply their constraints; if the verdict is to skip, change nothing."""
-        skips = verdict.skips
+    def take(self, check: GradientCheck) -> None:
+        """Step the weights and apply their constraints; if the check is to skip, change nothing."""
+        skips = check.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
             self._optimizer.step()
             self._sae.normalise_decoder(skips, self._stepped.rows)
@@ -63,7 +63,7 @@ class RowUpdate(Update):
         others = self._squares(self._others)
         return Squares(by_rows.of_latents + others.of_latents, by_rows.of_all + others.of_all)
 
-    def take(self, verdict: GradientCheck) -> None:
-        self._by_rows.step(verdict.taken)
+    def take(self, check: GradientCheck) -> None:
+        self._by_rows.step(check.taken)
         self._optimizer.step()
         self._sae.constrain(self._stepped.rows)

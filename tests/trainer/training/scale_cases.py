@@ -31,7 +31,7 @@ def test_the_kernel_matches_single_operations(
     squares = number(square, torch.float64), number(square / 3, torch.float64)
     lost = None if overflowed is None else torch.tensor(overflowed, device=DEVICE)
     given = *squares, number(factor), number(n_tokens), lost
-    by_kernel, by_torch = (gradients.Verdicts(DEVICE, 4096, largest) for _ in range(2))
+    by_kernel, by_torch = (gradients.GradientChecks(DEVICE, 4096, largest) for _ in range(2))
     for one in (by_kernel, by_torch):
         one.skipped.copy_(torch.tensor([5.0, 3.0, 2.0]))
     expected = by_torch.of(*given)

@@ -50,9 +50,9 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
         return entries.chosen_first(len(columns), len(tokens) // group.size)
     (columns, values, ceiling), n_sent = _candidates(pre_acts, k, group)
     sent = torch.cat([_pad(values, n_sent), ceiling[:, None]], dim=1)
-    verdict = group.from_owners(_verdicts(group.to_owners(sent), k), len(sent))
-    local = _LocalChoice(columns, values, verdict[:, : columns.shape[1]])
-    if len(rows := verdict[:, -1].nonzero().flatten()):
+    selected = group.from_owners(_selected(group.to_owners(sent), k), len(sent))
+    local = _LocalChoice(columns, values, selected[:, : columns.shape[1]])
+    if len(rows := selected[:, -1].nonzero().flatten()):
         local = local.with_rows(rows, _LocalChoice(*_among_largest(pre_acts.of(rows), k, group)))
     return local.chosen()
 
@@ -71,18 +71,18 @@ def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, in
     looked = pre_acts.look(n_own, n_seen)
     if not tells:
         return looked.exact(looked.lower.new_full((len(looked.lower),), -torch.inf)).largest(n_own), n_sent
-    all_gather = group.to_owners(_pad(looked.lower, n_sent)).movedim(0, 1).flatten(1)
-    least = group.from_owners(top_k.kth(all_gather, k).expand(group.size, -1), len(looked.lower))
+    gathered = group.to_owners(_pad(looked.lower, n_sent)).movedim(0, 1).flatten(1)
+    least = group.from_owners(top_k.kth(gathered, k).expand(group.size, -1), len(looked.lower))
     return looked.exact(least), n_sent
 
 
-def _verdicts(all_gather: Tensor, k: int) -> Tensor:
+def _selected(gathered: Tensor, k: int) -> Tensor:
     """Return which candidates of all ranks are among the k largest of their token, bool [n_ranks, n_tokens, n + 1].
 
     The input holds n candidates followed by their ceiling, [n_ranks, n_tokens, n + 1]. The last column of the result
     marks tokens that are still open: an unsent value might be among their k largest.
     """
-    candidates, ceilings = all_gather[:, :, :-1].movedim(0, 1), all_gather[:, :, -1]
+    candidates, ceilings = gathered[:, :, :-1].movedim(0, 1), gathered[:, :, -1]
     is_chosen, smallest = _are_largest(candidates, k)
     # True for NaN because it is negated.
     is_open = ~(ceilings <= smallest).all(dim=0)
@@ -193,15 +193,15 @@ def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
             values = torch.cat([own, values[values > own.amin()] if len(own) == n else values])
         own = values.topk(min(n, len(values)), sorted=False).values
     assert own is not None
-    all_gather = group.gather(F.pad(own, (0, n - len(own)), value=-torch.inf))
-    return all_gather.flatten().topk(n, sorted=False).values.amin()
+    gathered = group.gather(F.pad(own, (0, n - len(own)), value=-torch.inf))
+    return gathered.flatten().topk(n, sorted=False).values.amin()
 
 
-def _are_largest(all_gather: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _are_largest(gathered: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return which candidates [n_rows, n_ranks, n] are among a row's k largest, bool, and the k-th largest."""
-    flat = all_gather.flatten(1)
+    flat = gathered.flatten(1)
     is_chosen, smallest = top_k.are_largest(flat, min(k, flat.shape[1]))
-    return is_chosen.view(all_gather.shape), smallest
+    return is_chosen.view(gathered.shape), smallest
 
 
 def _pad(rows: Tensor, width: int) -> Tensor:
