@@ -36,7 +36,7 @@ from trainer.saes.initial_weights import initialise
 from trainer.saes.kernels.sparse import triton_for
 from trainer.saes.resample import resample
 from trainer.training.following import Following
-from trainer.training.gradients import LossScale, GradientChecks
+from trainer.training.gradients import GradientChecks, LossScale
 from trainer.training.sharded_state import ShardedState, under
 from trainer.training.update import RowUpdate, Update
 from trainer.training.zero_shards import Stepped, SteppedShare
