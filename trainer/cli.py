@@ -277,7 +277,7 @@ def _export(flags: argparse.Namespace) -> int:
 
 def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Export the SAEs of one checkpoint, or a set from several runs; return the JSON result and its text lines."""
-    from trainer.evaluation.firings import firings_of
+    from trainer.evaluation.contexts import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set, is_set
 

@@ -25,8 +25,7 @@ from trainer.contract.runs.report_card import Auc, Probing
 from trainer.contract.settings.job_file import load_extraction
 from trainer.evaluation.exported import read_exported
 from trainer.evaluation.probe_sets import read_sets
-from trainer.evaluation.probing import KS, LabelledRows, probe, probe_rows
-from trainer.evaluation.text_rows import last_rows
+from trainer.evaluation.probing import KS, LabelledRows, last_rows, probe, probe_rows
 from trainer.extraction.language_model import LanguageModel
 
 CPU = torch.device("cpu")

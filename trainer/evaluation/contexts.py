@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,21 +15,27 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from trainer.activations.open_source import open_source
 from trainer.activations.outliers import Outliers
 from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import FEATURES, NO_TOKEN, Features
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.shards import TENSOR, inspect_shards
-from trainer.contract.settings.tokens_of_data import META, shard_tells_tokens
+from trainer.contract.settings.tokens_of_data import META, folder_of, shard_tells_tokens, tells_tokens
+from trainer.evaluation.rows import EvaluationRows
 from trainer.extraction.shard_writer import RowOrigin, order_of_shard
 from trainer.saes.sparse_acts import Acts, SparseActs
+from trainer.sharing.base import Firings
 from trainer.training.learner import Learner
 
 # Tokens of a context before and after the one on which a latent fires most.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
+# Tokens of a context in a cache for other tools: a multiple of 32 and 64, the lengths that tools show at once.
+CACHE_CONTEXT = 256
 # The most rows to read, from the first shards.
 MOST_ROWS = 2**18
 N_BINS = 16
@@ -112,7 +119,7 @@ class Contexts:
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
         """Return the tensors that `trainer.contract.runs.features` reads; `tokens` has the bytes of each token by id.
 
-        `moved` is the result of `logit_lens.moved_tokens`, if known.
+        `moved` is the result of `spliced.moved_tokens`, if known.
         """
         told = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
         of_texts = _texts(torch.cat([ids.flatten() for ids in told]), tokens)
@@ -312,3 +319,40 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
     # Tokens whose bytes are unknown have the largest ids, so they come after all others.
     ends = torch.searchsorted(pairs, (text_ids.long() + 1) * d_sae)
     return {"index_ends": ends, "index_latents": (pairs[: int(ends[-1]) if len(ends) else 0] % d_sae).int()}
+
+
+def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
+    """Return a function that finds where the latents of a job's SAE fire, or None if the data records no tokens."""
+    folders = [folder_of(settings) for settings in job.hooks.values()]
+    if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
+        return None
+    rows = EvaluationRows.of_hooks(open_source(job), job, torch.device("cpu"))
+
+    def firings(learner: Learner) -> Firings:
+        folder = folders[learner.hook]
+        assert folder is not None
+        return _firings(folder, rows[learner.hook].outliers, learner)
+
+    return firings
+
+
+def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
+    """Return where latents fire in the first texts of a folder, cut into contexts.
+
+    An incomplete context at the end is dropped. Outlier rows have no activations. Activations are at the scale of the
+    raw data.
+    """
+    tokens, rows, latents, activations, n_rows = [], [], [], [], 0
+    for text in texts_of(path):
+        entries = entries_of(partial(acts_of, learner), text.x, outliers)
+        tokens.append(text.origin.token_ids)
+        rows.append(entries.rows + n_rows)
+        latents.append(entries.latents)
+        activations.append(entries.values / learner.sae.acts_scale)
+        n_rows += len(text.x)
+    length = min(CACHE_CONTEXT, n_rows)
+    n_kept = n_rows // length * length
+    place = torch.cat(rows)
+    places = torch.stack([place // length, place % length, torch.cat(latents)], 1)
+    is_kept = place < n_kept
+    return Firings(torch.cat(tokens)[:n_kept].reshape(-1, length), places[is_kept], torch.cat(activations)[is_kept])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -49,15 +51,19 @@ from trainer.evaluation.figures import recovery
 from trainer.evaluation.probe_sets import TextSet, read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
 from trainer.evaluation.rows import EvaluationRows
-from trainer.evaluation.rows_with_tokens import rows_with_tokens
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
+from trainer.extraction.extraction import extract
 from trainer.extraction.model_stream import job_of_stream
+from trainer.extraction.peers import Alone
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
+
+# Number of rows that a language model computes again from the text, by device. On a CPU this takes a minute or two.
+ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
 class Evaluation(NamedTuple):
@@ -169,7 +175,7 @@ class _Hooks:
         return probe_rows([LabelledRows(one.name, model.last_rows(one.texts), one.labels) for one in self._sets])
 
     def _rows_with_tokens(self, hook: int) -> Path | None:
-        return self._stored.enter_context(rows_with_tokens(self._settings[hook], self._device))
+        return self._stored.enter_context(_folder_with_tokens(self._settings[hook], self._device))
 
 
 class _PartTimer:
@@ -263,3 +269,29 @@ def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
 def _probe(dense: DenseProbes, learner: Learner) -> Probing:
     with torch.inference_mode():
         return probe(dense, lambda rows: acts_of(learner, rows).dense())
+
+
+@contextlib.contextmanager
+def _folder_with_tokens(settings: SourceSettings, device: torch.device) -> Iterator[Path | None]:
+    """Yield the folder of the data, or None if it has no folder or several.
+
+    For a language model's stream, read the beginning of its text again, store the rows in a temporary folder, and
+    delete it afterwards. Raise `UserError` if this fails.
+    """
+    if not isinstance(settings, ModelSettings):
+        yield folder_of(settings)
+        return
+    hook, _ = ends_of(settings.hook)
+    job, n = job_of_stream(settings, [hook]), ROWS_READ_AGAIN[device.type]
+    with tempfile.TemporaryDirectory(prefix="sae-tui-texts-") as folder:
+        job = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output=folder, n_tokens=n))
+        stage("reading the text again", n)
+        so_far = 0
+
+        def report(kept: int) -> None:
+            nonlocal so_far
+            advance(kept - so_far)
+            so_far = kept
+
+        extract(job, device, Alone(threading.Event(), report), lambda _: None)
+        yield job.folder(hook)

@@ -31,8 +31,7 @@ from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
 from trainer.evaluation.figures import Rebuilt, Reconstruct, by_label, ratio_error
-from trainer.evaluation.logit_lens import moved_tokens
-from trainer.evaluation.text_rows import last_rows
+from trainer.evaluation.probing import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.language_model import LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, ContextBatch, batches
@@ -42,6 +41,11 @@ from trainer.extraction.state import ExtractionState
 TOKENS_AT_ONCE = 1024
 # Sites in the residual stream, or with rows that are added to it. The input of an MLP is excluded: it is normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
+
+# Tokens to keep of each kind, promoted and suppressed.
+N_MOVED = 10
+# The most logits of decoder directions to hold in memory at once, in fp32.
+_LOGITS_AT_ONCE = 2**25
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
 
@@ -348,3 +352,27 @@ def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
     raise UserError(
         f"--model: its job reads {', '.join(job.model.hooks)}, but this SAE's hook is {written or 'not known'}"
     )
+
+
+@torch.inference_mode()
+def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
+    """Return the tokens that each direction promotes and suppresses most (the logit lens), and their logits.
+
+    nostalgebraist 2020, "interpreting GPT: the logit lens"; applied to decoder directions as in SAEDashboard and
+    Neuronpedia: W_dec @ W_U. Here W_U includes the weight of the model's final norm, as with TransformerLens'
+    `fold_ln`. Each result has the shape [d_sae, n].
+
+    `trainer.contract.runs.features` reads these names. `w_dec` [d_sae, d_model] has the directions, and
+    `w_u` [d_model, n_ids] maps them to logits.
+    """
+    n, at_once = min(N_MOVED, w_u.shape[1]), max(1, _LOGITS_AT_ONCE // w_u.shape[1])
+    up, down = [], []
+    for directions in w_dec.to(w_u).split(at_once):
+        logits = directions @ w_u
+        up.append(logits.topk(n, dim=1))
+        down.append(logits.topk(n, dim=1, largest=False))
+    tensors = {}
+    for name, parts in (("promoted", up), ("suppressed", down)):
+        tensors[name] = torch.cat([one.indices for one in parts]).int().cpu()
+        tensors[f"{name}_logits"] = torch.cat([one.values for one in parts]).cpu()
+    return tensors

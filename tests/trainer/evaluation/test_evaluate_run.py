@@ -14,13 +14,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.tiny_models import make_model, sentences
 
 from trainer.activations.split import Split
 from trainer.cli import main
+from trainer.contract.runs.features import FEATURES, Features
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.runs.row_sums import SUMS, read_sums
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.settings.tokens_of_data import may_tell_tokens
+from trainer.evaluation import evaluate_run
+from trainer.evaluation.command import evaluate
 from trainer.training.loop import Trainer
 
 MakeTrainer = Callable[..., Trainer]
@@ -278,3 +283,40 @@ def test_the_card_of_a_launched_job_is_written_next_to_its_sae(
 def test_a_folder_without_a_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
     assert "neither the folder of a run" in capsys.readouterr().err
+
+
+def test_contexts_of_a_streamed_run_are_found_by_reading_its_text_again(
+    make_trainer: Callable[..., Trainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[Path] = []
+    extract = evaluate_run.extract
+
+    def noted(job, *others):
+        read.append(Path(job.extract.output))
+        return extract(job, *others)
+
+    monkeypatch.setattr(evaluate_run, "extract", noted)
+    monkeypatch.setitem(evaluate_run.ROWS_READ_AGAIN, "cpu", 600)
+    (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(600)))
+    model = str(make_model(tmp_path / "gpt2", "gpt2"))
+    data = {"source": "model", "model": model, "hook": "resid_post.1", "text": str(text), "context": 32}
+    data |= {"batch_tokens": 256, "shuffle_tokens": 500, "held_out_tokens": 100}
+    sae, train = {"d_sae": 64, "k": [2, 4]}, {"batch_size": 64, "n_steps": 30}
+    job, problems = parse_job({"data": data, "sae": sae, "train": train})
+    assert job, problems
+    folder = tmp_path / "run"
+    assert make_trainer(job, checkpoints=folder / "checkpoints", output=folder / "sae").run()
+    (folder / "job.toml").write_text(dump_job(job))
+    assert may_tell_tokens(job.hooks.values())
+    told = evaluate(folder, best=False, device="cpu")
+    assert len(told) == 2
+    # The text is read once for all SAEs of a hook, and its rows are deleted.
+    assert len(read) == 1
+    assert not read[0].exists()
+    for one in told:
+        features = Features(Path(one["written_to"]) / FEATURES)
+        assert features.n_rows == 600
+        assert features.order()
+        assert features.search("the")

@@ -8,22 +8,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
-from support.extractions import extraction_job, run
+from support.extractions import CPU, extraction_job, run
 from support.probe_texts import two_classes, write_set
-from support.tiny_models import make_model, sentences
+from support.tiny_models import FAMILIES, make_model, sentences
 from torch import Tensor
 
 from trainer.cli import main
+from trainer.contract.errors import UserError
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.command import evaluate
-from trainer.evaluation.probing import LabelledRows, auc_of_probe, by_difference, probe, probe_rows
+from trainer.evaluation.probing import LabelledRows, auc_of_probe, by_difference, last_rows, probe, probe_rows
+from trainer.extraction.language_model import LanguageModel
 from trainer.training.loop import Trainer
 
 N, D_IN = 180, 24
+CONTEXT = 16
 
 
 def labelled(seed: int, told_by: Tensor) -> LabelledRows:
@@ -135,3 +139,45 @@ def test_probes_without_their_requirements_are_refused(
 ) -> None:
     assert main(["eval", str(tmp_path), *flags]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def load(folder: Path, *, whole: bool = False) -> LanguageModel:
+    job = extraction_job(folder, Path("text"), Path("rows"), hooks=["resid_post.1"], context=CONTEXT)
+    return LanguageModel(job, CPU, whole=whole)
+
+
+def alone(folder: Path, text: str) -> torch.Tensor:
+    """Return the output of the second block for the last token of a text, [d]."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    ids = tokenizer(text)["input_ids"]
+    own = tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = next(at for at in range(len(ids)) if ids[at : at + len(own)] == own)
+    before, after = ids[:first], ids[first + len(own) :]
+    own = own[-(CONTEXT - len(before) - len(after)) :]
+    with torch.inference_mode():
+        output = model(input_ids=torch.tensor([before + own + after]), output_hidden_states=True)
+    return output.hidden_states[2][0, len(before) + len(own) - 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_text_has_the_row_that_it_has_alone(tiny: Callable[[str], Path], family: str) -> None:
+    texts = sentences(12)
+    rows = last_rows(load(tiny(family)), texts, CONTEXT)
+    expected = torch.stack([alone(tiny(family), text) for text in texts])
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_full_model_gives_the_same_rows_and_stops_at_its_hook(tiny: Callable[[str], Path]) -> None:
+    texts, model = sentences(5), load(tiny("gpt2"), whole=True)
+    reads: list[object] = []
+    model._model.get_output_embeddings().register_forward_pre_hook(lambda *_: reads.append(1))
+    reads.clear()
+    rows = last_rows(model, texts, CONTEXT)
+    assert not reads
+    torch.testing.assert_close(rows, last_rows(load(tiny("gpt2")), texts, CONTEXT))
+
+
+def test_a_text_without_a_token_is_refused(tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match="tokenizer makes no tokens from the text"):
+        last_rows(load(tiny("gpt2")), ["the cat", ""], CONTEXT)
