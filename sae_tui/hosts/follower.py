@@ -1,4 +1,4 @@
-"""One thread per host, which starts ssh, processes the messages of the host, and reconnects after a failure."""
+"""Threads that start ssh and process messages: one per host, which reconnects after a failure, and one per log."""
 
 from __future__ import annotations
 
@@ -193,3 +193,49 @@ class HostFollower:
     def _change(self, **fields: object) -> None:
         self.view = msgspec.structs.replace(self.view, **fields)
         self._on_change()
+
+
+class FarLogReader:
+    """A thread that passes the lines of a log to `on_lines`; the last line says why there are no more."""
+
+    def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str]], object]) -> None:
+        self._host, self._argv, self._on_lines = host, argv, on_lines
+        self._stopped = threading.Event()
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name="far-log", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if link := self._link:
+            link.stop()
+
+    def _run(self) -> None:
+        try:
+            end = self._follow()
+        except Exception as error:
+            end = f"cannot be followed: {error!r}"
+        if not self._stopped.is_set():
+            self._on_lines([f"({self._host} {end})"])
+
+    def _follow(self) -> str:
+        """Pass lines to `on_lines` until there are no more, and return why they ended."""
+        try:
+            link = self._link = Link(self._argv)
+        except OSError as error:
+            return f"cannot be contacted: {self._argv[0]}: {error.strerror}"
+        if self._stopped.is_set():
+            link.stop()
+        greeted, code = False, 0
+        try:
+            for message in messages(link):
+                greeted = True
+                if isinstance(message, Log):
+                    self._on_lines(message.lines)
+        except Refused as refusal:
+            return refusal.cause.sentence
+        finally:
+            code = link.close()
+        return "ended the log" if greeted else no_connection(self._host, code, link.complaints).sentence

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from textual.events import Resize
 
-from sae_tui.compare.front import front
 from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import BEST, UNFINISHED, value_of
 from sae_tui.format import fit, number
@@ -120,3 +120,14 @@ def _around(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     space = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     return max(0.0, low - space), high + space
+
+
+def front(points: Sequence[tuple[float, float]]) -> set[int]:
+    """Return the indices of points that are not dominated: no other is as low in both coordinates and lower in one."""
+    places: set[int] = set()
+    lowest, last = math.inf, (math.nan, math.nan)
+    for at in sorted(range(len(points)), key=lambda at: points[at]):
+        if points[at][1] < lowest or points[at] == last:
+            places.add(at)
+            lowest, last = points[at][1], points[at]
+    return places

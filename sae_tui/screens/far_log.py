@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sae_tui.hosts.follower import FarLogReader
 from sae_tui.hosts.hosts import Hosts
-from sae_tui.hosts.log import FarLogReader
 from sae_tui.jobs.view.logs import LogLine
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.screens.log import LogScreen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 from support.far_side import far_side, runs_of
 
 from sae_tui.hosts import follower as following
-from sae_tui.hosts.follower import HostFollower
+from sae_tui.hosts.follower import FarLogReader, HostFollower
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.panels.far_gpus import FarHost, state_words
@@ -164,3 +165,21 @@ def test_a_login_without_a_greeting_times_out(tmp_path: Path, monkeypatch) -> No
     with followed(tmp_path, "stay()") as wait_for:
         view = wait_for(lambda view: view.stage is ConnectionStage.FAILED)
         assert view.sentence.startswith("has sent nothing for ")
+
+
+def test_log_lines_arrive_in_order_followed_by_the_reason_of_the_end(tmp_path: Path) -> None:
+    program = 'say(HELLO); [say({"type": "log", "lines": [f"{n} {words[1:]}\\x1b[2J"]}) for n in range(3)]'
+    argv = Hosts(["far"], far_side(tmp_path, program)).argv("far", "stream", "--log", "7")
+    told: queue.Queue[list[str]] = queue.Queue()
+    reader = FarLogReader("far", argv, told.put)
+    reader.start()
+    lines = [line for _ in range(4) for line in told.get(timeout=20)]
+    reader.stop()
+    assert lines == [*(f"{n} ['--log', '7']�[2J" for n in range(3)), "(far ended the log)"]
+
+
+def test_an_unreadable_log_gives_the_reason(tmp_path: Path) -> None:
+    argv = Hosts(["far"], far_side(tmp_path, "sys.exit(127)")).argv("far", "stream", "--log", "7")
+    told: queue.Queue[list[str]] = queue.Queue()
+    FarLogReader("far", argv, told.put).start()
+    assert "has no sae-tui on its PATH" in told.get(timeout=20)[0]

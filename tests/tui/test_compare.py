@@ -6,16 +6,20 @@ from contextlib import closing
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.tui import record_job, record_metrics, wait_until
 
 from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
 from sae_tui.panels.overlay import Overlay
-from sae_tui.panels.pareto import ParetoPanel
+from sae_tui.panels.pareto import ParetoPanel, front
 from sae_tui.screens.compare import CompareScreen
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
+
+few = st.integers(0, 6).map(float)  # so few values that points often share one or both
 
 
 def job_file(**sae: object) -> str:
@@ -281,3 +285,15 @@ async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(
         app.screen.query_one("Input").value = str(base)
         await pilot.press("enter")
         await wait_until(pilot, lambda: any("exists already" in note.message for note in app._notifications))
+
+
+@given(st.lists(st.tuples(few, few), max_size=25))
+def test_the_front_agrees_with_a_comparison_of_every_pair(points) -> None:
+    beaten = {
+        place for place, (x, y) in enumerate(points) if any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
+    }
+    assert front(points) == set(range(len(points))) - beaten
+
+
+def test_the_front_of_no_points_is_empty() -> None:
+    assert front([]) == set()

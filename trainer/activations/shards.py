@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import shutil
+import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -15,16 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
-from trainer.activations.parquet import decode
 from trainer.activations.side_by_side import SideBySide
 from trainer.activations.texts import Texts
-from trainer.contract.errors import JobFileError, Problem, UserError
+from trainer.contract.errors import JobFileError, Problem, UserError, first_line
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.runs.data_record import DataRecord, cut_sentence
-from trainer.contract.settings.shards import Shard, ShardSet, documents_in
+from trainer.contract.settings.shards import DTYPE_BYTES, Shard, ShardSet, documents_in
 from trainer.contract.settings.sources import Paths, ShardSettings, each, inspect_sets
-from trainer.contract.wording import join_words
+from trainer.contract.wording import gibibytes, join_words
 
 Bytes = NDArray[np.uint8]
 # The numpy and torch dtype of each stored dtype. numpy has no bfloat16, so two-byte values are read as integers and
@@ -42,6 +43,8 @@ _OF_EXTRACTION = "documents_share_contexts"
 # The number of neighbouring rows read together from shuffled shards. A disk serves such runs as fast as sequential
 # reads, and a batch of 4096 rows still comes from 64 runs.
 _RUN = 64
+# Rows of a Parquet file in memory at a time; these take 40 MB at d_in 2304.
+_ROWS_AT_ONCE = 4096
 
 
 class ShardCutError(UserError):
@@ -187,7 +190,7 @@ def _sorted(indices: Indices) -> Indices:
 
 
 def _content(shard: Shard, field: str) -> Bytes:
-    return np.memmap(shard.file, np.uint8, "r") if shard.column is None else decode(shard, field)
+    return np.memmap(shard.file, np.uint8, "r") if shard.column is None else _decode(shard, field)
 
 
 def _map_of(content: Bytes) -> mmap.mmap | None:
@@ -249,3 +252,55 @@ def _meta_of(sets: Sequence[ShardSet]) -> dict[str, Any]:
     """Return the metadata that all sets of shards have in common."""
     metas = [_read_meta(one.shards[0].file.parent / "meta.json") for one in sets]
     return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
+
+
+def _decode(shard: Shard, field: str) -> NDArray[np.uint8]:
+    """Decode a Parquet file into a temporary file, and return the bytes of its rows, memory-mapped.
+
+    Parquet compresses rows in pages, so reading a batch of random rows would decode the entire file. The temporary file
+    is in `TMPDIR`. It has no name, so it disappears with the process; each rank has its own. Raise a `JobFileError`
+    that names `field` if that fails.
+    """
+    size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())
+    if (free := shutil.disk_usage(folder).free) < size:
+        need = f"takes {gibibytes(size)} once it is decoded, and {folder} has {gibibytes(free)} left"
+        raise _problem(
+            field, shard, f"{need}; set TMPDIR to a folder with more space, or store the rows as safetensors"
+        )
+    with tempfile.TemporaryFile() as file:
+        try:
+            _write_decoded(shard, file, field)
+        except OSError as error:
+            raise _problem(field, shard, f"cannot be decoded to {folder}: {first_line(error)}") from None
+        file.flush()
+        return np.memmap(file, np.uint8, "r", shape=(size,))
+
+
+def _write_decoded(shard: Shard, file: IO[bytes], field: str) -> None:
+    n_rows = 0
+    for rows in _decoded_batches(shard, field):
+        file.write(np.ascontiguousarray(rows).data)
+        n_rows += len(rows)
+    if n_rows != shard.n_tokens:
+        raise _problem(field, shard, f"has {n_rows:,} rows, not the {shard.n_tokens:,} in its header; copy it again")
+
+
+def _decoded_batches(shard: Shard, field: str) -> Iterator[NDArray[Any]]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(shard.file) as parquet:
+            for batch in parquet.iter_batches(_ROWS_AT_ONCE, columns=[shard.column]):
+                lists = batch.column(0)
+                numbers = lists.flatten()
+                lengths = lists.value_lengths().to_numpy(zero_copy_only=False)
+                if lists.null_count or numbers.null_count or (lengths != shard.d_in).any():
+                    raise _problem(field, shard, "has lists that differ in length, or numbers that are missing")
+                yield numbers.to_numpy().reshape(len(lists), shard.d_in)
+    except pyarrow.ArrowException as error:
+        raise _problem(field, shard, f"cannot be decoded: {first_line(error)}") from None
+
+
+def _problem(field: str, shard: Shard, message: str) -> JobFileError:
+    return JobFileError([Problem(field, f"{shard.file} {message}")])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import re
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from trainer.contract.errors import UserError, first_line
-from trainer.runtime.time_limit import TookTooLong, ended_after
 
 # Seconds. A template normally takes milliseconds, but a bad one may never end.
 _LIMIT_S = 3.0
@@ -96,3 +98,32 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
     if isinstance(right, int):
         return len(left) * right > _MOST_ENTRIES
     return isinstance(right, str | bytes | list | tuple) and len(left) + len(right) > _MOST_ENTRIES
+
+
+class TookTooLong(BaseException):
+    """The code did not end in time. This is no `Exception`, since the code might catch that."""
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raise `TookTooLong` in the body of the context after this time, at the next Python instruction.
+
+    A call of C code is not interrupted. A signal would work only in the main thread.
+    """
+    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not is_over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        # Once `is_over` is set under the lock, the timer cannot raise the exception any more.
+        with lock:
+            is_over = True

@@ -8,7 +8,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.language import Model, lack_of_model
 from trainer.contract.settings.model_size import model_size
+from trainer.contract.wording import plural
 from trainer.extraction.hook_points import (
     BlockList,
     drop_blocks_above,
@@ -35,7 +36,6 @@ from trainer.extraction.hook_points import (
 )
 from trainer.extraction.model_files import refuse_odd_config, refuse_odd_files
 from trainer.extraction.packing import PADDING, ContextBatch, Ids, Tokenizer
-from trainer.extraction.spread import spread
 from trainer.extraction.unembedding import find_ending, folded
 from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
@@ -374,3 +374,30 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def spread(model: Any) -> Any:
+    """Place a model's blocks in order on the GPUs of this process, with about the same number of bytes on each.
+
+    Raise `UserError` if the GPUs have too little free memory.
+    """
+    # Imported only when needed, since the import takes 2 s.
+    from accelerate import dispatch_model
+    from accelerate.utils import get_max_memory
+
+    return dispatch_model(model, places(model, get_max_memory()), force_hooks=True)
+
+
+def places(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
+    """Return the GPU of each module; `capacity` is the number of free bytes of each GPU."""
+    from accelerate import infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
+    gpus = {gpu: n_bytes for gpu, n_bytes in capacity.items() if gpu != "cpu"}
+    whole = sorted(getattr(model, "_no_split_modules", None) or [])
+    # Modules that fit on no GPU are assigned to "cpu" or "disk"; their weights would be copied for every batch.
+    balanced = get_balanced_memory(model, {**gpus, "cpu": 0}, no_split_module_classes=whole)
+    chosen: dict[str, int] = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
+    if not set(chosen.values()) <= gpus.keys():
+        raise UserError(f"model.spread: the model does not fit on {plural(len(gpus), 'GPU')}; give more in launch.gpus")
+    return chosen

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 from pathlib import Path
 
 import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.process import STOP_SIGNALS, ProcessRef, boot_id
 from trainer.contract.runs.checkpoint_manifest import newest_whole
-from trainer.contract.runs.rank_spec import RankSpec, srun_environment
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, srun_environment
+from trainer.contract.runs.remote_rank_status import RankMark, write_mark
 from trainer.ranks import staging
 from trainer.ranks.rank import end_with_parent, run
-from trainer.ranks.rank_parent import fork_rank
+
+_AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
 
 
 def join_launched(spec: RankSpec) -> int:
@@ -49,3 +55,48 @@ def _write_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def fork_rank(mark_file: Path) -> None:
+    """Fork and return in the child, the rank; the parent waits, records how the child ended, and exits.
+
+    The supervisor cannot see processes on other hosts. srun's exit code shows neither which rank failed nor whether it
+    stopped, and a killed rank cannot write a record.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    if child := os.fork():
+        _watch(child, mark_file)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch(child: int, mark_file: Path) -> None:
+    """Wait for the rank, forwarding `STOP_SIGNALS`, record its exit code and exit; never return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process = ProcessRef.of(child) or ProcessRef(child, 0, boot_id())
+    mark = RankMark(socket.gethostname(), process)
+    _write_mark(mark_file, mark)
+    code = _wait_for_exit(child, process)
+    killed = code < 0
+    how = {"exit_code": None if killed else code, "exit_signal": -code if killed else None}
+    _write_mark(mark_file, msgspec.structs.replace(mark, **how))
+    # srun treats the exit code of a stopped rank as a failure and would kill the other ranks before they have saved.
+    os._exit(EXIT_FINISHED if code in (EXIT_FINISHED, EXIT_STOPPED) else EXIT_FAILED)
+
+
+def _wait_for_exit(child: int, process: ProcessRef) -> int:
+    """Wait for the rank, forwarding `STOP_SIGNALS`, and return its exit code; -N if signal N ended it."""
+    while True:
+        if signal.sigwait(_AWAITED) in STOP_SIGNALS:
+            process.send(signal.SIGTERM)
+            continue
+        # SIGCHLD also arrives when SLURM suspends or resumes the rank.
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _write_mark(mark_file: Path, mark: RankMark) -> None:
+    """Write the mark; ignore disk errors, which must not end the rank."""
+    with contextlib.suppress(OSError):
+        write_mark(mark_file, mark)

@@ -7,6 +7,7 @@ records in the list of jobs how it ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -22,11 +23,12 @@ import msgspec
 from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.evaluation.outcome import ENDS, failure, outcome
-from sae_tui.jobs.evaluation.request import Request, ReservedGpu
-from sae_tui.jobs.evaluation.turn import free_gpu
+from sae_tui.jobs.evaluation.request import Request, ReservedGpu, idle_gpu
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
-from sae_tui.jobs.gpus.locks import GpuLocks
+from sae_tui.jobs.gpus.availability import choices, holders, with_other_users
+from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
+from sae_tui.jobs.queue.gpu_reader import GpuReader
 from sae_tui.jobs.supervisor_log import note, retry
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
@@ -37,6 +39,8 @@ from trainer.contract.prctl import end_with_parent
 from trainer.contract.process import ProcessRef
 from trainer.contract.progress import ENV_DESCRIPTOR, Progress, read_reached
 from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 # Interval in seconds between checks for a free GPU, or for a request to stop.
 LOOK_S = 0.5
@@ -93,7 +97,7 @@ class RunningEvaluation:
         while self._request.waits and self._gpu is None:
             if self._is_stopped():
                 return False
-            gpu, reason = free_gpu(self._data, self._request.job_id, self._request.gpu_source, self._going.began)
+            gpu, reason = _free_gpu(self._data, self._request.job_id, self._request.gpu_source, self._going.began)
             if gpu and self._take(gpu):
                 break
             self._write(msgspec.structs.replace(self._going, waits_for=reason or "another process took the free GPU"))
@@ -214,6 +218,37 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()
+
+
+def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
+    """Return the free GPU with the most memory, or None and the reason to wait."""
+    try:
+        with contextlib.closing(Control(data.control_db, readonly=True)) as control:
+            job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()
+            ranks = [rank for lease in leases for rank in control.ranks(lease.job_id)]
+    except UserError as error:
+        return None, str(error)
+    if before := [one for one in jobs if _is_before(one, job.host, since)]:
+        return None, f"job {before[-1].id} queued before it"
+    reader = _reader(data.root, source)
+    samples = reader.samples()
+    if not samples and reader.problem:
+        return None, f"the GPUs cannot be read: {reader.problem}"
+    held = with_other_users(holders(jobs, leases, ranks), lock_folder(data, source), samples)
+    gpu = idle_gpu(data, job, choices(samples, held), source)
+    return gpu, "" if gpu else "no GPU is free"
+
+
+@functools.cache
+def _reader(root: Path, source: str) -> GpuReader:
+    """Return the only reader of a source; it remembers how long another process has blocked it."""
+    return GpuReader(DataDir(root), source)
+
+
+def _is_before(job: Job, host: str, since: float) -> bool:
+    """Return whether a job on this host wants GPUs and has queued for longer."""
+    waits = job.state == JobState.QUEUED and not job.held and not job.after and job.gpus_wanted > 0
+    return waits and job.host == host and (job.queued or job.created) < since
 
 
 def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:

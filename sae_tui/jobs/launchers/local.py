@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sae_tui.jobs import named_python
 from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.ranks import OneRank, RankStates
-from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
+from trainer.contract.files import write_whole
 from trainer.contract.paths import open_private
 from trainer.contract.prctl import end_with_parent
-from trainer.contract.process import STOP_SIGNALS, ProcessRef, boot_id
+from trainer.contract.process import STOP_SIGNALS, ProcessRef, boot_id, state_of
 from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends
 from trainer.contract.runs.rank_spec import rank_environment, write_spec
 from trainer.contract.store.rows import Rank
 from trainer.contract.wording import join_words
 
 KILL_AFTER_S = 5.0
+_DUMP_LIMIT_S = 20.0
+# Letters of /proc/<pid>/stat. "D" normally lasts only a moment, unless a disk or a driver hangs.
+_ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
 
 
 class RankProcess(ChildRank, OneRank):
@@ -115,3 +120,43 @@ def _die_with(supervisor: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(supervisor)
+
+
+def odd_state(pid: int) -> str:
+    """Describe what prevents a process from running; return "" for one that runs or waits for other processes."""
+    return _ODD.get(state_of(pid), "")
+
+
+def is_halted(pid: int) -> bool:
+    """Return whether a process is halted (SIGSTOP or a debugger) until it is continued."""
+    return state_of(pid) in ("T", "t")
+
+
+def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
+    """Write the Python stacks of all processes to a file, as far as they can be read.
+
+    This also works for a process that is halted or waits in C++.
+    """
+    sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
+    write_whole(file, "\n".join(sections).encode(errors="replace"))
+
+
+def _stack(process: ProcessRef) -> str:
+    command = _py_spy()
+    if command is None:
+        return "(py-spy is not installed)"
+    if not process.is_alive():
+        return "(it has ended)"
+    # Do not pause the process for the dump: a process that hangs must not make us hang.
+    arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
+    try:
+        done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=_DUMP_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"({error})"
+    return (done.stdout or done.stderr).decode(errors="replace")
+
+
+def _py_spy() -> str | None:
+    """Return the path of py-spy, preferably next to this Python; None if it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")

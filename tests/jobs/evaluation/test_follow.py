@@ -210,7 +210,7 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
 def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
     gpu = request.ReservedGpu(2, "GPU-2", "nvml", str(box.data.locks))
     looks = iter([(None, "no GPU is free"), (gpu, "")])
-    monkeypatch.setattr(follow, "free_gpu", lambda *_: next(looks))
+    monkeypatch.setattr(follow, "_free_gpu", lambda *_: next(looks))
     monkeypatch.setattr(follow, "LOOK_S", 0.01)
     evaluation = RunningEvaluation(box.data, Request(job_id, waits=True))
     assert evaluation._has_device()

@@ -13,15 +13,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import dispatch_model
 from safetensors.torch import load_file, save_file
 from support.extractions import CPU, extraction_job
-from support.tiny_models import BOS, CONTEXT, DECODERS, ENCODERS, SLIDING_WINDOW, sentences
+from support.tiny_models import BOS, CONTEXT, DECODERS, ENCODERS, FAMILIES, N_BLOCKS, SLIDING_WINDOW, sentences
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.language_model import LanguageModel, places
 from trainer.extraction.model_files import refuse_odd_config
 from trainer.extraction.packing import ContextBatch, batches, pack, separate
+
+Load = Callable[[str], LanguageModel]
 
 
 def load(folder: Path, *hooks: str, **settings: object) -> LanguageModel:
@@ -308,3 +311,45 @@ def test_special_tokens_around_a_text_are_in_each_packed_piece(tiny) -> None:
     (context, *_) = pack(model.tokenizer.tokens(sentences(6)), 32)
     bos = model.tokenizer._tokenizer.convert_tokens_to_ids(BOS)
     assert (context.ids[context.positions == 0] == bos).all()
+
+
+@pytest.fixture
+def load_whole(tiny: Callable[[str], Path]) -> Load:
+    """Return a function that loads a tiny model of a family, with hooks in its first and its last block."""
+    hooks = ["mlp_in.0", f"resid_post.{N_BLOCKS - 1}"]
+    return lambda family: LanguageModel(extraction_job(tiny(family), Path("text"), Path("rows"), hooks=hooks), CPU)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_block_is_on_one_gpu_and_blocks_keep_their_order(load_whole: Load, family: str) -> None:
+    model = load_whole(family)._model
+    n_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    capacity = n_bytes * 9 // 10
+    chosen = places(model, {0: capacity, 1: capacity, "cpu": 10 * n_bytes})
+    gpus = {
+        name: next(gpu for module, gpu in chosen.items() if f"{name}.".startswith(f"{module}."))
+        for name, _ in model.named_parameters()
+    }
+    assert list(gpus.values()) == sorted(gpus.values())
+    assert {*gpus.values()} == {0, 1}
+    blocks = next(name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList))
+    for number in range(N_BLOCKS):
+        assert len({gpu for name, gpu in gpus.items() if name.startswith(f"{blocks}.{number}.")}) == 1
+
+
+def test_gpus_that_are_too_small_together_are_refused_in_a_sentence(load_whole: Load) -> None:
+    with pytest.raises(UserError, match=r"^model.spread: the model does not fit on 2 GPUs; give more in launch.gpus$"):
+        places(load_whole("llama")._model, {0: 5_000, 1: 5_000, "cpu": 10**12})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_the_same_if_modules_move_their_inputs_between_devices(load_whole: Load, family: str) -> None:
+    model, ids = load_whole(family), np.arange(24).reshape(2, 12)
+    batch = ContextBatch(ids, np.tile(np.arange(12), (2, 1)), np.repeat([[0], [1]], 12, axis=1))
+    before = model.rows(batch, torch.arange(24))
+    # Accelerate wraps the forward pass of each module, even if all are on one device.
+    modules = {name: torch.device("cpu") for name, part in model._model.named_modules() if not [*part.children()]}
+    dispatch_model(model._model, modules, force_hooks=True)
+    assert any(hasattr(part, "_hf_hook") for part in model._model.modules())
+    for one, other in zip(before, model.rows(batch, torch.arange(24)), strict=True):
+        assert torch.equal(one, other)

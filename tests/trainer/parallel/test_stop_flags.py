@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.parallel.base import Parallel, StepSums
-from trainer.parallel.stop_flags import CudaRequests
+from trainer.parallel.base import CudaRequests, Parallel, StepSums
 from trainer.parallel.threads import Threads, on_all
 
 CPU = torch.device("cpu")

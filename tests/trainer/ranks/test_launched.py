@@ -19,7 +19,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from trainer.contract.process import STOP_SIGNALS
-from trainer.ranks.rank_parent import fork_rank
+from trainer.ranks.launched import fork_rank
 
 fork_rank(Path(sys.argv[1]))
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from sae_tui.jobs.launchers import stacks
-from sae_tui.jobs.launchers.stacks import dump_stacks, odd_state
+from sae_tui.jobs.launchers import local
+from sae_tui.jobs.launchers.local import dump_stacks, odd_state
 from trainer.contract.process import ProcessRef
 
 WAITS = """
@@ -40,7 +40,7 @@ def test_a_halted_process_is_distinguished_from_a_waiting_one(process, box):
 
 
 def test_the_stack_of_a_halted_process_is_written(process, tmp_path, box):
-    if stacks._py_spy() is None:
+    if local._py_spy() is None:
         pytest.skip("py-spy is not installed")
     process.send_signal(signal.SIGSTOP)
     box.wait_for(lambda: odd_state(process.pid), "the halt")
@@ -54,7 +54,7 @@ def test_the_stack_of_a_halted_process_is_written(process, tmp_path, box):
 
 
 def test_a_missing_py_spy_is_reported(process, tmp_path, monkeypatch):
-    monkeypatch.setattr(stacks.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(local.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     dump_stacks({"rank 0": ProcessRef.of(process.pid)}, tmp_path / "stacks.txt")
     assert "(py-spy is not installed)" in (tmp_path / "stacks.txt").read_text()
@@ -64,7 +64,7 @@ def test_an_ended_process_and_a_failing_py_spy_are_reported(process, tmp_path, m
     program = tmp_path / "py-spy"
     program.write_text("#!/bin/sh\necho cannot read it >&2\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr(stacks.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(local.sys, "executable", str(tmp_path / "python"))
     ref = ProcessRef.of(process.pid)
     dump_stacks({"rank 0": ref}, tmp_path / "stacks.txt")
     assert "cannot read it" in (tmp_path / "stacks.txt").read_text()

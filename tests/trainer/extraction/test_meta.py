@@ -1,4 +1,4 @@
-"""Tests of the hashes that identify models and tokenizers in local files, independent of their location."""
+"""Tests of the hashes in the metadata that identify models and tokenizers, independent of their location."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from trainer.extraction import provenance
+from trainer.extraction import meta
+from trainer.extraction.meta import tokenizer_hash, weights_facts
 from trainer.extraction.packing import Tokenizer
-from trainer.extraction.provenance import tokenizer_hash, weights_facts
 
 Tiny = Callable[[str], Path]
 WEIGHTS = ("config.json", "model.safetensors")
@@ -38,7 +38,7 @@ def test_a_single_file_such_as_gguf_is_hashed(tmp_path: Path) -> None:
 
 
 def test_large_weights_are_hashed_in_samples_and_labelled_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(meta, "WHOLE_BYTES", 1000)
     content = bytearray(40_000_000)
     (file := tmp_path / "model.gguf").write_bytes(content)
     first = weights_facts(str(file))
