@@ -23,8 +23,8 @@ from support.box import CTRL_O, ENTER, ESC, ROOT, Box
 from support.driver import environment
 from support.far_side import far_side
 from support.features import features_file
+from support.other_users import PIECES, Texts, leaked, taken_for_markup
 from support.report_cards import put_card
-from support.strangers import PIECES, Texts, leaked, taken_for_markup
 from support.terminal import Terminal
 from support.tui import record_metrics
 from textual.screen import Screen
@@ -385,10 +385,10 @@ NOT_BY_COMMANDS = [
 ]  # fmt: skip
 ALL = """
 import contextlib, json, sys
-from support.watched_app import ask_no_torch, name_strangers
+from support.watched_app import ask_no_torch, name_other_users
 import sae_tui.cli, trainer.cli
 user, host, lines = json.load(open("lines.json"))
-name_strangers(user, host)
+name_other_users(user, host)
 ask_no_torch()
 for argv in lines:
     main = trainer.cli.main if argv[0] == "trainer" else sae_tui.cli.main

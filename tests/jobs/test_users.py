@@ -192,10 +192,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.gpus.availability import Holders, choices, with_strangers
+from sae_tui.jobs.gpus.availability import Holders, choices, with_other_users
 from sae_tui.jobs.gpus.locks import GpuLocks
 samples = [GpuSample(0, sys.argv[2], "card", 0.0, processes=())]
-(found,) = choices(samples, with_strangers(Holders(), Path(sys.argv[1]), samples))
+(found,) = choices(samples, with_other_users(Holders(), Path(sys.argv[1]), samples))
 print(found.state, found.reason, GpuLocks(Path(sys.argv[1]), [sys.argv[2]]).take())
 """
         with bob.start([sys.executable, "-c", asked, str(locks), "GPU-0"]) as answer:
