@@ -74,7 +74,7 @@ def _refuse(error: UserError, *, as_json: bool) -> Exit:
     if as_json:
         show_failure(error)
     elif isinstance(error, BadUsage):
-        complain(error.told)
+        complain(error.sentence)
     elif isinstance(error, JobFileError):
         for problem in error.problems:
             warn(f"error: {problem}")

@@ -51,8 +51,8 @@ def cost_lines(cost: OwnCost, _width: int) -> Sequence[Line]:
     ]
     for index, seconds in sorted(cost.readings_s.items()):
         is_slow = seconds >= _SLOW_S
-        told = f"{1000 * seconds:.1f} ms{' (slow)' if is_slow else ''}"
-        lines.append(_line(f"reading GPU {index}", told, "warn" if is_slow else "text"))
+        time_taken = f"{1000 * seconds:.1f} ms{' (slow)' if is_slow else ''}"
+        lines.append(_line(f"reading GPU {index}", time_taken, "warn" if is_slow else "text"))
     return lines
 
 

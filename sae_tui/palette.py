@@ -115,9 +115,9 @@ def commands(
     )
 
 
-def _of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:
-    """Yield a command for each active key that has an id and a tooltip; leave out the titles in `told`."""
-    titles = set(told)
+def _of_keys(screen: Screen[object], listed: Iterable[str]) -> Iterable[SystemCommand]:
+    """Yield a command for each active key that has an id and a tooltip; leave out the titles in `listed`."""
+    titles = set(listed)
     for node, binding, enabled, tooltip in screen.active_bindings.values():
         if enabled and tooltip and binding.id and binding.description not in titles:
             titles.add(binding.description)

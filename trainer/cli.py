@@ -102,7 +102,7 @@ def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
     if as_json:
         show_failure(error)
     elif isinstance(error, BadUsage):
-        complain(error.told)
+        complain(error.sentence)
     else:
         _warn(str(error))
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED

@@ -88,16 +88,16 @@ def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
 
 def _watch(context: CommandContext, flags: argparse.Namespace, reader: JobsReader) -> Exit:
     """Print the matching jobs, and again after each change, until no process reads the output."""
-    told, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
+    shown, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
     while True:
         matches = _matches(reader, flags)
         rows = _rows(context, matches)
-        if rows != told and context.as_json:
+        if rows != shown and context.as_json:
             show_json(rows, in_a_line=True)
-        elif rows != told:
+        elif rows != shown:
             say(clock_time(time.time()))
             _show_table(matches)
-        told = rows
+        shown = rows
         if nobody_reads_for(WATCH_S):
             return Exit.UNREAD
         if time.monotonic() >= reconcile_at:

@@ -59,8 +59,8 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
     warnings = [str(problem) for problem in problems if problem.severity == "warning"]
     if context.as_json:
         memory = {"memory_required": look and look.needs_bytes, "memory_measured": measured and measured.peak_bytes}
-        told = {"valid": not errors, "errors": errors, "warnings": warnings, "mode": look and look.mode}
-        show_json(told | memory | _of_extraction(look))
+        answer = {"valid": not errors, "errors": errors, "warnings": warnings, "mode": look and look.mode}
+        show_json(answer | memory | _of_extraction(look))
     else:
         for kind, messages in (("error", errors), ("warning", warnings)):
             for message in messages:

@@ -160,7 +160,7 @@ ALSO = "Global flags: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; 
 class CommandParser(output.SafeParser):
     """Reports bad usage in one line, which would be lost below the usage of all flags."""
 
-    def told(self, message: str) -> str:
+    def sentence_on(self, message: str) -> str:
         return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"
 
 
@@ -244,9 +244,9 @@ def _add_gpu_commands(add: Add) -> None:
         action="store_true",
         help="print indices instead of UUIDs; some programs number GPUs in another order",
     )
-    told = add("stream", "stream.stream", "Write GPUs and jobs as JSON lines, for the app on another host")
-    told.add_argument("--log", type=positive, metavar="ID", help="write the log of this job instead")
-    told.add_argument(
+    stream = add("stream", "stream.stream", "Write GPUs and jobs as JSON lines, for the app on another host")
+    stream.add_argument("--log", type=positive, metavar="ID", help="write the log of this job instead")
+    stream.add_argument(
         "--rank", type=rank, default=0, metavar="N", help="rank whose log is written; default: %(default)s"
     )
     _add_serve(add)

@@ -46,16 +46,16 @@ def stream(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.log is not None:
         return _stream_log(context, flags)
     source = GpuSide(context)
-    jobs, told, count = JobsReader(context.data), Jobs(problem="not read yet"), 0
+    jobs, sent, count = JobsReader(context.data), Jobs(problem="not read yet"), 0
     while True:
         began = time.monotonic()
         if count % _RECONCILE_EVERY == 0:
             context.mend()
         jobs.poll()
         now = jobs_message(jobs.jobs, jobs.problem or jobs.passed_over)
-        if now != told:
+        if now != sent:
             _tell(now)
-            told = now
+            sent = now
         _tell(source.gpus())
         count += 1
         if _is_over(EVERY_S - (time.monotonic() - began)):

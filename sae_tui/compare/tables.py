@@ -137,9 +137,11 @@ def differences(saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
     lines = []
     for path in paths:
         values = tuple(settings.get(path) for settings in of_saes)
-        told = [one for one, sae in zip(values, saes, strict=True) if not (_is_imported(sae) and _is_of_training(path))]
+        recorded = [
+            one for one, sae in zip(values, saes, strict=True) if not (_is_imported(sae) and _is_of_training(path))
+        ]
         # By repr, since False and 0 are equal in Python.
-        if len({repr(value) for value in told}) > 1:
+        if len({repr(value) for value in recorded}) > 1:
             lines.append(ComparisonRow(path, values, word=_value))
     return lines
 

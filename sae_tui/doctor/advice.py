@@ -115,8 +115,8 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         f"it needs at least {gibibytes(least.memory_bytes)} per {each} ({_named(least)}), "
         f"but a {each} has {gibibytes(capacity)}"
     )
-    beside = with_model_gpus(job, least.ranks, 0)
-    work = Workload(beside.replace("parallel", mode=least.mode), least.ranks, data)
+    colocated = with_model_gpus(job, least.ranks, 0)
+    work = Workload(colocated.replace("parallel", mode=least.mode), least.ranks, data)
     cures = memory.remedies(work, capacity) if least.n_gpus else []
     remedy = f"it fits with {' or '.join(cures)}" if cures else "lower train.batch_size or sae.d_sae"
     return Finding("error", "job", sentence, remedy)

@@ -19,7 +19,7 @@ from sae_tui.gpu.base import OPEN_LIMIT_S, GpuFacts, GpuSample, GpuSource, Sourc
 from sae_tui.gpu.once import close_source, on_thread, open_source, read_all
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs import named_python
-from trainer.contract.failure import told_failure
+from trainer.contract.failure import failure_in
 from trainer.contract.paths import DataDir
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -120,7 +120,7 @@ class CheckedMachine:
         except OSError as error:
             return "", error.strerror or str(error)
         messages = done.stderr.strip().splitlines()
-        failure = told_failure(done.stdout) or (messages[-1] if messages else f"exit code {done.returncode}")
+        failure = failure_in(done.stdout) or (messages[-1] if messages else f"exit code {done.returncode}")
         return done.stdout.strip(), failure if done.returncode else ""
 
 

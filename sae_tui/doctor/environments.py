@@ -62,12 +62,12 @@ def both(box: CheckedMachine) -> dict[str, dict[str, Any] | None]:
     if not box.python:
         return {"app": app, "trainer": None}
     there = look(box.python)
-    told = there.answer
-    torch = told.torch if told else None
+    answer = there.answer
+    torch = answer.torch if answer else None
     trainer = {
         "python": box.python_path,
-        "version": ".".join(map(str, told.version)) if told else None,
-        "sae_tui": told.trainer if told else None,
+        "version": ".".join(map(str, answer.version)) if answer else None,
+        "sae_tui": answer.trainer if answer else None,
         "torch": torch.version if torch else None,
         "gpus": torch.gpus if torch else None,
         "problem": there.lack() or None,

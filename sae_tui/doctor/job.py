@@ -137,15 +137,15 @@ def _rows(
     job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware, price: float | None
 ) -> Iterator[JobRow]:
     """Yield the chosen mode, then every other mode with the same number of tokens per step."""
-    beside = with_model_gpus(job, devices.count, 0)
-    chosen = _forecast(beside, data, devices, speeds, price)
+    colocated = with_model_gpus(job, devices.count, 0)
+    chosen = _forecast(colocated, data, devices, speeds, price)
     placed = _placed(job, data, devices, speeds)
     if placed and placed.model_gpus:
         apart = _row(_as(chosen, placed.settled), devices, chosen=True)
         yield msgspec.structs.replace(apart, reason=placed.sentence, **_fits(devices, placed.needs_bytes))
     else:
         yield _row(chosen, devices, chosen=True)
-    job, settled = beside, chosen.settled.work
+    job, settled = colocated, chosen.settled.work
     work = Workload(job, devices.count, data, devices.name)
     same_step = work.with_settings("train", global_batch_size=settled.tokens_per_step)
     for mode in _modes(job, devices.count, data):

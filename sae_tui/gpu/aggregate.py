@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from sae_tui.gpu.base import GpuSample, Totals
+from sae_tui.gpu.base import GpuSample, GpuSummary
 from sae_tui.gpu.past import RecentHistory, Slot
 from sae_tui.gpu.period import Period
 from sae_tui.gpu.sensors import Sensor
@@ -26,7 +26,7 @@ class ContributingGpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aggregate(Totals):
+class Aggregate(GpuSummary):
     """Totals over the healthy GPUs; `gpu_count` counts all GPUs, and `counted` those behind each quantity."""
 
     gpu_count: int

@@ -237,7 +237,7 @@ class GpuSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class GpuSummary:
     """Sums and means over GPUs; None if no GPU has the sensor. Used and total memory are those of the same GPUs."""
 
     total_memory_used_bytes: Annotated[

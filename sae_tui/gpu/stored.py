@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sae_tui.gpu.base import Degrees, Measured, Totals
+from sae_tui.gpu.base import Degrees, GpuSummary, Measured
 from sae_tui.gpu.energy import EnergyReading
 from sae_tui.gpu.ring import RingReading, reading_of
 from trainer.contract.store.database import as_text, explain_errors, open_reader
@@ -92,7 +92,7 @@ STORED = ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuTotals(Totals):
+class GpuTotals(GpuSummary):
     """One time step of all GPUs; `gpus_counted` have a sample."""
 
     timestamp: float

@@ -142,7 +142,7 @@ class Upkeep:
         """Rewrite a file of an earlier version, once, so that its pages can be freed; leave it unchanged on failure."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
-        if self._made_anew or not worth or not _has_capacity(self._path.parent, n_bytes):
+        if self._made_anew or not worth or not _has_space(self._path.parent, n_bytes):
             return
         self._made_anew = True
         with suppress(sqlite3.Error):
@@ -160,9 +160,9 @@ def _empty_log(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
-def _has_capacity(folder: Path, n_bytes: int) -> bool:
+def _has_space(folder: Path, n_bytes: int) -> bool:
     """Return whether the folder of the file and SQLite's temporary folder each have space to rewrite it."""
     places = [os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp", "."]
     temporary = next(place for place in places if place and os.access(place, os.W_OK | os.X_OK))
-    capacity = min(shutil.disk_usage(folder).free, shutil.disk_usage(temporary).free)
-    return capacity >= 2 * n_bytes + SPARE_BYTES
+    space = min(shutil.disk_usage(folder).free, shutil.disk_usage(temporary).free)
+    return space >= 2 * n_bytes + SPARE_BYTES

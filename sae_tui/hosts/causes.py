@@ -22,12 +22,12 @@ class Cause(NamedTuple):
 
 def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause:
     """Return why a host sent no greeting, from the exit code and the last lines of standard error."""
-    told = "\n".join(complaints)
+    output = "\n".join(complaints)
     if exit_code == SSH_FAILED:
-        return _of_ssh(host, told, complaints)
+        return _of_ssh(host, output, complaints)
     if exit_code == NO_SAE_TUI:
         return Cause("has no sae-tui on its PATH; install it there, with a link to it in ~/.local/bin")
-    if re.search("invalid choice: '?stream", told):
+    if re.search("invalid choice: '?stream", output):
         return Cause("has a sae-tui that is too old for this; update sae-tui there")
     return Cause(f"ended sae-tui: {_last(complaints) or f'exit code {exit_code}'}")
 
@@ -42,20 +42,20 @@ def no_message(reason: str) -> Cause:
     return Cause(f"sent an invalid message: {reason}", _REFUSED_AGAIN_S)
 
 
-def _of_ssh(host: str, told: str, complaints: Sequence[str]) -> Cause:
-    if "IDENTIFICATION HAS CHANGED" in told:
+def _of_ssh(host: str, output: str, complaints: Sequence[str]) -> Cause:
+    if "IDENTIFICATION HAS CHANGED" in output:
         return Cause(
             f"has a different host key than before: if you expect that, run ssh-keygen -R {bare(host)}",
             _REFUSED_AGAIN_S,
         )
-    if "Host key verification failed" in told or "host key is known" in told:
+    if "Host key verification failed" in output or "host key is known" in output:
         return Cause(f"is not known to ssh yet; run ssh {host} once and check its key", _REFUSED_AGAIN_S)
-    if "Permission denied" in told or "Too many authentication failures" in told:
+    if "Permission denied" in output or "Too many authentication failures" in output:
         return Cause(
             f"accepts none of your keys; let ssh {host} work without a password, for example with ssh-add",
             _REFUSED_AGAIN_S,
         )
-    if "Could not resolve" in told:
+    if "Could not resolve" in output:
         return Cause("is not found; correct its name or add it to ~/.ssh/config")
     return Cause(f"cannot be reached: {_last(complaints) or 'ssh says nothing'}")
 

@@ -176,9 +176,9 @@ class HostFollower:
         self._rings = {gpu.index: self._rings.get(gpu.index) or Ring() for gpu in message.gpus}
         for gpu in message.gpus:
             self._rings[gpu.index].append(gpu.sample(now))
-        told = message.problem != self.view.problem or len(message.gpus) != len(self.view.gpus)
+        has_changed = message.problem != self.view.problem or len(message.gpus) != len(self.view.gpus)
         self.view = msgspec.structs.replace(self.view, gpus=message.gpus, problem=message.problem)
-        if told:
+        if has_changed:
             self._on_change()
 
     def _tell_end(self, cause: Cause) -> None:

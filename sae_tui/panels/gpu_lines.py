@@ -35,7 +35,7 @@ _WIDE_HOLDER, _HOLDER = 24, 13
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LineLayout:
     """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after that."""
 
     widths: Mapping[GpuColumn, int]
@@ -57,7 +57,7 @@ def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: in
     return [line for row in rows for line in _lines_of(row, layout, width, each)]
 
 
-def _lines_of(row: GpuRow, layout: Layout, width: int, each: int) -> list[Line]:
+def _lines_of(row: GpuRow, layout: LineLayout, width: int, each: int) -> list[Line]:
     """Return a GPU in one or two lines.
 
     The second line holds the lower half of the histories, the power limit, and the rest of the holder's name. If the
@@ -77,7 +77,7 @@ def _lines_of(row: GpuRow, layout: Layout, width: int, each: int) -> list[Line]:
     return [_first(replace(row, holder=who), layout, histories), _second(row, layout, histories, " ".join(more))]
 
 
-def _first(row: GpuRow, layout: Layout, histories: Mapping[str, Sequence[Span]]) -> Line:
+def _first(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Span]]) -> Line:
     spans: list[Span] = []
     for column, width in layout.widths.items():
         spans.append(_cell(row, column, width))
@@ -91,7 +91,7 @@ def _cell(row: GpuRow, column: GpuColumn, width: int) -> Span:
     return fit(text, width, right=column.right) + " " * column.gap, style
 
 
-def _second(row: GpuRow, layout: Layout, histories: Mapping[str, Sequence[Span]], rest: str) -> Line:
+def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Span]], rest: str) -> Line:
     spans: list[Span] = []
     carried = 0  # cells of the columns before that have no text of their own
     for column, width in layout.widths.items():
@@ -123,7 +123,7 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
     return (rest, row.holder_style) if rest else (processes(row.sample), "dim")
 
 
-def layout_of(width: int, longest: int) -> Layout:
+def layout_of(width: int, longest: int) -> LineLayout:
     """Return the layout for lines of `width` cells, in which the holder wants `longest` cells."""
     columns = list(GPU_COLUMNS)
     while _total(columns) + _NARROW_HISTORY > width and any(column.drop for column in columns):
@@ -133,16 +133,16 @@ def layout_of(width: int, longest: int) -> Layout:
     spare = width - _total(columns)
     if HOLDER not in columns:
         widths[NAME] = max(_SHORTEST_NAME, NAME.width + min(0, spare))
-        return Layout(widths, 0, (max(0, spare), *[0] * (n_meters - 1)), 1)
+        return LineLayout(widths, 0, (max(0, spare), *[0] * (n_meters - 1)), 1)
     spare += HOLDER.width
     bar, holder = _bar_and_holder(spare, n_meters, longest)
     if spare - holder < LEAST_HISTORY:
-        return Layout(widths | {HOLDER: spare + n_meters}, bar, [0] * n_meters, 0)
+        return LineLayout(widths | {HOLDER: spare + n_meters}, bar, [0] * n_meters, 0)
     spare -= n_meters * (bar + bool(bar))
     holder = min(max(holder, longest), spare - LEAST_HISTORY)
     n_shown = min(n_meters, (spare - holder) // LEAST_HISTORY)
     cells = [(spare - holder + place) // n_shown if place < n_shown else 0 for place in range(n_meters)]
-    return Layout(widths | {HOLDER: holder}, bar, cells, 1)
+    return LineLayout(widths | {HOLDER: holder}, bar, cells, 1)
 
 
 def _bar_and_holder(space: int, n_meters: int, longest: int) -> tuple[int, int]:

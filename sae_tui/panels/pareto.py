@@ -101,8 +101,8 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
 def _free(cell: tuple[int, int], taken: set[tuple[int, int]], columns: int) -> tuple[int, int]:
     """Return the cell, or the nearest free one in its row, so that similar runs do not hide each other."""
     x, y = cell
-    beside = sorted(range(columns), key=lambda other: (abs(other - x), other < x))
-    return next(((other, y) for other in beside if (other, y) not in taken), cell)
+    nearest = sorted(range(columns), key=lambda other: (abs(other - x), other < x))
+    return next(((other, y) for other in nearest if (other, y) not in taken), cell)
 
 
 def _stairs(points: Sequence[Point]) -> list[Point]:

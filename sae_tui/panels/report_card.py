@@ -40,16 +40,16 @@ class CardPanel(LineView, can_focus=True):
 
 def card_lines(card: Card, width: int) -> list[Line]:
     """Return a report card as lines of at most `width` cells."""
-    told = facts(card)
-    column = max(len(title) for title, _ in told) + 2
+    known = facts(card)
+    column = max(len(title) for title, _ in known) + 2
     lines: list[Line] = [((f" {line}", "label"),) for text in title_lines(card) for line in wrap(text, width - 1)]
-    for title, value in told:
+    for title, value in known:
         first, *others = wrap(value, width - column - 1) or [""]
         lines.append(((f" {title:<{column}}", "label"), (first, "text")))
         lines += [((" " * (column + 1), "label"), (line, "text")) for line in others]
     if card.latents:
-        told_of = f" {len(card.latents)} random latents that fire, each with its max-activating example"
-        lines += [((" ", "text"),), ((fit(told_of, width), "label"),)]
+        heading = f" {len(card.latents)} random latents that fire, each with its max-activating example"
+        lines += [((" ", "text"),), ((fit(heading, width), "label"),)]
     return lines + [_latent_line(one, width) for one in card.latents]
 
 

@@ -38,7 +38,7 @@ class ReviewText(Static):
 
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
     """Return the review in full if it fits; else without remedies; else the first problems and a count of the rest."""
-    in_full = review.told
+    in_full = review.sentences
     for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
         wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]
         if sum(map(len, wrapped)) <= n_lines:

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 class Looked(Message):
     """Stored activations were inspected; `problem` says why that failed."""
 
-    def __init__(self, place: str, told: Inspected | None, problem: str = "") -> None:
+    def __init__(self, place: str, inspected: Inspected | None, problem: str = "") -> None:
         super().__init__()
         self.place = place
-        self.told = told
+        self.inspected = inspected
         self.problem = problem
 
 
@@ -228,16 +228,16 @@ class LaunchScreen(FramedScreen):
     def _look(self, place: str, python: str | None) -> None:
         worker = get_current_worker()
         try:
-            told = self._inspections.inspect(place, lambda: worker.is_cancelled, python)
+            inspected = self._inspections.inspect(place, lambda: worker.is_cancelled, python)
         except (UserError, OSError) as error:
             self.post_message(Looked(place, None, sentence(error)))
         else:
-            self.post_message(Looked(place, told))
+            self.post_message(Looked(place, inspected))
 
     @on(Looked)
     def _show_looked(self, event: Looked) -> None:
-        if event.told is not None and self.is_current:
-            lines = functools.partial(inspection_lines, event.place, event.told)
+        if event.inspected is not None and self.is_current:
+            lines = functools.partial(inspection_lines, event.place, event.inspected)
             self.app.push_screen(TextScreen("Stored activations", lines))
         elif event.problem:
             self.notify(event.problem, title="Not inspected", severity="error", markup=False)

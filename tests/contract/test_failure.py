@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from trainer.contract.errors import BadUsage, JobFileError, Problem, UserError
-from trainer.contract.failure import asks_for_json, refusal, show_failure, told_failure
+from trainer.contract.failure import asks_for_json, failure_in, refusal, show_failure
 from trainer.contract.output import SafeParser
 
 
@@ -26,7 +26,7 @@ from trainer.contract.output import SafeParser
 def test_a_sentence_is_split_into_field_message_and_fix(sentence, field, message, fix) -> None:
     failure = refusal(UserError(sentence)).error
     assert (failure.field, failure.message, failure.fix) == (field, message, fix)
-    assert told_failure(msgspec.json.encode(refusal(UserError(sentence)))) == sentence
+    assert failure_in(msgspec.json.encode(refusal(UserError(sentence)))) == sentence
 
 
 def test_the_first_of_several_problems_is_the_error_and_the_rest_are_kept(capsys) -> None:
@@ -47,14 +47,14 @@ def test_control_characters_and_invalid_text_are_encoded_as_json(capsys) -> None
 def test_bad_usage_prints_safely_and_keeps_its_text_in_json(capsys) -> None:
     with pytest.raises(BadUsage) as refused:
         SafeParser(prog="p").parse_args(["\x1b[2J\udcff"])
-    assert "\x1b" not in refused.value.told
+    assert "\x1b" not in refused.value.sentence
     show_failure(refused.value)
     error = json.loads(capsys.readouterr().out)["error"]
     assert error == {"field": None, "message": "unrecognized arguments: \x1b[2J?", "fix": "see p --help"}
 
 
 def test_other_output_is_not_read_as_a_failure() -> None:
-    assert [told_failure(text) for text in ("", "{}", "[1]", b"\xff", '{"error": "x"}', "words")] == [""] * 6
+    assert [failure_in(text) for text in ("", "{}", "[1]", b"\xff", '{"error": "x"}', "words")] == [""] * 6
 
 
 def test_the_json_flag_counts_only_before_a_double_dash() -> None:

@@ -51,7 +51,7 @@ def test_no_output_function_prints_control_characters(text: str) -> None:
 def test_bad_usage_prints_no_control_characters(text: str) -> None:
     with pytest.raises(BadUsage) as refused:
         SafeParser(prog="p").parse_args([f"x{text}"])
-    output = refused.value.told
+    output = refused.value.sentence
     assert "usage: p" in output
     assert output.replace("\n", "").replace("\t", "").isprintable()
 

@@ -13,7 +13,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
-NAME = "a sweep whose name is so long that it has no room beside anything else"
+NAME = "a sweep whose name is so long that it has no space next to anything else"
 LAST = "12:35:35  step 10/1465  loss 0.8312  fvu 0.5123  l0 32.0  dead 12.1%  lr 1.0e-03  12,345 tok/s"
 
 

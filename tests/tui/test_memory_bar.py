@@ -216,15 +216,15 @@ def test_the_review_is_shown_in_complete_sentences_at_any_size(width, n_lines) -
     assert len(lines) <= n_lines
     assert all(len(line) <= width for line in lines)
     text, (*_, last) = " ".join(lines), lines
-    whole = [paragraph for sentence in review.told for paragraph in (sentence, sentence.partition("; ")[0])]
+    whole = [paragraph for sentence in review.sentences for paragraph in (sentence, sentence.partition("; ")[0])]
     assert "more; ctrl+l" in last or text.endswith(tuple(whole))
     for word in text.replace("… ", "").split(" more; ctrl+l")[0].split():
-        assert word in " ".join(review.told) or word.isdigit()
+        assert word in " ".join(review.sentences) or word.isdigit()
 
 
 def test_a_review_with_enough_space_shows_every_remedy() -> None:
     review = Review(None, (TOO_LARGE, BUSY), "3 GPUs, ddp")
-    assert " ".join(review_lines(review, 40, 100)) == " ".join(review.told)
+    assert " ".join(review_lines(review, 40, 100)) == " ".join(review.sentences)
 
 
 def test_a_gpu_without_a_job_shows_only_known_values() -> None:

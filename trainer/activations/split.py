@@ -18,7 +18,7 @@ MOST_IN_TEXTS = 0.25
 # The least share of the held-out rows that each half should have.
 LEAST_OF_HALF = 0.25
 # The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept together.
-N_TOKEN_SLICES = 16
+N_RANGES = 16
 
 
 class TooFewTexts(ValueError):
@@ -110,7 +110,7 @@ def halves_of(labels: Indices) -> Indices:
     n = len(labels)
     if min(totals) >= LEAST_OF_HALF * n:
         return half_of[of_row]
-    return np.arange(n) * min(N_TOKEN_SLICES, n) // n % 2
+    return np.arange(n) * min(N_RANGES, n) // n % 2
 
 
 def _generator(seed: tuple[int, ...]) -> np.random.Generator:

@@ -28,11 +28,11 @@ class UsageError(UserError):
 
 
 class BadUsage(UsageError):
-    """Arguments that a command does not accept; `told` is the message for people, `message` the one for scripts."""
+    """Arguments that a command does not accept; `sentence` is the message for people, `message` the one for scripts."""
 
-    def __init__(self, message: str, told: str, fix: str) -> None:
-        self.message, self.told, self.fix = message, told, fix
-        super().__init__(told)
+    def __init__(self, message: str, sentence: str, fix: str) -> None:
+        self.message, self.sentence, self.fix = message, sentence, fix
+        super().__init__(sentence)
 
 
 class JobFileError(UsageError):

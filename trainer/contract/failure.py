@@ -43,7 +43,7 @@ def show_failure(error: Exception | str) -> None:
     show_text(f"{printable_json(text)}\n")
 
 
-def told_failure(output: bytes | str) -> str:
+def failure_in(output: bytes | str) -> str:
     """Return the error in the last line of a failed command's output as one sentence; "" if that is no `Refusal`."""
     lines = output.splitlines()
     try:

@@ -44,9 +44,9 @@ class SafeParser(argparse.ArgumentParser):
         known = _ARGUMENT.match(message)
         name = f"{known[1].split('/')[-1]}: " if known else ""
         said = message[known.end() :] if known else message
-        raise BadUsage(name + said, printable_lines(self.told(message)), f"see {self.prog} --help")
+        raise BadUsage(name + said, printable_lines(self.sentence_on(message)), f"see {self.prog} --help")
 
-    def told(self, message: str) -> str:
+    def sentence_on(self, message: str) -> str:
         """Return the message on bad usage for a person."""
         return f"{self.format_usage()}{self.prog}: error: {message}\n"
 

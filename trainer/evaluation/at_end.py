@@ -66,10 +66,10 @@ class Cards:
         # Store all rows first: from here on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
-            told = self._parallel.all_gather(self._own())
+            results = self._parallel.all_gather(self._own())
         except Exception as error:
-            told = {"": ("warning", f"no report cards: {first_line(error)}", None)}
-        for place, (label, (level, message, fvu_error)) in enumerate(told.items()):
+            results = {"": ("warning", f"no report cards: {first_line(error)}", None)}
+        for place, (label, (level, message, fvu_error)) in enumerate(results.items()):
             self._progress.event("card", message, level)
             if fvu_error is not None:
                 names = {f"{ERROR_NAME}@{label}" if label else ERROR_NAME, *([] if place else [ERROR_NAME])}
@@ -78,16 +78,16 @@ class Cards:
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
         """Evaluate and write this rank's SAEs; return by label an event's level and message, and the FVU's error."""
-        told: dict[str, tuple[str, str, float | None]] = {}
+        results: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
-            return told
+            return results
         for label in self._trainer.learners:
             folder = self._trainer.output / label if label else self._trainer.output
             # An SAE whose training was abandoned was not exported.
             if exported_tokens(folder) == self._at.tokens:
-                told[label] = self._try_one(folder, label)
-                rank_log.say(told[label][1])
-        return told
+                results[label] = self._try_one(folder, label)
+                rank_log.say(results[label][1])
+        return results
 
     def _try_one(self, folder: Path, label: str) -> tuple[str, str, float | None]:
         of_label = f" of {label}" if label else ""

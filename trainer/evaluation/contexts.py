@@ -68,21 +68,21 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
 
 def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
     """Yield the rows of a folder's shards in text order, up to `most`; stop at a shard that records no tokens."""
-    meta, capacity = read_json(place / META, dict[str, object]) or {}, most
+    meta, left = read_json(place / META, dict[str, object]) or {}, most
     for shard in inspect_shards(place).shards:
-        if capacity <= 0 or not shard_tells_tokens(shard.file):
+        if left <= 0 or not shard_tells_tokens(shard.file):
             return
         with safe_open(shard.file, "pt") as tensors:
             origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
             x = tensors.get_tensor(TENSOR)
         if any(of_rows.shape != (len(x),) for of_rows in origin):
             return
-        first = torch.arange(min(capacity, len(x)))
+        first = torch.arange(min(left, len(x)))
         if meta.get("shuffled"):
             if not isinstance(seed := meta.get("seed"), int):
                 return
-            first = order_of_shard(seed, shard.file.stem, len(x)).argsort()[:capacity]
-        capacity -= len(first)
+            first = order_of_shard(seed, shard.file.stem, len(x)).argsort()[:left]
+        left -= len(first)
         yield TokenRows(x[first], RowOrigin(*(one[first] for one in origin)))
 
 
@@ -121,8 +121,8 @@ class Contexts:
 
         `moved` is the result of `spliced.moved_tokens`, if known.
         """
-        told = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
-        of_texts = _texts(torch.cat([ids.flatten() for ids in told]), tokens)
+        all_ids = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
+        of_texts = _texts(torch.cat([ids.flatten() for ids in all_ids]), tokens)
         latents = torch.cat([latents for latents, _ in self._entries]).long()
         values = torch.cat([values for _, values in self._entries])
         n_fired = torch.bincount(latents, minlength=self._d_sae)

@@ -109,18 +109,18 @@ def pack(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
     The last context may be shorter.
     """
     pieces: list[tuple[int, list[int]]] = []
-    capacity = length
+    left = length
     for number, (ids, before, after) in enumerate(documents):
         at = 0
         while at < len(ids):
-            n = max(0, capacity - len(before) - len(after))
-            piece = (before + ids[at : at + n] + after)[:capacity]
+            n = max(0, left - len(before) - len(after))
+            piece = (before + ids[at : at + n] + after)[:left]
             at += n
             pieces.append((number, piece))
-            capacity -= len(piece)
-            if not capacity:
+            left -= len(piece)
+            if not left:
                 yield _context(pieces)
-                pieces, capacity = [], length
+                pieces, left = [], length
     if pieces:
         yield _context(pieces)
 

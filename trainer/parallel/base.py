@@ -132,7 +132,7 @@ class Parallel:
         return tensor.bfloat16() if is_narrow else tensor
 
     @cached_property
-    def _requests(self) -> Requests:
+    def _requests(self) -> RequestReader:
         return requests_reader(self.device)
 
     def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class Parallel:
         return self._waiting.take() if self._waiting else HostWaits()
 
 
-class Requests(Protocol):
+class RequestReader(Protocol):
     """Reads summed flags; the result is the same on all ranks, since it depends only on the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
@@ -202,6 +202,6 @@ class CudaRequests:
         return tuple(self._copies[before].bool().tolist())
 
 
-def requests_reader(device: torch.device) -> Requests:
+def requests_reader(device: torch.device) -> RequestReader:
     """Return the reader for this device."""
     return CudaRequests() if device.type == "cuda" else HostRequests()

@@ -111,8 +111,8 @@ def uuids_on_the_bus(vendor: Vendor, root: Path = Path("/")) -> list[str]:
     files = root.glob(vendor.uuid_files) if vendor.uuid_files else ()
     uuids = []
     for file in sorted(files, key=lambda file: (len(file.parent.name), file.parent.name)):
-        told = re.search(r"^(?:GPU UUID:\s*(\S+)|([0-9a-fA-F]{16})$)", file.read_text(errors="replace"), re.MULTILINE)
-        uuids.append((told[1] or f"{vendor.uuid_prefix}{told[2].lower()}") if told else "")
+        found = re.search(r"^(?:GPU UUID:\s*(\S+)|([0-9a-fA-F]{16})$)", file.read_text(errors="replace"), re.MULTILINE)
+        uuids.append((found[1] or f"{vendor.uuid_prefix}{found[2].lower()}") if found else "")
     return uuids
 
 

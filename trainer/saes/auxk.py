@@ -102,7 +102,7 @@ class AuxK(nn.Module):
 
 
 def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> DeadLatents:
-    """Return the n latents of this rank that have been silent for longest; on a CPU they are sorted by silence."""
+    """Return the n latents of this rank that have been silent for longest; on a CPU they are sorted by that."""
     since_fired = sae.n_tokens_since_fired
     if found := dead_latents.longest_since_fired(since_fired, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
         return found
@@ -117,7 +117,7 @@ def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> D
 
 
 def _order(sae: Sae) -> Tensor:
-    """Return sort keys for the latents of all ranks: longest silence first, ties by latent index.
+    """Return sort keys for the latents of all ranks: silent for longest first, ties by latent index.
 
     Silence is capped at 2^31 − 1 tokens.
     """

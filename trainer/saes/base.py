@@ -318,12 +318,12 @@ class Sae(nn.Module, ABC):
         return self.latents.whole(own)[counted].mean()
 
     def note_since_fired(self, n_tokens_since_fired: Tensor) -> None:
-        """Set the host's bound on silence from the counts of all latents, so that all ranks decide alike."""
+        """Set the host's bound from the counts of all latents, so that all ranks decide alike."""
         self._longest_since_fired = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     @torch.no_grad()
     def since_fired_slack(self) -> Tensor:
-        """Return by how much the host's bound exceeds the longest silence, float64 [1] on the device.
+        """Return by how much the host's bound exceeds the true maximum, float64 [1] on the device.
 
         This is a collective call: all ranks that train this SAE must make it, and all get the same result.
         """
@@ -367,7 +367,7 @@ class Sae(nn.Module, ABC):
         return ()
 
     def count_step(self, n_tokens: int) -> None:
-        """Record on the host that a step of `n_tokens` is queued: the bound on silence rises."""
+        """Record on the host that a step of `n_tokens` is queued: its bound rises."""
         self._longest_since_fired += n_tokens
 
     def learn_from(self, sums: Tensor) -> None:

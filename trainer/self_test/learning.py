@@ -1,4 +1,4 @@
-"""Checks short trainings on the device: FVU as on the CPU, exact resuming and recording, and no waits of the host."""
+"""Checks short trainings on the device: FVU as on the CPU, exact resuming and replay, and no waits of the host."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
             set_deterministic(is_exact)
             if plain.steps_by_rows:
                 compare = _captured_alike if is_exact else captured_nearly_alike
-                yield Check("recording", _name(sae, train), *compare(plain, captured, device, n_steps))
+                yield Check("graph replay", _name(sae, train), *compare(plain, captured, device, n_steps))
     finally:
         torch.use_deterministic_algorithms(was)
 

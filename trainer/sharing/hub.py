@@ -119,7 +119,7 @@ def _reason(error: BaseException) -> str:
     response = getattr(error, "response", None)
     if response is None:
         return first_line(error)
-    told = getattr(error, "server_message", None)
-    words = f", {first_line(Exception(told))}" if told else ""
+    answer = getattr(error, "server_message", None)
+    words = f", {first_line(Exception(answer))}" if answer else ""
     right = "; the token needs write access" if response.status_code in (401, 403) else ""
     return f"HTTP {response.status_code}{words}{right}"

@@ -41,8 +41,8 @@ class Neuronpedia(Format):
                 write_whole(temporary / name, msgspec.json.encode(_batch(sae, features, batch)))
         for stale in set(folder.glob("batch-*.json")) - {folder / name for name in names}:
             stale.unlink(missing_ok=True)
-        told = any(features.feature(latent).promoted for latent in latents[:1])
-        return [] if told else ["logits are left out: they need `sae-train eval` with --model"]
+        has_logits = any(features.feature(latent).promoted for latent in latents[:1])
+        return [] if has_logits else ["logits are left out: they need `sae-train eval` with --model"]
 
 
 def _batch(sae: SharedSae, features: Features, latents: list[int]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class Learner:
         return self.schedule.lr_factor(step)
 
     def cool_down(self, cool_down: CoolDown) -> None:
-        """End the run early: schedules and the silence after which a latent counts as dead follow the new length.
+        """End the run early: schedules and `dead_after_tokens` follow the new length.
 
         Adam's betas stay unchanged: its bias correction assumes constant betas, so new ones would change the step.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_type_hints
 
 from sae_tui.gpu.aggregate import Aggregate, ContributingGpus
-from sae_tui.gpu.base import PUBLIC, Condition, GpuProcess, GpuSample, Totals, Xid
+from sae_tui.gpu.base import PUBLIC, Condition, GpuProcess, GpuSample, GpuSummary, Xid
 from sae_tui.gpu.sensors import exported
 from sae_tui.jobs.launch.placement import Recommendation
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed
@@ -77,7 +77,7 @@ _CARD_THEN = fields(
 _COUNTED = {name: f"GPUs that report {name}." for name in ("memory", "utilization", "power", "temperature")}
 _TOTAL: dict[str, tuple[object, str]] = {
     "gpu_count": (int, "Number of GPUs."),
-    **_sensors(Totals),
+    **_sensors(GpuSummary),
 }
 _TOTALS = fields(
     "All GPUs",

@@ -158,8 +158,11 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
         return str(error), ""
     if is_judged(data.sae(job_id)) and not may_tell_tokens(job.config):
         return f"job {job_id} was evaluated, but {NO_TOKENS}", ""
-    told = f"job {job_id} has no max-activating examples yet"
-    return told, f"{told.capitalize()}. Evaluate it now? That takes seconds to minutes and continues if you quit."
+    none_yet = f"job {job_id} has no max-activating examples yet"
+    return (
+        none_yet,
+        f"{none_yet.capitalize()}. Evaluate it now? That takes seconds to minutes and continues if you quit.",
+    )
 
 
 def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:

@@ -11,7 +11,7 @@ import msgspec
 
 from sae_tui.jobs import named_python
 from trainer.contract.errors import UserError
-from trainer.contract.failure import told_failure
+from trainer.contract.failure import failure_in
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.settings.shards import inspect_shards
@@ -86,22 +86,22 @@ def _run(argv: Sequence[str], is_over: Callable[[], bool], variables: Mapping[st
     ) as process:
         while True:
             try:
-                told, errors = process.communicate(timeout=POLL_S)
+                output, errors = process.communicate(timeout=POLL_S)
                 break
             except subprocess.TimeoutExpired:
                 if is_over():
                     process.kill()
                     return None
-    return _understood(process.returncode, told, errors)
+    return _understood(process.returncode, output, errors)
 
 
-def _understood(code: int, told: bytes, errors: bytes) -> Inspected:
+def _understood(code: int, output: bytes, errors: bytes) -> Inspected:
     """Return the command's answer; the command also answers when it reports bad data by exit code 1."""
-    if reason := told_failure(told):
+    if reason := failure_in(output):
         raise UserError(reason)
-    if told:
+    if output:
         try:
-            return decode_as(told.splitlines()[-1], Inspected)
+            return decode_as(output.splitlines()[-1], Inspected)
         except ValueError as error:
             raise UserError(f"the output of `trainer inspect` cannot be read: {error}") from None
     lines = errors.decode(errors="replace").strip().splitlines()

@@ -106,10 +106,10 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        return "\n".join(self.told)
+        return "\n".join(self.sentences)
 
     @property
-    def told(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """The summary, followed by every problem, errors first."""
         refusal = [f"✗ {self.refusal}"] if self.refusal else []
         lines = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]

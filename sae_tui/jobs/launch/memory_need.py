@@ -92,8 +92,8 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
         # The size of a process does not predict GPU memory.
         return look
     past_peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
-    beside = memory.outside_pytorch(look.settled.held)
-    took = Took(past_peak.job_id, past_peak.peak_bytes + beside) if past_peak else None
+    outside = memory.outside_pytorch(look.settled.held)
+    took = Took(past_peak.job_id, past_peak.peak_bytes + outside) if past_peak else None
     return msgspec.structs.replace(look, took=took)
 
 

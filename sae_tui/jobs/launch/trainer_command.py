@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from sae_tui.jobs import named_python
 from trainer.contract.errors import UserError
-from trainer.contract.failure import told_failure
+from trainer.contract.failure import failure_in
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.progress import ENV_DESCRIPTOR, Reached, read_reached
@@ -48,7 +48,7 @@ def answer_of(
     output, errors = process.communicate()
     if process.returncode:
         lines = (errors or b"").decode(errors="replace").strip().splitlines()
-        reason = told_failure(output) or (lines[-1] if lines else "")
+        reason = failure_in(output) or (lines[-1] if lines else "")
         raise UserError(reason or f"`trainer {command}` ended with {process.returncode} without a message")
     try:
         return decode_as(output.splitlines()[-1], kind)

@@ -165,7 +165,7 @@ def test_a_damaged_file_is_refused_or_has_non_negative_sizes(
     content[place % len(content)] = byte
     file.write_bytes(content)
     try:
-        token_slices = read_arrow_file(file, "activations")
+        ranges = read_arrow_file(file, "activations")
     except NotRowsError:
         return
-    assert all(min(rows.offset, rows.n_tokens, rows.d_in) >= 0 for rows in token_slices)
+    assert all(min(rows.offset, rows.n_tokens, rows.d_in) >= 0 for rows in ranges)

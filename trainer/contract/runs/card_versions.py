@@ -159,13 +159,13 @@ def _forget_oldest(folder: Path) -> None:
     stored = _stored(folder)
     for _, _, file in stored[:-MOST_CARDS]:
         file.unlink(missing_ok=True)
-    capacity = MOST_FEATURES_BYTES
+    left = MOST_FEATURES_BYTES
     wanted = []
     for _, _, file in reversed(stored[-MOST_CARDS:]):
         features = _features(folder, card) if (card := _read(file)) else None
         if features and features not in wanted:
-            capacity -= features.stat().st_size
-            wanted += [features] if capacity >= 0 else []
+            left -= features.stat().st_size
+            wanted += [features] if left >= 0 else []
     for file in (folder / FOLDER).glob(f"*{Path(FEATURES).suffix}"):
         if file not in wanted:
             file.unlink(missing_ok=True)

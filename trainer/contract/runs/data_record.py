@@ -147,8 +147,8 @@ def cut_sentence(file: Path, size: int, before: int) -> str:
 def _look(field: str, path: str) -> FolderRecord:
     """Return a record of a folder's shards, from their headers and file attributes."""
     rows: Counter[Path] = Counter()
-    for token_slice in inspect_shards(path, field).shards:
-        rows[token_slice.file] += token_slice.n_tokens
+    for shard in inspect_shards(path, field).shards:
+        rows[shard.file] += shard.n_tokens
     sums = recorded_sums(next(iter(rows)).parent)
     shards = tuple(_facts(file, n_rows, sums.get(file.name)) for file, n_rows in rows.items())
     return FolderRecord(field, path, rows.total(), shards)

@@ -335,8 +335,8 @@ class Features:
             if ids[first + self._before] == NO_TOKEN:
                 break
             places = [at for at in range(first, first + width) if ids[at] != NO_TOKEN]
-            told = [self._token(ids[at]) for at in places]
-            contexts.append(_context(told, [acts[at] for at in places], places.index(first + self._before)))
+            tokens = [self._token(ids[at]) for at in places]
+            contexts.append(_context(tokens, [acts[at] for at in places], places.index(first + self._before)))
         return contexts
 
     def text(self, token: int) -> str:
@@ -399,8 +399,8 @@ def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Activat
     runs = runs_of_tokens(kept)
     joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)
     strongest = (max(acts[run.start : run.stop]) for run in runs)
-    told = tuple(Token(text, act) for text, act in zip(joined, strongest, strict=True))
-    return ActivatingExample(told, next(number for number, run in enumerate(runs) if at in run))
+    pieces = tuple(Token(text, act) for text, act in zip(joined, strongest, strict=True))
+    return ActivatingExample(pieces, next(number for number, run in enumerate(runs) if at in run))
 
 
 def _are_on(wanted: str, tokens: Sequence[bytes], at: int) -> bool:

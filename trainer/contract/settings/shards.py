@@ -206,16 +206,16 @@ def _folders_with(root: Path) -> str:
 
 def _inspect(file: Path, field: str) -> list[Shard]:
     try:
-        token_slices = _read(file, field)
+        ranges = _read(file, field)
         size = file.stat().st_size
     except OSError as error:
         raise _problem(field, file, f"cannot be read: {error.strerror}") from None
     except NotRowsError as error:
         raise _problem(field, file, f"is not an array of rows [n_tokens, d_in]: {error}") from None
-    begins = itertools.accumulate((rows.n_tokens for rows in token_slices), initial=0)
+    begins = itertools.accumulate((rows.n_tokens for rows in ranges), initial=0)
     shards = [
         Shard(file=file, first_row=first, **msgspec.structs.asdict(rows))
-        for rows, first in zip(token_slices, begins, strict=False)
+        for rows, first in zip(ranges, begins, strict=False)
     ]
     if wrong := next((shard.dtype for shard in shards if shard.dtype not in DTYPE_BYTES), None):
         kinds = "activations must be float16, bfloat16, float32 or float64"

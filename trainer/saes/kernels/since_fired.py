@@ -1,4 +1,4 @@
-"""Counts per step: on how many tokens each latent fired, how long the others have been silent, and errors."""
+"""Counts per step: on how many tokens each latent fired, for how many tokens the others have not, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Add a step's tokens (0-dim) to each latent's silence [n], reset it if the latent fired; clear `sums`.
+    """Add a step's tokens (0-dim) to each latent's tokens since it fired [n], reset to 0 if it fired; clear `sums`.
 
     `sums` [n + m] begins with the firing count of each latent; return its other elements [m]. If there are no tokens,
     the contents of `sums` are ignored. `n_tokens` must not be a view of `sums`.

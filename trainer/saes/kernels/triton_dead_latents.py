@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.saes.kernels.triton_top_k import BY_HALVES, choose, search
 
-# Largest number of latents whose silence a program holds, and latents per thread: with 32 in each of twice as many
+# Largest number of latents whose counts a program holds, and latents per thread: with 32 in each of twice as many
 # threads, registers were spilled on most GPUs.
 MOST_LATENTS, PER_THREAD = 2**15, 64
 # Latents that a program places, and columns of a row that it copies.
@@ -22,7 +22,7 @@ LONGEST_SINCE_FIRED = tl.constexpr(2**31 - 1)
 
 
 def fits(since_fired: Tensor, dead_after: int) -> bool:
-    """Return whether a program can hold the silence of all latents."""
+    """Return whether a program can hold the counts of all latents."""
     return 0 < len(since_fired) <= MOST_LATENTS and 0 < dead_after < LONGEST_SINCE_FIRED.value
 
 
@@ -150,11 +150,11 @@ def _find_longest_since_fired(
 
 @triton.jit
 def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
-    """Return the silence of some latents in tokens, as 32-bit numbers; -1 for living latents and padding."""
+    """Return the tokens since some latents fired, as 32-bit numbers; -1 for living latents and padding."""
     words, inside = since_fired.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     silent_for = tl.where((high > 0) | (low < 0), LONGEST_SINCE_FIRED, low)
-    # Padding has silence 0, and `dead_after` is at least 1.
+    # Padding has count 0, and `dead_after` is at least 1.
     return tl.where(silent_for >= dead_after, silent_for, -1)
 
 

@@ -29,13 +29,13 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
 
 
 def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Update the silence and clear the sums like `since_fired.add_tokens`."""
+    """Update the counts and clear the sums like `since_fired.add_tokens`."""
     n = len(since_fired)
     others = torch.empty_like(sums[n:])
     assert len(others) <= _MOST_OTHERS, "the first program returns no more"
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(since_fired):
-        _take_in[max(1, triton.cdiv(n, _PART)),](
+        _add_tokens[max(1, triton.cdiv(n, _PART)),](
             since_fired, sums, others, n_tokens, n, len(others), PART=_PART, OTHERS=_MOST_OTHERS, num_warps=4
         )
     return others
@@ -81,10 +81,10 @@ def _count(
 
 
 @triton.jit
-def _take_in(
+def _add_tokens(
     inout_since_fired, inout_sums, out_others, n_tokens, n, n_others, PART: tl.constexpr, OTHERS: tl.constexpr
 ):
-    """Update the silence of some latents and clear their sums; the first program also returns the other sums."""
+    """Update the counts of some latents and clear their sums; the first program also returns the other sums."""
     part, came = tl.program_id(0), tl.load(n_tokens)
     at = part * PART + tl.arange(0, PART)
     inside = at < n
