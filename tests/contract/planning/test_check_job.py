@@ -147,7 +147,7 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
             "warning",
         ),
         ({"sae": {"expansion_factor": 0.5, "k": 2}}, "sae.expansion_factor", "4 latents for 8 dimensions", "warning"),
-        ({"train": {"n_tokens": 2_000_000}}, "train.n_tokens", "passes over 19,000 stored ones", "warning"),
+        ({"train": {"n_tokens": 2_000_000}}, "train.n_tokens", "passes over 19,000 stored tokens", "warning"),
         ({"train": {"n_steps": 1000}}, "train.n_steps", "4,096,000 tokens are 216 passes", "warning"),
     ],
 )

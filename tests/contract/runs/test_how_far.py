@@ -32,7 +32,7 @@ def test_the_metadata_of_an_export_restores_the_progress_of_its_run() -> None:
     )
     assert from_metadata(whole.metadata() | {"fvu": 0.08, "heldout_fvu": 0.141}) == whole
     assert whole.overfitting == (
-        "FVU is 0.0800 of the last batches, 0.1410 held out, after 18.2 passes over the training rows; "
+        "FVU is 0.0800 on the last batches, 0.1410 held out, after 18.2 passes over the training rows; "
         "held-out FVU was best at step 300 (0.1340; 0.1410 at the end)"
     )
     assert from_metadata({"fvu": 0.1}) is None

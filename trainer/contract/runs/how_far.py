@@ -64,7 +64,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         """The FVU on training and held-out rows, and the step of the lowest held-out FVU; "" without overfitting."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
-            of_both = f"{self.fvu:.4f} of the last batches, {self.heldout_fvu:.4f} held out"
+            of_both = f"{self.fvu:.4f} on the last batches, {self.heldout_fvu:.4f} held out"
             clauses.append(f"FVU is {of_both}, after {self.passes:,.1f} passes over the training rows")
         if self.best:
             now = "" if self.heldout_fvu is None else f"; {self.heldout_fvu:.4f} at the end"
