@@ -331,7 +331,8 @@ def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
     train, n_train = work.job.train, n_tokens - work.job.data.held_out(n_tokens, work.ranks)
     if work.total_tokens <= 20 * n_train:
         return []
-    message = f"{work.total_tokens:,} tokens are {work.total_tokens / n_train:,.0f} passes over {n_train:,} stored tokens"
+    passes = f"{work.total_tokens / n_train:,.0f} passes over {n_train:,} stored tokens"
+    message = f"{work.total_tokens:,} tokens are {passes}"
     return [Problem("train.n_steps" if train.n_steps else "train.n_tokens", message, "warning")]
 
 
