@@ -38,7 +38,7 @@ def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
-    """Check the soft limit of open files; a process gets this limit, and may raise it to the hard limit."""
+    """Check the soft limit on open files; a process starts with this limit and may raise it to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         yield Finding("ok", "open files", f"a process may open {_limit(soft)} files")

@@ -187,7 +187,7 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
 
 
 def _text(text: str, allowed: str = "") -> str:
-    """Remove the spaces around a text.
+    """Strip the whitespace around a text.
 
     Raise `UserError` for control characters that are not in `allowed`, and for text that is not UTF-8, which a terminal
     may send but the store cannot hold.

@@ -76,7 +76,7 @@ FAULTS = {
     "head": Fault("SIGSTOP at the head of the queue; passed over, then first", "GPU is free", queues.head_halted),
     "gpu": Fault("one of two GPUs hangs; named, the other is used", "of `gpus`", queues.gpu_hangs),
     "driver": Fault("the driver hangs while jobs wait; said, starts after it", "to a start", queues.driver_hangs),
-    "proc": Fault("reads of /proc hang in the app; said, its keys act", "to the stop", hangs.processes_hang),
+    "proc": Fault("reads of /proc hang in the app; it says so, and keys work", "to the stop", hangs.processes_hang),
     "disk": Fault("the data folder hangs under job and app; same bits", "to a step", hangs.disk_hangs, ALONE),
     "clock-steps": Fault("the clock is set a day ahead and back; same bits", "to both ends", clock.clock_steps, ALONE),
     "clock": Fault("the clock goes back an hour; crash restarts, order kept", "to restart", clock.clock_set_back),

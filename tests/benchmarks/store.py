@@ -173,7 +173,7 @@ def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
             times.append(timed(lambda step=step: report(progress, step)))
         locker.kill()
     progress.close()
-    return {"report of a step, store locked now and then": (times, 0.1)}
+    return {"report of a step while the store is sometimes locked": (times, 0.1)}
 
 
 def report(progress: StoredProgress, step: int) -> None:

@@ -37,7 +37,7 @@ class StepSums(NamedTuple):
 class Parallel:
     """The ranks of one run as seen by one of them. This class itself is the mode for a single rank.
 
-    Ranks in `data` hold the same latents and process different tokens. Ranks in `latents` process the same tokens and
+    Ranks of `data` hold the same latents but process different tokens. Ranks in `latents` process the same tokens and
     hold different latents. `world` contains all ranks.
     """
 

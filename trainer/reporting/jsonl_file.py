@@ -60,7 +60,7 @@ class LineFile:
         """Do nothing, since every write opens and closes the file."""
 
     def close(self) -> None:
-        """Write `rewind` if the run has written no line yet."""
+        """Write the `rewind` record if the run has not written any line yet."""
         if self._rewind:
             self.write((), None, ())
 

@@ -264,7 +264,7 @@ class StoredProgress(RunProgress):
 
 
 class Outage:
-    """A period in which the store could not be written."""
+    """A period during which the store could not be written to."""
 
     def __init__(self, error: Exception, since: float) -> None:
         self.retry_at = 0.0

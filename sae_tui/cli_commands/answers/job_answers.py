@@ -163,7 +163,7 @@ _VERSION: dict[str, tuple[object, str]] = {
     "sae": (str, 'Label of the SAE in a sweep; "" for a run with one SAE.'),
     "is_current": (bool, "Whether this is the current report card."),
     "measured": (float | None, "Time of its latest measurement, in s since the epoch; null: not known."),
-    "step": (int, "Step of the SAE; 0: not known."),
+    "step": (int, "Training step of the SAE; 0: not known."),
     "tokens": (int, "Tokens that the SAE was trained on."),
     "weights": (str, 'Fingerprint of the weights; "": not known.'),
     "fvu": (float, "Fraction of variance unexplained."),

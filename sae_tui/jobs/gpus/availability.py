@@ -177,7 +177,7 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Return who uses a GPU in exclusive mode, however little memory the process uses; "" if no process does."""
+    """Return who holds a GPU in exclusive mode, regardless of the memory that the process uses; "" if it is free."""
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
 

@@ -102,7 +102,7 @@ def test_losses_match_a_loop_over_single_documents(gpt2: Path, job: ExtractJob) 
         ids = torch.tensor([piece])
         clean = spied.logits(ids).log_softmax(-1)[0]
         of_each = {name: spied.logits(ids, keep_first(change)).log_softmax(-1)[0] for name, change in changes.items()}
-        # The first token of a document is not changed and does not count.
+        # The first token of each document is left unchanged and is not counted.
         for at in range(1, ids.shape[1]):
             for name, changed in of_each.items():
                 kl[name].append(

@@ -249,7 +249,7 @@ _PART = typed(
     Part,
     {
         "measured": "Time of the measurement, in s since the epoch.",
-        "step": "Step of the SAE; 0: not known.",
+        "step": "Training step of the SAE; 0: not known.",
         "n": "Number of measured units.",
         "unit": "The unit of `n`: rows, tokens, texts or latents.",
         "text": 'Measured text or rows; "": not recorded.',

@@ -1,4 +1,4 @@
-"""Reads the version of the PyTorch that ranks import from its files; importing it takes seconds and 200 MB."""
+"""Reads the version of the ranks' PyTorch from its files, since an import takes seconds and 200 MB."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def precision(self) -> str:
-        """The number type of the matrix products."""
+        """The dtype of the matrix products."""
         asked = self.job.train.precision
         return auto_precision(self.device, usual_capability(self.device_name)) if asked == "auto" else asked
 
