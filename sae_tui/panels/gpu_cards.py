@@ -29,9 +29,9 @@ from sae_tui.panels.gpu_row import (
 from sae_tui.widgets.lines import Line, Span
 
 CARD_WIDTH = 38
-_FIGURE = 10  # cells of a quantity beside its bar
+_FIGURE = 10  # cells of a quantity next to its bar
 _LABEL = 6  # cells
-_GAP = 2  # cells between two cards
+_GAP = 2  # cells between two GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def card_grid(count: int, width: int, space: int) -> CardGrid:
 
 
 def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
-    """Return the cards side by side and below each other."""
+    """Return the GPUs in the rows and columns of the grid."""
     card_width = width // grid.columns
     lines: list[Line] = []
     for start in range(0, len(rows), grid.columns):

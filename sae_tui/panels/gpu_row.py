@@ -176,7 +176,7 @@ def fill(spans: Line, width: int) -> Line:
 
 
 def fitting(spans: Sequence[Span], width: int) -> Line:
-    """Return the first spans, as many as fit into the width."""
+    """Return the first spans, up to the width."""
     used = accumulate(cell_len(text) for text, _ in spans)
     return tuple(span for span, cells in zip(spans, used, strict=True) if cells <= width)
 
@@ -185,7 +185,7 @@ def _limit(sample: GpuSample) -> str:
     return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
 
 
-# What the columns of these sensors show in addition to the value, by field: a style and a limit.
+# By field, the style of a value and its limit, which the column shows too.
 _STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
 _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 
