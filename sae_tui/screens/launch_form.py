@@ -69,9 +69,6 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.review = review
             self.overridden = overridden
 
-    class Known(Message):
-        """The Python that will run the training has reported its packages."""
-
     def __init__(self, session: Session, origin: ClonedJob | None = None, preset: Path | None = None) -> None:
         super().__init__()
         self.session = session
@@ -276,7 +273,6 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @on(SettingForm.Edited)
     @on(GpuPicker.Changed)
-    @on(Known)
     def _check(self) -> None:
         """Check the draft once the changes have settled; only the newest result counts."""
         self._asked += 1
@@ -311,15 +307,15 @@ class LaunchForm(VerticalScroll, can_focus=False):
         jobs: Sequence[Job],
         cuda: bool,
     ) -> None:
-        review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=self._tell_known)
+        def check_again() -> None:
+            with contextlib.suppress(RuntimeError):
+                self.call_later(self._check)
+
+        review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=check_again)
         overridden = job_form.overridden(candidate.values, review)
         # The app and its event loop may have ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
-
-    def _tell_known(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self.post_message(self.Known())
 
     @on(Reviewed)
     def _show_review(self, event: Reviewed) -> None:
