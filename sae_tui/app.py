@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -19,16 +22,14 @@ from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
 from sae_tui.alerts.watch import AlertWatcher
-from sae_tui.app_parts.colours import Colours
-from sae_tui.app_parts.effects import Effects, MakeHosts
-from sae_tui.app_parts.front import AppFront, OwnThreads
 from sae_tui.app_parts.job_ends import tell_alert, tell_end, tell_news
-from sae_tui.app_parts.navigator import Navigator
-from sae_tui.app_parts.redraw import AlertsChanged, JobsChanged, Redraw
+from sae_tui.app_parts.refresh import AlertsChanged, JobsChanged, MakeHosts, Refresh
+from sae_tui.app_parts.router import Router
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.notices import Notices
 from sae_tui.palette import Commands, JobCommands, Palette, commands
+from sae_tui.screens.dashboard import Dashboard
 from sae_tui.session import Session
 from sae_tui.settings import Settings
 from sae_tui.terminal.driver import TerminalDriver, has_shell
@@ -42,6 +43,46 @@ from trainer.contract.paths import DataDir
 
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
+
+_LEAVE_S = 5.0
+
+
+class OwnThreads(ThreadPoolExecutor):
+    """Runs every call in a new daemon thread, so that a call that hangs never delays another.
+
+    The default executor of asyncio has min(32, cores + 4) threads: a few hung reads would block all actions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)  # never used
+        self._own: set[threading.Thread] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                self._own.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="worker", daemon=True)
+        self._own.add(thread)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the user's thread limit is reached
+            self._own.discard(thread)
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait up to 5 s for running calls; a call that hangs longer does not keep the app from exiting."""
+        deadline = time.monotonic() + _LEAVE_S
+        for thread in tuple(self._own) if wait else ():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class SaeApp(KeysInOrder, Notices):
@@ -95,9 +136,7 @@ class SaeApp(KeysInOrder, Notices):
         self._filters = [*filters, Printable(), *([plain] if plain else [])]
         self._filters += [Colourless()] if colourless or self.no_color else []
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()), readonly=readonly)
-        front = AppFront(self, watcher.poke)
-        self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)
-        self.session.alerts = AlertWatcher(
+        alerts = AlertWatcher(
             data,
             settings,
             lambda: None if monitor.opening else monitor.latest(),
@@ -105,13 +144,13 @@ class SaeApp(KeysInOrder, Notices):
             lambda: self.post_message(AlertsChanged()),
             readonly=readonly,
         )
-        self.session.go = self.navigator = Navigator(self, self.session)
-        self.redraw = Redraw(self, self.session)
-        # Create this before any style is read: after a change of colours Textual reads all styles again.
-        self._colours = Colours(self, self.session)
-        self.navigator.effects = Effects(
-            self, self.session, self.navigator.dashboard, self._colours, self.redraw, make_hosts
+        self.session = Session(
+            data, monitor, watcher, settings, alerts, self, readonly=readonly, hosts=hosts, given=given
         )
+        dashboard = Dashboard(self.session, settings.monitor_view_default)
+        # Create this before any style is read: after a change of colours Textual reads all styles again.
+        self.redraw = Refresh(self, self.session, dashboard, make_hosts)
+        self.session.go = self.router = Router(self, self.session, dashboard, self.redraw)
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._first_words = first_words
@@ -138,7 +177,7 @@ class SaeApp(KeysInOrder, Notices):
         self.session.alerts.start()
         if self.session.hosts:
             self.session.hosts.start(lambda: self.post_message(JobsChanged()))
-        self.navigator.start()
+        self.router.start()
         self.redraw.start()
         if self._first_words:
             self.notify(self._first_words, markup=False)
@@ -187,7 +226,7 @@ class SaeApp(KeysInOrder, Notices):
         super()._display(screen, self._painter.lighten(screen, renderable))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        return commands(screen, self.session, self._colours.choose)
+        return commands(screen, self.router, self.redraw.choose_theme)
 
     def export_screenshot(self, **options: Any) -> str:
         """Draw the screen as SVG. First hide the values of environment variables, since screenshots are shared."""
@@ -197,22 +236,22 @@ class SaeApp(KeysInOrder, Notices):
         return super().export_screenshot(**options)
 
     def action_new_job(self) -> None:
-        self.navigator.new_job()
+        self.router.new_job()
 
     def action_new_extraction(self) -> None:
-        self.navigator.new_extraction()
+        self.router.new_extraction()
 
     def action_show_dashboard(self) -> None:
-        self.navigator.show_dashboard()
+        self.router.show_dashboard()
 
     def action_settings(self) -> None:
-        self.navigator.show_settings()
+        self.router.show_settings()
 
     def action_doctor(self) -> None:
-        self.navigator.show_doctor()
+        self.router.show_doctor()
 
     def action_help(self) -> None:
-        self.navigator.show_help()
+        self.router.show_help()
 
     def action_command_palette(self) -> None:
         Palette.open(self)

@@ -15,9 +15,10 @@ from textual.markup import escape
 from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
+from sae_tui.app_parts.router import Router
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.session import HasSession, Session
+from sae_tui.session import Session
 from sae_tui.theme import THEMES, ThemeName
 
 _MOST_JOBS = 50
@@ -71,7 +72,7 @@ class JobCommands(Provider):
 
     async def search(self, query: str) -> Hits:
         words = query.casefold().split()
-        session = cast(HasSession, self.app).session
+        session: Session = cast(Any, self.app).session
         for job in [job for job in session.jobs if _names(job, words)][:_MOST_JOBS]:
             for verb, explanation, act in _of_job(session, job):
                 title = f"{verb} job {job.id}: {job.name}"
@@ -96,20 +97,19 @@ def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreRe
 
 
 def commands(
-    screen: Screen[object], session: Session, choose_theme: Callable[[ThemeName], object]
+    screen: Screen[object], router: Router, choose_theme: Callable[[ThemeName], object]
 ) -> Iterable[SystemCommand]:
     """Yield the commands of the palette, except the actions on individual jobs."""
-    go, app = session.go, screen.app
-    yield SystemCommand("New job", "Choose GPUs and launch a training", go.new_job)
-    yield SystemCommand("Dashboard", "All GPUs and jobs", go.show_dashboard)
-    yield SystemCommand("Doctor", "Check this machine for problems", go.show_doctor)
+    yield SystemCommand("New job", "Choose GPUs and launch a training", router.new_job)
+    yield SystemCommand("Dashboard", "All GPUs and jobs", router.show_dashboard)
+    yield SystemCommand("Doctor", "Check this machine for problems", router.show_doctor)
     for name in THEMES:
         yield SystemCommand(f"Theme: {name}", "Colours, saved in settings.toml", partial(choose_theme, name))
-    yield SystemCommand("Settings", "Theme, alerts, other hosts and all other settings", go.show_settings)
-    yield SystemCommand("Alerts", "Current alerts and alerts of the last 24 hours", go.show_alerts)
-    yield SystemCommand("Own cost", "Resources that this app uses: CPU, memory, terminal output", go.show_own_cost)
-    yield SystemCommand("Help", "The keys of this screen", go.show_help)
-    yield SystemCommand("Quit", "Quit; jobs keep running", app.action_quit)
+    yield SystemCommand("Settings", "Theme, alerts, other hosts and all other settings", router.show_settings)
+    yield SystemCommand("Alerts", "Current alerts and alerts of the last 24 hours", router.show_alerts)
+    yield SystemCommand("Own cost", "Resources that this app uses: CPU, memory, terminal output", router.show_own_cost)
+    yield SystemCommand("Help", "The keys of this screen", router.show_help)
+    yield SystemCommand("Quit", "Quit; jobs keep running", screen.app.action_quit)
     yield from _of_keys(
         screen, ("New job", "Dashboard", "Doctor", "Settings", "Help", "Quit", "Back", "Close", "Commands")
     )

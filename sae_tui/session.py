@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from textual.screen import Screen
+from textual.app import App
 
+from sae_tui.actions import Actions, Navigation
 from sae_tui.alerts.watch import AlertWatcher
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.host import Host
-from sae_tui.job_actions import Front, JobActions
 from sae_tui.jobs.gpus import availability
 from sae_tui.jobs.gpus.availability import GpuChoice, Holders
 from sae_tui.jobs.gpus.locks import HolderReader, lock_folder, lock_problem
@@ -23,35 +23,15 @@ from sae_tui.jobs.view.watcher import JobDetail, Watcher
 from sae_tui.panels.status import StatusContent, summary
 from sae_tui.settings import Settings
 from trainer.contract.paths import DataDir
-from trainer.contract.settings.job_file import AnyJob
 
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
 
 
-class Navigation(Protocol):
-    """Changes which screen is shown."""
-
-    def show_dashboard(self) -> None: ...
-    def switch_to(self, screen: Screen[None] | str) -> None: ...
-    def open_job(self, job_id: int) -> None: ...
-    def new_job(self) -> None: ...
-    def new_extraction(self) -> None: ...
-    def clone_job(self, job_id: int) -> None: ...
-    def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> None: ...
-    def show_doctor(self) -> None: ...
-    def show_help(self) -> None: ...
-    def show_settings(self) -> None: ...
-    def read_settings(self) -> None: ...
-    def show_alerts(self) -> None: ...
-    def show_own_cost(self) -> None: ...
-
-
 class Session:
     """Gives screens the current GPUs, jobs and settings; monitor and watcher threads keep them up to date."""
 
-    go: Navigation  # set by the app after it has made the screens, which need the session
-    alerts: AlertWatcher  # set by the app, which the alerts notify
+    go: Navigation  # set by the app after it has made the router, which needs the session
 
     def __init__(
         self,
@@ -59,7 +39,8 @@ class Session:
         monitor: Monitor,
         watcher: Watcher,
         settings: Settings,
-        front: Front,
+        alerts: AlertWatcher,
+        app: App[None],
         *,
         readonly: bool = False,
         hosts: Hosts | None = None,
@@ -73,7 +54,8 @@ class Session:
         self.monitor = monitor
         self.watcher = watcher
         self.settings = settings
-        self.actions = JobActions(self, front)
+        self.alerts = alerts
+        self.actions = Actions(self, app)
         self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
         # The disk of the data folder may hang while screens are drawn, so a thread reads it. A lock folder elsewhere is
@@ -123,9 +105,3 @@ class Session:
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
         return availability.with_other_users(self.watcher.holders, self._locks, samples)
-
-
-class HasSession(Protocol):
-    """An app with a session; the command palette needs nothing else of the app."""
-
-    session: Session

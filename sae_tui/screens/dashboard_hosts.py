@@ -9,13 +9,13 @@ from functools import partial
 
 from textual.screen import Screen
 
+from sae_tui.actions import FINISH_EARLY, Also, early_words, steps_to_finish
 from sae_tui.format import celsius, visible
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import BLANK, RecentHistory
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import HostView
-from sae_tui.job_actions import FINISH_EARLY, Also, early_words, steps_to_finish
 from sae_tui.jobs.states import ENDED, stands
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.aggregate import Total, totals
@@ -164,7 +164,7 @@ class DashboardHosts:
         actions = self._session.actions
         if verb == "stop":
             early = partial(self._hosts.run, host, *words, "--finish")
-            also = None if _early_steps(job) is None else Also(FINISH_EARLY, lambda: actions.do(early))
+            also = None if _early_steps(job) is None else Also(FINISH_EARLY, early)
             actions.ask(*_stop_question(host, job), errand, also)
         else:
             actions.do(errand)

@@ -53,7 +53,7 @@ class LaunchScreen(FramedScreen):
     """Shows the launch form, has it reviewed and launches the job."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
+        Binding("escape", "app.show_dashboard", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
         Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the job, detached", priority=True),
         Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="Launch one job for each SAE of the sweep"),
         Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show rarely changed settings"),
@@ -103,9 +103,6 @@ class LaunchScreen(FramedScreen):
         """Put the launch keys first, before the keys of the focused widget."""
         return FooterOffer(("launch.go", "launch.each"))
 
-    def action_back(self) -> None:
-        self.session.go.show_dashboard()
-
     def action_advanced(self) -> None:
         """Show all settings, or only the usual ones."""
         for form in self.query(SettingForm):
@@ -145,7 +142,7 @@ class LaunchScreen(FramedScreen):
     @on(Button.Pressed, "#launch-button")
     def action_launch(self) -> None:
         """Launch the job; ask first if the review has warnings."""
-        self.form.once_reviewed(self._launch)
+        self.form.once_reviewed(self._launch_reviewed)
 
     def _refuse(self, what: str, review: Review) -> None:
         """Name the settings to correct, in one line that soon disappears. More text would cover the review."""
@@ -154,21 +151,20 @@ class LaunchScreen(FramedScreen):
         why = f"correct {join_words(which)} first" if which else "its Python is still being checked"
         self.notify(f"Not {what}: {why}.", severity="warning", markup=False)
 
-    def _launch(self, review: Review) -> None:
-        job = review.job
+    def _launch_reviewed(self, review: Review, *, each: bool = False) -> None:
+        """Launch the reviewed job, or each of its SAEs as a separate job; a clone becomes a child of its original."""
         if review.refusal:
             self.notify(review.refusal, title="Not launched", severity="error", markup=False)
-        elif job is None:
+            return
+        if review.job is None:
             self._refuse("launched", review)
-        elif review.question:
-            self.app.push_screen(Confirm(review.question, yes="Launch"), lambda yes: self._go([job]) if yes else None)
-        else:
-            self._go([job])
-
-    def _go(self, jobs: list[AnyJob]) -> None:
-        """Launch reviewed jobs, as children of the cloned job if there is one."""
+            return
+        jobs, question = [review.job], review.question
+        if each:
+            jobs = job_form.each_alone(review.job)
+            question = f"Launch {len(jobs)} jobs, one for every SAE? They queue for GPUs."
         origin = self.form.origin
-        self.session.go.launch(jobs, None if origin is None else origin.job_id)
+        self.session.actions.launch_jobs(jobs, question, None if origin is None else origin.job_id)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer the sweep key only if there are several SAEs, and the host key only if there are other hosts."""
@@ -178,15 +174,7 @@ class LaunchScreen(FramedScreen):
 
     def action_launch_each(self) -> None:
         """Launch every SAE of a sweep as a separate job; the jobs are queued for GPUs and end independently."""
-        self.form.once_reviewed(self._launch_each)
-
-    def _launch_each(self, review: Review) -> None:
-        if review.refusal or review.job is None:
-            self._launch(review)
-            return
-        jobs = job_form.each_alone(review.job)
-        question = f"Launch {len(jobs)} jobs, one for every SAE? They queue for GPUs."
-        self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
+        self.form.once_reviewed(functools.partial(self._launch_reviewed, each=True))
 
     def action_launch_there(self) -> None:
         """Ask for a host and its GPUs, and launch the form's job there."""

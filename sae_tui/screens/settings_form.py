@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from textual import on
@@ -43,10 +44,11 @@ class SettingsScreen(FramedScreen):
         "stay."
     )
 
-    def __init__(self, session: Session, draft: dict[str, str]) -> None:
+    def __init__(self, session: Session, draft: dict[str, str], read_settings: Callable[[], object]) -> None:
         super().__init__(name="settings")
         self.session = session
         self._draft = draft
+        self._read_settings = read_settings
         self._path = session.data.settings_file
         # The content of the file, valid or not, and why it cannot be read.
         self._stored: dict[str, Any] = {}
@@ -166,7 +168,7 @@ class SettingsScreen(FramedScreen):
             self.notify(sentence(error), title="Not saved", severity="error", markup=False)
             return
         self._tell_saved(changes, [name for name in changes if now.get(name) != before.get(name)])
-        self.session.go.read_settings()
+        self._read_settings()
         self._read()
         self.query_one(SettingForm).start_from(self._stored)
         self._check()

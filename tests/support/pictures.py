@@ -77,7 +77,7 @@ async def _draw(scene: Scene, folder: Path, sizes: Sequence[str], themes: Sequen
             async with app.run_test(size=(columns, rows)) as pilot:
                 await scene.show(pilot)
                 for theme in themes:
-                    app._colours.choose(theme)
+                    app.redraw.choose_theme(theme)
                     await pilot.pause()
                     svg = app.export_screenshot(title=f"{scene.name} · {size} · {theme}")
                     file = folder / file_of(scene, size, theme)

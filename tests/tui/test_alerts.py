@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.tui import NOW, wait_until
 
 from sae_tui.alerts.record import Alert, write_alerts
-from sae_tui.app_parts.redraw import AlertsChanged
+from sae_tui.app_parts.refresh import AlertsChanged
 from sae_tui.panels.alerts import alert_lines
 from sae_tui.panels.status import StatusLine
 

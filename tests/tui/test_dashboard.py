@@ -313,13 +313,13 @@ async def test_the_dashboard_is_updated_behind_help_and_dialogs(make_app, data) 
         await wait_until(pilot, lambda: app.session.jobs)
         for key, leave in (("question_mark", "escape"), ("s", "n")):
             await pilot.press(key)
-            before = app.navigator.dashboard.query_one(GpuPanel).plain
+            before = app.router.dashboard.query_one(GpuPanel).plain
             monitor.step()
             monitor.step()
             app.redraw.show_gpus()
-            assert app.navigator.dashboard.query_one(GpuPanel).plain != before
+            assert app.router.dashboard.query_one(GpuPanel).plain != before
             await pilot.press(leave)
-        assert app.screen is app.navigator.dashboard
+        assert app.screen is app.router.dashboard
 
 
 async def test_a_gpu_shows_the_job_or_the_user_that_holds_it(make_app, data) -> None:

@@ -54,7 +54,7 @@ async def test_a_digit_opens_a_gpu_and_brackets_move_to_the_next(make_app, data)
         assert app.session.monitor.looked_at == 2
         assert "No visible process: idle." in text(app, ProcessTable)
         await pilot.press("escape")
-        assert app.screen is app.navigator.dashboard
+        assert app.screen is app.router.dashboard
         await wait_until(pilot, lambda: app.session.monitor.looked_at is None)
 
 
@@ -85,7 +85,7 @@ async def test_a_click_selects_a_gpu_and_a_second_one_opens_it(make_app) -> None
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         await pilot.click(GpuPanel, offset=(5, 6))
-        assert app.screen is app.navigator.dashboard
+        assert app.screen is app.router.dashboard
         await pilot.click(GpuPanel, offset=(5, 5))
         await shown(pilot, 2)
 
@@ -121,7 +121,7 @@ async def test_a_digit_without_a_gpu_has_no_effect(make_app) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         await pilot.press("7")
-        assert app.screen is app.navigator.dashboard
+        assert app.screen is app.router.dashboard
 
 
 async def test_longer_spans_come_from_the_store_and_a_cursor_shows_time_and_job(make_app, data) -> None:

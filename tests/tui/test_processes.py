@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support.tui import StillMonitor, record_job, wait_until
 
-from sae_tui.app_parts import front
+from sae_tui import actions
 from sae_tui.gpu.processes import ProcessReader
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
 from sae_tui.jobs.user import user_name
@@ -90,7 +90,7 @@ async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_gpus, two) -> 
         await wait_until(pilot, lambda: str(two[0].pid) not in text(app))
         assert "1 of 3" in app.screen.query_one("#found", LineView).plain
         await pilot.press("escape")
-        assert app.screen is app.navigator.dashboard
+        assert app.screen is app.router.dashboard
         await wait_until(pilot, lambda: not app.session.monitor.shares_wanted)
 
 
@@ -171,7 +171,7 @@ async def test_a_read_only_app_can_send_no_signal_and_change_no_job(make_app, da
     async with app.run_test(size=(120, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("D", "y", "n")
-        assert app.screen is app.navigator.dashboard
+        assert app.screen is app.router.dashboard
         assert "read-only" in app.screen.query_one("#status", LineView).plain
         footer = app.screen.query_one("Footer", LineView)
         await wait_until(pilot, lambda: "Compare" in footer.plain)
@@ -224,7 +224,7 @@ async def test_hung_reads_are_reported_do_not_accumulate_and_block_no_action(mak
 
 
 async def test_an_action_without_a_free_thread_or_with_an_unexpected_error_is_reported(make_app, monkeypatch) -> None:
-    monkeypatch.setattr(front, "_BEGINS_WITHIN_S", 0.01)
+    monkeypatch.setattr(actions, "_BEGINS_WITHIN_S", 0.01)
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         app.session.actions.do(lambda: {}["missing"])

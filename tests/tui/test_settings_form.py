@@ -170,7 +170,7 @@ async def test_a_read_only_app_shows_settings_but_does_not_save_them(make_app, f
         await pilot.pause()
         assert "--readonly" in told(app)
         assert file.read_text() == before
-        app._colours.choose("light")
+        app.redraw.choose_theme("light")
         assert file.read_text() == before
 
 

@@ -49,7 +49,7 @@ async def test_text_has_enough_contrast_with_its_background_in_every_theme(make_
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         for theme, least in LEAST.items():
-            app._colours.choose(theme)  # type: ignore[arg-type]
+            app.redraw.choose_theme(theme)  # type: ignore[arg-type]
             await pilot.pause()
             for of_256, enough in zip((False, True), least, strict=True):
                 low = {name: found for name, style in written(app) if (found := contrast(style, of_256)) < enough}

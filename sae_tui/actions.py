@@ -1,4 +1,4 @@
-"""The actions on jobs: ask before destructive changes, work off the main thread, and report the result."""
+"""What the user can do to jobs: each action asks before a destructive change and reports its result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+from textual.app import App
+from textual.notifications import SeverityLevel
+from textual.screen import Screen
+from textual.worker import get_current_worker
 
 from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
@@ -17,7 +22,6 @@ from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
-from sae_tui.jobs.launch.clone import half_batch
 from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.after import waiting_for
@@ -25,8 +29,10 @@ from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from sae_tui.jobs.states import ENDED, describe_state, is_cooling, phase_words, stands
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.settings import Settings
-from trainer.contract.errors import UserError
+from sae_tui.widgets.confirm import Confirm
+from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.job_file import AnyJob
@@ -38,13 +44,28 @@ from trainer.contract.wording import plural
 
 Edit = Callable[[DataDir, Control, int], str]
 ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve` with --write."
+# The label of the answer that cools a training down before it stops.
+FINISH_EARLY = "Finish early"
+_BEGINS_WITHIN_S = 2.0
+
+
+class Navigation(Protocol):
+    """The part of `Router` that actions and screens use. They cannot import it, since it imports the screens."""
+
+    def show_dashboard(self) -> None: ...
+    def switch_to(self, screen: Screen[None]) -> None: ...
+    def open_job(self, job_id: int) -> None: ...
+    def clone_job(self, job_id: int) -> None: ...
+    def after_launch(self, job_id: int | None) -> None: ...
 
 
 class CurrentState(Protocol):
-    """Gives access to the current GPUs and jobs."""
+    """The part of `Session` that actions use. They cannot import it, since it has the actions."""
 
+    go: Navigation
     data: DataDir
     monitor: Monitor
+    watcher: Watcher
     settings: Settings
     readonly: bool
 
@@ -53,23 +74,11 @@ class CurrentState(Protocol):
     def choices(self) -> tuple[GpuChoice, ...]: ...
 
 
-# The label of the answer that cools a training down before it stops.
-FINISH_EARLY = "Finish early"
-
-
 class Also(NamedTuple):
     """An alternative answer to a question, with the action that it starts."""
 
     label: str
-    act: Callable[[], object]
-
-
-class Front(Protocol):
-    """Notifies the user, asks questions, and runs work off the main thread."""
-
-    def notify(self, message: str, *, severity: Literal["information", "warning", "error"]) -> None: ...
-    def ask(self, question: str, yes: str, then: Callable[[], object], also: Also | None = None) -> None: ...
-    def do(self, act: Callable[[], str]) -> object: ...
+    act: Callable[[], str]
 
 
 def steps_to_finish(job: Job) -> int | None:
@@ -101,12 +110,12 @@ def _stop_question(job: JobView) -> tuple[str, str]:
     return f"Stop {which}? It is {describe_state(job).word}; it keeps what it has saved.", "Stop"
 
 
-class JobActions:
-    """Changes jobs, selected by id."""
+class Actions:
+    """Launches and changes jobs, off the main thread."""
 
-    def __init__(self, known: CurrentState, front: Front) -> None:
-        self._known = known
-        self._front = front
+    def __init__(self, state: CurrentState, app: App[None]) -> None:
+        self._state = state
+        self._app = app
         # The ids of deleted jobs that can be restored, one list per deletion.
         self.thrown_away: list[list[int]] = []
         # The ids of jobs that were seen alive: only their end is reported.
@@ -115,47 +124,72 @@ class JobActions:
 
     def job(self, job_id: int) -> JobView | None:
         """Return the job as last read. If it is gone, notify the user and return None."""
-        view = next((one for one in self._known.jobs if one.id == job_id), None)
+        view = next((one for one in self._state.jobs if one.id == job_id), None)
         if view is None:
-            self._front.notify(f"There is no job {job_id}.", severity="warning")
+            self._app.notify(f"There is no job {job_id}.", severity="warning")
         return view
 
     def refused(self) -> bool:
         """Return True in read-only mode, and notify the user in that case."""
-        if self._known.readonly:
-            self._front.notify(ONLY_SHOWN, severity="warning")
-        return self._known.readonly
+        if self._state.readonly:
+            self._app.notify(ONLY_SHOWN, severity="warning")
+        return self._state.readonly
 
     # launching
 
-    def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> list[int]:
-        """Launch checked jobs and return their ids. This blocks on the disk and until the supervisors have started.
+    def launch_jobs(self, jobs: Sequence[AnyJob], question: str = "", parent: int | None = None) -> None:
+        """Go back to the dashboard and launch checked jobs; first ask the question, if there is one."""
+        if question:
+            dialog = Confirm(question, yes="Launch")
+            self._app.push_screen(dialog, lambda yes: self.launch_jobs(jobs, parent=parent) if yes else None)
+            return
+        state = self._state
 
-        Raise `UserError` in read-only mode.
-        """
-        if self._known.readonly:
-            raise UserError(ONLY_SHOWN)
-        monitor = self._known.monitor
-        source = name_elsewhere(monitor.source_name, len(monitor.latest()))
-        placed = [(job, self._place(job)) for job in jobs]
-        # The SAEs of a sweep are launched together and read the same rows.
-        after = writers_of(jobs[0], self._known.jobs)
-        return launching.launch_all(self._known.data, placed, gpu_source=source, parent=parent, after=after)
+        def act() -> str:
+            from sae_tui.jobs.launch import kept_draft  # slow to import
 
-    def tell_launched(self, job_ids: Sequence[int], is_over: Callable[[], bool]) -> str:
-        """Wait until the outcome of new jobs is known or `is_over` returns True; return a sentence about it."""
-        logout = guarantee(self._known.data)
-        but = logout.sentence if logout.level == "warning" else ""
-        return launched.describe_launch(self._known.data, job_ids, is_over=is_over, but=but)
+            try:
+                source = name_elsewhere(state.monitor.source_name, len(state.monitor.latest()))
+                placed = [(job, self._place(job)) for job in jobs]
+                # The SAEs of a sweep are launched together and read the same rows.
+                after = writers_of(jobs[0], state.jobs)
+                job_ids = launching.launch_all(state.data, placed, gpu_source=source, parent=parent, after=after)
+            except Exception as error:
+                bug = f"the launch failed because of a bug in sae-tui: {error!r}"
+                why = sentence(error) if isinstance(error, UserError | OSError) else bug
+                self._app.call_later(self._end_launch, None, why)
+                return ""
+            kept_draft.drop(state.data, jobs[0].kind)
+            self._app.call_later(self._end_launch, job_ids[-1])
+            return self._outcome(job_ids)
+
+        state.go.show_dashboard()
+        self.do(act)
+
+    def _end_launch(self, job_id: int | None, why_not: str = "") -> None:
+        self._state.go.after_launch(job_id)
+        if why_not:
+            self._app.notify(why_not, title="Not launched", severity="error", markup=False)
+        self._state.watcher.poke()
+
+    def _outcome(self, job_ids: Sequence[int]) -> str:
+        """Wait until the outcome of new jobs is known and describe it; return "" if a job was deleted meanwhile."""
+        worker = get_current_worker()
+        try:
+            logout = guarantee(self._state.data)
+            but = logout.sentence if logout.level == "warning" else ""
+            return launched.describe_launch(self._state.data, job_ids, is_over=lambda: worker.is_cancelled, but=but)
+        except UserError:
+            return ""
 
     def _place(self, job: AnyJob) -> placement.Placement:
-        session = self._known
+        state = self._state
         with environment.judged_there(job):
             return placement.place(
-                job, session.choices(), source_cuda=session.monitor.cuda,
-                multi_gpu_enabled=session.settings.multi_gpu_enabled,
-                speeds=read_box(session.data.box_file), past=session.jobs,
-                promises=promised_by_active(session.jobs),
+                job, state.choices(), source_cuda=state.monitor.cuda,
+                multi_gpu_enabled=state.settings.multi_gpu_enabled,
+                speeds=read_box(state.data.box_file), past=state.jobs,
+                promises=promised_by_active(state.jobs),
             )  # fmt: skip
 
     # stopping, pausing, resuming
@@ -167,28 +201,25 @@ class JobActions:
             return
         if job.evaluation:
             question = f"Stop the evaluation of job {job_id} ({job.name})? Earlier measurements stay."
-            self.ask(question, "Stop it", functools.partial(request.stop, self._known.data, job_id))
+            self.ask(question, "Stop it", functools.partial(request.stop, self._state.data, job_id))
             return
         if self._has_ended(job):
             return
         if job.state is JobState.STOPPING or job.stop_requested:
             lost = "Rows after its last shard" if extracts(job.config) else "Steps after its last checkpoint"
             question = f"Job {job_id} ({job.name}) is stopping. End it at once? {lost} are lost."
-            self.ask(question, "End it", functools.partial(edits.kill, self._known.data, job_id))
+            self.ask(question, "End it", functools.partial(edits.kill, self._state.data, job_id))
         else:
-            early = functools.partial(edits.finish, self._known.data, job_id)
+            early = functools.partial(edits.finish, self._state.data, job_id)
             offered = steps_to_finish(job) is not None
-            self.ask(
-                *_stop_question(job),
-                functools.partial(edits.stop, self._known.data, job_id),
-                Also(FINISH_EARLY, lambda: self.do(early)) if offered else None,
-            )
+            also = Also(FINISH_EARLY, early) if offered else None
+            self.ask(*_stop_question(job), functools.partial(edits.stop, self._state.data, job_id), also)
 
     def pause(self, job_id: int) -> None:
         """Ask a job to save and pause. Its GPUs are free until it is resumed."""
         job = self.job(job_id)
         if job is not None and not self.refused() and not self._has_ended(job):
-            self.do(functools.partial(edits.pause, self._known.data, job_id))
+            self.do(functools.partial(edits.pause, self._state.data, job_id))
 
     def resume(self, job_id: int) -> None:
         """Release a held or paused job; resume an ended job from its last good checkpoint."""
@@ -198,7 +229,7 @@ class JobActions:
         if job.state is JobState.QUEUED:
             self.edit([job_id], edits.release)
         elif not job.state.is_final:
-            self._front.notify(f"Job {job_id} {stands(job)}.", severity="warning")
+            self._app.notify(f"Job {job_id} {stands(job)}.", severity="warning")
         elif (cure := remedy(job.error)) and not cure.may_repeat:
             question = (
                 f"Job {job_id} {ENDED[job.state]}: {job.error}\n\n"
@@ -209,12 +240,12 @@ class JobActions:
             self.do(functools.partial(self._resume, job_id))
 
     def _resume(self, job_id: int) -> str:
-        plan = resume(self._known.data, job_id, self._place)
+        plan = resume(self._state.data, job_id, self._place)
         return "; ".join([f"job {job_id} {plan.sentence}", *plan.notes])
 
     def _has_ended(self, job: JobView) -> bool:
         if job.state.is_final:
-            self._front.notify(f"Job {job.id} {ENDED[job.state]}.", severity="warning")
+            self._app.notify(f"Job {job.id} {ENDED[job.state]}.", severity="warning")
         return job.state.is_final
 
     # evaluating
@@ -227,7 +258,7 @@ class JobActions:
         job = self.job(job_id)
         if job is None:
             return None
-        return offer_of(self._known.data, job, self._idle_gpu(job), cuda=self._known.monitor.cuda)
+        return offer_of(self._state.data, job, self._idle_gpu(job), cuda=self._state.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
         """Start the evaluation of a job's SAEs. Its end is reported as an event of the job."""
@@ -237,11 +268,11 @@ class JobActions:
 
     def _evaluate(self, job: Job, asked: EvaluationChoice) -> str:
         gpu = self._idle_gpu(job) if asked.on_gpu else None
-        return request.evaluate(self._known.data, asked.request(job, gpu))
+        return request.evaluate(self._state.data, asked.request(job, gpu))
 
     def _idle_gpu(self, job: Job) -> request.ReservedGpu | None:
-        known = self._known
-        return request.idle_gpu(known.data, job, known.choices(), known.monitor.source_name)
+        state = self._state
+        return request.idle_gpu(state.data, job, state.choices(), state.monitor.source_name)
 
     # deleting
 
@@ -251,16 +282,16 @@ class JobActions:
         if self.refused():
             return
         if living := [job for job in jobs if not job.state.is_final]:
-            self._front.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
+            self._app.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
         elif jobs:
             which = f"job {jobs[0].id} ({jobs[0].name})" if len(jobs) == 1 else f"{len(jobs)} jobs"
             question = f"Delete {which} with checkpoints, logs and SAEs? You can restore them with u until you quit."
-            if waiting := waiting_for(self._known.jobs, [job.id for job in jobs]):
+            if waiting := waiting_for(self._state.jobs, [job.id for job in jobs]):
                 question += f"\n\n{waiting[0].upper()}{waiting[1:]}."
             self.ask(question, "Delete", functools.partial(self._delete, [job.id for job in jobs]))
 
     def _delete(self, job_ids: list[int]) -> str:
-        messages = trash.throw_all_away(self._known.data, job_ids)
+        messages = trash.throw_all_away(self._state.data, job_ids)
         self.thrown_away.append(job_ids)
         return f"{messages[0] if len(messages) == 1 else f'{len(messages)} jobs deleted'}; press u to undo"
 
@@ -269,29 +300,24 @@ class JobActions:
         if self.refused():
             return
         if not self.thrown_away:
-            self._front.notify("No job was deleted since the app started.", severity="warning")
+            self._app.notify("No job was deleted since the app started.", severity="warning")
             return
         job_ids = self.thrown_away.pop()
-        self.do(lambda: "; ".join(trash.put_all_back(self._known.data, job_ids)))
+        self.do(lambda: "; ".join(trash.put_all_back(self._state.data, job_ids)))
 
     def empty_trash(self) -> None:
         """Remove deleted jobs for good. The next start of an app removes any that cannot be removed now."""
         with contextlib.suppress(UserError, OSError):
-            trash.empty(self._known.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
+            trash.empty(self._state.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
     # other actions
 
     def newly_ended(self) -> list[JobView]:
         """Return the jobs that were alive at the last call and have ended since then."""
-        ended = [job for job in self._known.jobs if job.state.is_final and job.id in self._active]
-        self._active |= {job.id for job in self._known.jobs if not job.state.is_final}
+        ended = [job for job in self._state.jobs if job.state.is_final and job.id in self._active]
+        self._active |= {job.id for job in self._state.jobs if not job.state.is_final}
         self._active -= {job.id for job in ended}
         return ended
-
-    def half_batch(self, job: JobView, config: AnyJob) -> list[str]:
-        """Return overrides that halve a clone's batch size if the job ran out of GPU memory; else an empty list."""
-        cure = remedy(job.error)
-        return half_batch(config, job.world_size) if cure and cure.kind == "gpu-memory" else []
 
     def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
         """Change jobs with a function of `edits`, off the main thread, and report the result.
@@ -306,19 +332,50 @@ class JobActions:
         self.do(act)
 
     def _edit_one(self, job_id: int, edit: Edit) -> str:
-        with store_access.existing(self._known.data, job_id) as control:
-            return edit(self._known.data, control, job_id)
+        with store_access.existing(self._state.data, job_id) as control:
+            return edit(self._state.data, control, job_id)
 
     def ask(self, question: str, yes: str, act: Callable[[], str], also: Also | None = None) -> None:
-        """Ask a question; if the answer is yes (a button labelled `yes`), run `act` off the main thread."""
-        if not self.refused():
-            self._front.ask(question, yes, lambda: self.do(act), *([also] if also else []))
+        """Ask a question; if the answer is yes (a button labelled `yes`), do `act`. `also` adds a third button."""
+        if self.refused():
+            return
+        dialog = Confirm(question, yes=yes, also=also.label if also else "")
+
+        def take(answer: bool | None) -> None:
+            if answer:
+                self.do(also.act if also and dialog.took_other else act)
+
+        self._app.push_screen(dialog, take)
 
     def do(self, act: Callable[[], str]) -> None:
-        """Run `act`, which changes something, off the main thread and report the result.
+        """Run `act` in a thread; show the sentence that it returns, or why it failed or has not started.
 
         Every change that the app makes goes through here, so read-only mode is enforced even if a screen forgets to
         check.
         """
-        if not self.refused():
-            self._front.do(act)
+        if self.refused():
+            return
+        begun = threading.Event()
+
+        def run() -> None:
+            begun.set()
+            try:
+                if outcome := act():
+                    self._app.call_later(self._tell, outcome)
+            except (UserError, OSError) as error:
+                self._app.call_later(self._tell, sentence(error), "error")
+            except Exception as error:
+                self._app.call_later(self._tell, f"this failed because of a bug in sae-tui: {error!r}", "error")
+
+        self._app.run_worker(run, thread=True, group="actions", exit_on_error=False)
+        self._app.set_timer(_BEGINS_WITHIN_S, lambda: None if begun.is_set() else self._report_delay())
+
+    def _report_delay(self) -> None:
+        why = f"no thread could start, and {threading.active_count()} are running"
+        self._app.notify(f"Your last action has not started yet: {why}. Restart the app.", severity="error")
+
+    def _tell(self, outcome: str, severity: SeverityLevel = "information") -> None:
+        text = outcome[:1].upper() + outcome[1:]
+        text += "" if text.endswith((".", "!", "?")) else "."
+        self._app.notify(text, severity=severity, markup=False)
+        self._state.watcher.poke()

@@ -1,0 +1,200 @@
+"""Changes which screen is shown, always directly above the dashboard.
+
+Other screens are imported when they are first opened: importing all of them took a tenth of the app's startup time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from textual.app import App
+from textual.screen import Screen
+
+from sae_tui.app_parts.refresh import Refresh
+from sae_tui.jobs.known_failures import remedy
+from sae_tui.jobs.launch.clone import clone_settings, free_name, half_batch
+from sae_tui.screens.dashboard import Dashboard
+from sae_tui.session import Session
+from sae_tui.widgets.confirm import Confirm
+from trainer.contract.errors import UserError
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.wording import plural
+
+if TYPE_CHECKING:
+    from sae_tui.doctor.base import Finding
+    from sae_tui.screens.launch import LaunchScreen
+
+
+class Router:
+    """Opens the screens, each with the session, and keeps the launch form until its job is launched or replaced."""
+
+    def __init__(self, app: App[None], session: Session, dashboard: Dashboard, refresh: Refresh) -> None:
+        self._app = app
+        self._session = session
+        self._refresh = refresh
+        self._settings_draft: dict[str, str] = {}
+        # The launch form as it was left, and the Python in the settings when it was filled.
+        self._kept: LaunchScreen | None = None
+        self._python = session.settings.python
+        self.dashboard = dashboard
+
+    def start(self) -> None:
+        """Show the dashboard as the first screen."""
+        self._app.push_screen(self.dashboard)
+
+    def show_dashboard(self) -> None:
+        """Go back to the dashboard and stop following a job."""
+        self._session.watcher.follow(None)
+        while self._app.screen is not self.dashboard:
+            self._app.pop_screen()
+
+    def switch_to(self, screen: Screen[None]) -> None:
+        """Show a screen above the dashboard, in place of any other."""
+        self.show_dashboard()
+        self._app.push_screen(screen)
+
+    def open_job(self, job_id: int) -> None:
+        """Show a job and follow it, starting with rank 0."""
+        from sae_tui.screens.job import JobScreen
+
+        self.switch_to(JobScreen(self._session, job_id))
+        self._session.watcher.follow(job_id, 0)
+
+    # the launch form
+
+    def new_job(self) -> None:
+        """Open the launch form as it was left, or a new one for a training."""
+        if not self._session.actions.refused():
+            self._open_form(JobConfig.kind)
+
+    def new_extraction(self) -> None:
+        """Open the launch form of an extraction as it was left, or a new one; ask before another draft is lost."""
+        if not self._session.actions.refused():
+            self._open_form(ExtractJob.kind)
+
+    def _open_form(self, kind: str) -> None:
+        from sae_tui.jobs.launch.job_form import extraction_preset
+        from sae_tui.jobs.launch.kept_draft import kept
+        from sae_tui.screens.launch import LaunchScreen
+
+        session, extracts = self._session, kind == ExtractJob.kind
+        form = self._kept.form if self._kept else None
+        # An unchanged form that names another Python than the settings is outdated.
+        is_as_wanted = form and form.is_extraction == extracts and self._python == session.settings.python
+        if self._kept and form and (is_as_wanted or (form.changed and (form.is_extraction or not extracts))):
+            self.switch_to(self._kept)
+            form.tell_draft()
+        elif form is None and (draft := kept(session.data, kind)):  # saved when the app ended
+            self._keep(screen := LaunchScreen(session, preset=draft))
+            self._app.call_later(screen.form.tell_draft)
+        else:
+            # This asks only before an extraction: a changed draft is what "New job" shows, above.
+            new = LaunchScreen(session, preset=extraction_preset() if extracts else None)
+            self._replace_form("an extraction form", new)
+
+    def clone_job(self, job_id: int) -> None:
+        """Open the launch form with a job's settings; halve the batch size if the job ran out of GPU memory."""
+        session = self._session
+        job = None if session.actions.refused() else session.actions.job(job_id)
+        if job is None:
+            return
+        from sae_tui.screens.launch import LaunchScreen
+        from sae_tui.screens.launch_form import ClonedJob
+
+        try:
+            was, cure = clone_settings(session.data, job_id), remedy(job.error)
+            overrides = half_batch(was, job.world_size) if cure and cure.kind == "gpu-memory" else []
+            config = clone_settings(session.data, job_id, overrides)
+        except UserError as error:
+            self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
+            return
+        name = free_name(config.name, (one.name for one in session.jobs))
+        origin = ClonedJob(job_id, was, msgspec.structs.replace(config, name=name))
+        self._replace_form("the clone", LaunchScreen(session, origin))
+
+    def _replace_form(self, what: str, new: LaunchScreen) -> None:
+        """Open a new launch form; ask first if changes in the kept one would be lost."""
+        if self._kept and (changed := self._kept.form.changed):
+            question = f"A draft with {plural(len(changed), 'changed setting')} is kept. Replace it with {what}?"
+            self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._keep(new) if yes else None)
+        else:
+            self._keep(new)
+
+    def _keep(self, new: LaunchScreen) -> None:
+        """Show a new launch form. It is installed, so that it stays half filled while other screens are shown."""
+        self.show_dashboard()
+        self._forget_form()
+        self._kept, self._python = new, self._session.settings.python
+        self._app.install_screen(new, "launch")
+        self._app.push_screen(new)
+
+    def _forget_form(self) -> None:
+        """Discard the launch form unless it is shown, so that the next job starts from a new form."""
+        if self._kept and self._kept not in self._app.screen_stack:
+            self._app.uninstall_screen(self._kept)
+            self._kept.remove()
+            self._kept = None
+
+    def after_launch(self, job_id: int | None) -> None:
+        """Select the new job and discard its form; if there is no new job, show the form again."""
+        if job_id is None:
+            self.new_job()
+        else:
+            self._forget_form()
+            self.dashboard.select(job_id)
+
+    # other screens
+
+    def show_doctor(self) -> None:
+        """Show the problems that would prevent a training on this machine."""
+        from sae_tui.screens.doctor import DoctorScreen
+
+        # Probes run work on the GPUs, so read-only mode excludes them.
+        refused = self._session.actions.refused
+        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
+
+    def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
+        """Run the checks on a separate GPU source, since the monitor's is in use."""
+        from sae_tui.doctor.base import CheckedMachine
+        from sae_tui.doctor.examine import CHECKS, PROBES, examine
+        from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
+
+        monitor, data = self._session.monitor, self._session.data
+        source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)
+        return examine(
+            CheckedMachine(data, source, python=self._session.settings.python), (*CHECKS, *PROBES) if probe else CHECKS
+        )
+
+    def show_help(self) -> None:
+        """Show the keys of the current screen in a help screen above it."""
+        from sae_tui.screens.help import HelpScreen
+
+        self._app.push_screen(HelpScreen(self._app.screen))
+
+    def show_settings(self) -> None:
+        """Show the settings form above the current screen, with changes that are not saved yet."""
+        from sae_tui.screens.settings_form import SettingsScreen
+
+        if not any(isinstance(screen, SettingsScreen) for screen in self._app.screen_stack):
+            self._app.push_screen(SettingsScreen(self._session, self._settings_draft, self._refresh.read_settings))
+
+    def show_alerts(self) -> None:
+        """Show the active alerts and the alerts of the last day, above the current screen."""
+        from sae_tui.panels.alerts import alert_lines
+        from sae_tui.widgets.reading import TextScreen
+
+        recent = self._session.alerts.recent()
+        self._app.push_screen(TextScreen("Alerts", partial(alert_lines, recent)))
+
+    def show_own_cost(self) -> None:
+        """Show what the app itself costs, above the current screen."""
+        from sae_tui.own_cost import cost_lines, own_cost
+        from sae_tui.widgets.reading import TextScreen
+
+        written = getattr(self._app._driver, "n_written", 0)
+        cost = own_cost(written, self._session.monitor.readings_s())
+        self._app.push_screen(TextScreen("Resource use of this app", partial(cost_lines, cost)))
