@@ -143,7 +143,7 @@ import sys, torch
 from trainer.api import train
 for optimizer in ("adam", "signum", "muon"):
     train([torch.randn(64, 16)] * 3, architecture="topk", d_sae=32, k=4, n_steps=3, optimizer=optimizer)
-print(sorted({"torch._dynamo", "torch._inductor", "pandas", "sqlite_utils"} & set(sys.modules)))
+print(sorted({"torch._dynamo", "torch._inductor", "triton", "pandas", "sqlite_utils"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr

@@ -28,6 +28,7 @@ from rich.table import Table
 from torch import Tensor
 from train_step import measured_speeds
 
+from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.kernels import sparse
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.pre_acts import PreActs
@@ -208,8 +209,8 @@ def measure(kernel: Kernel, options: argparse.Namespace, speeds: dict[str, float
     wall_s, cpu_s = seconds(kernel.run, options)
     torch.use_deterministic_algorithms(False)
     torch_s = None
-    if kernel.has_triton and options.device.startswith("cuda") and sparse.triton_for(torch.zeros(1, device="cuda")):
-        with mock.patch.object(sparse, "triton_for", return_value=None):
+    if kernel.has_triton and options.device.startswith("cuda") and SPARSE_PRODUCTS.on(torch.zeros(1, device="cuda")):
+        with mock.patch.object(sparse, "SPARSE_PRODUCTS", **{"on.return_value": None}):
             torch_s, _ = seconds(kernel.run, options)
     dense_s = seconds(kernel.dense, options)[0] if kernel.dense else None
     return Result(kernel.name, wall_s, cpu_s, torch_s, dense_s, floor_s)

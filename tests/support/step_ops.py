@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from support.fake_gpu import DEVICE, ToldNumber, fake_gpu
-from support.kernel_modules import KERNELS
+from support.kernels import all_kernels, use_kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,6 @@ from triton.runtime.jit import KernelInterface
 
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
-from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes.kernels import buffer_sizer, sparse
 from trainer.training.learner import Learner
@@ -165,11 +164,7 @@ class OpLog(TorchDispatchMode):
         def launcher(kernel: Any, grid: Any) -> Any:
             return lambda *args, **named: log.append(_launch(kernel, grid, args, named))
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", launcher))
-            for asks, kernels in KERNELS.items():
-                stack.enter_context(mock.patch.object(asks, "_working_triton", return_value=kernels))
-            stack.enter_context(mock.patch.object(row_adam, "_working_kernels", return_value=triton_update))
+        with mock.patch.object(KernelInterface, "__getitem__", launcher), use_kernels(all_kernels()):
             yield
 
     @contextlib.contextmanager

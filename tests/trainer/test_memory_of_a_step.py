@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import CPU, OtherInterpreter, fake_gpu, job_of
+from support.kernels import NO_KERNELS, use_kernels
 from support.workloads import workload
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -16,25 +17,19 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from trainer.contract.planning import memory
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
-from trainer.metrics import interval
-from trainer.optimizers import row_adam, triton_update
+from trainer.optimizers import triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes import losses
-from trainer.saes.kernels import (
-    dead_latents,
-    encode,
-    since_fired,
-    sparse,
-    top_k,
-    top_k_across_ranks,
-    triton_dead_latents,
-    triton_entries,
-    triton_errors,
-    triton_sparse,
-    triton_top_k,
+from trainer.runtime.triton_kernels import (
+    DEAD_LATENTS,
+    LATENT_SELECTIONS,
+    OPTIMIZER_STEPS,
+    RECONSTRUCTION_ERRORS,
+    SELECTIONS_ACROSS_RANKS,
+    SPARSE_PRODUCTS,
 )
+from trainer.saes import losses
+from trainer.saes.kernels import triton_dead_latents, triton_entries, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.sparse_acts import SparseActs
-from trainer.training import gradients
 from trainer.training.learner import Learner
 
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -42,8 +37,8 @@ PENALISED = ("standard", "gated", "jumprelu")
 SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768, 4096), ({"d_sae": 18432}, 2304, 1024)
 
 
-class Kernels:
-    """A stand-in for Triton's kernels that only allocates their results."""
+class SparseKernels:
+    """A stand-in for the kernels of sparse products that only allocates their results."""
 
     SumBuffers = triton_sparse.SumBuffers
 
@@ -192,18 +187,16 @@ class UpdateKernels:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: Kernels)
-    monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
-    monkeypatch.setattr(top_k_across_ranks, "_working_triton", lambda device: EntryKernels)
-    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: DeadLatentKernels)
-    monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
-    monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
-    monkeypatch.setattr(interval, "_working_triton", lambda device: None)
-    monkeypatch.setattr(encode, "_working_triton", lambda device, dtype: None)
-    monkeypatch.setattr(since_fired, "_working_triton", lambda device: None)
-    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
-    with fake_gpu():
+def fake() -> Iterator[None]:
+    kernels = {
+        SPARSE_PRODUCTS: SparseKernels,
+        LATENT_SELECTIONS: TopKKernels,
+        SELECTIONS_ACROSS_RANKS: EntryKernels,
+        DEAD_LATENTS: DeadLatentKernels,
+        RECONSTRUCTION_ERRORS: ErrorKernels,
+        OPTIMIZER_STEPS: UpdateKernels,
+    }
+    with use_kernels(NO_KERNELS | kernels), fake_gpu():
         yield
 
 

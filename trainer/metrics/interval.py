@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from trainer.contract.settings.catalog import MetricEntry
 from trainer.metrics.base import Metric, Observation, per_token
 from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import METRIC_SUMS
 
 
 class Interval:
@@ -77,12 +76,8 @@ def add_if_finite(total: Tensor, numbers: Tensor) -> None:
 
     Training skips batches with such values too.
     """
-    if total.is_cuda and (triton := _working_triton(total.device)):
+    if triton := METRIC_SUMS.on(total):
         triton.add_if_finite(total, numbers)
     else:
         # The sum times 0 is NaN, which counts as True, if any number is NaN or infinite; otherwise it is 0, so False.
         total += numbers.masked_fill((numbers.sum(dtype=torch.float64) * 0).bool(), 0)
-
-
-def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.metrics.triton_interval", device)

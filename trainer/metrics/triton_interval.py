@@ -1,5 +1,6 @@
 """`interval.add_if_finite` as one kernel, which takes as long as each of the four torch operations that it replaces."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
 import torch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import first_line
-from trainer.runtime.triton_kernels import is_withheld
+from trainer.runtime.triton_kernels import COMPILED_UPDATES
 
 # A pass over fewer values takes less time than its kernel launch.
 _SMALL = 2**16
@@ -32,7 +32,8 @@ class Compiled:
             return
         if self._compiled is None:
             # If only some replicas compiled, they would round differently.
-            self._compiled = self._function if is_withheld(__name__) else torch.compile(self._function, dynamic=True)
+            withheld = COMPILED_UPDATES.is_withheld
+            self._compiled = self._function if withheld else torch.compile(self._function, dynamic=True)
         try:
             self._compiled(first, *others)
         except torch.OutOfMemoryError:

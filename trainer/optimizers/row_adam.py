@@ -14,7 +14,7 @@ from trainer.optimizers.tiled import betas_of
 from trainer.runtime import narrow_copy, row_measures
 from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.runtime.row_measures import RowMeasures
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import OPTIMIZER_STEPS
 
 
 class RowAdam(RowStep):
@@ -36,7 +36,7 @@ class RowAdam(RowStep):
     @classmethod
     def of(cls, optimizer: Optimizer, codec: str) -> RowAdam | None:
         """Return the Triton step of the optimizer's parameters, or None if the kernels do not support its matrices."""
-        kernels = next((kernels_for(one) for one in optimizer.latent_axes), None)
+        kernels = next((OPTIMIZER_STEPS.on(one) for one in optimizer.latent_axes), None)
         step = cls(optimizer, codec, kernels) if kernels else None
         if step is None or not step._may_have_all():
             return None
@@ -164,12 +164,3 @@ class RowAdam(RowStep):
 
     def _dim(self, parameter: nn.Parameter) -> int:
         return self._optimizer.latent_axes[parameter].dim
-
-
-def kernels_for(weights: Tensor) -> ModuleType | None:
-    """Return the kernels if the weights are on a GPU on which they work, else None."""
-    return _working_kernels(weights.device) if weights.is_cuda else None
-
-
-def _working_kernels(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.optimizers.triton_update", device)

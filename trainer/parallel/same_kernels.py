@@ -12,7 +12,7 @@ from trainer.contract.settings.job_file import members
 from trainer.contract.wording import join_words
 from trainer.parallel.group import Group, gather_bytes
 from trainer.runtime.precision import NARROW
-from trainer.runtime.triton_kernels import COMPILED_UPDATES, MODULES, try_all, withhold
+from trainer.runtime.triton_kernels import COMPILED_UPDATES, KERNELS, Kernels, try_all, withhold
 
 
 def agree(
@@ -29,28 +29,28 @@ def agree(
     and write the same files. A rank without a kernel is several times slower, and all others wait for it; without ZeRO
     its replica would also round differently. `report` is called with one sentence per cause of failure.
     """
-    dtype, names = NARROW.get(job.train.precision, torch.float32), _needed(job)
+    dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
-        try_all(device, dtype, names)
+        try_all(device, dtype, needed)
     # `cpu()` waits for the gather, which is only queued on a GPU; without it the other ranks would start to compile.
     group.gather(torch.zeros(1, device=device)).cpu()
-    failures = try_all(device, dtype, names)
+    failures = try_all(device, dtype, needed)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]
     causes: dict[str, list[str]] = {}
     for name in sorted(set().union(*of_all)):
         ranks = [rank for rank, failed in enumerate(of_all) if name in failed]
         where = "" if len(ranks) == group.size else f" on rank{'s'[: len(ranks) > 1]} {join_words([*map(str, ranks)])}"
-        causes.setdefault(f"it fails{where} ({of_all[ranks[0]][name]})", []).append(MODULES[name].purpose)
+        causes.setdefault(f"it fails{where} ({of_all[ranks[0]][name]})", []).append(KERNELS[name].purpose)
     for cause, purposes in causes.items():
         report(f"{join_words(purposes)} run without Triton, which is slower: {cause}")
     withhold(set().union(*of_all))
 
 
-def _needed(job: JobConfig) -> list[str]:
-    """Return the modules whose kernels a job may use.
+def _needed(job: JobConfig) -> list[Kernels]:
+    """Return the kernels that a job may use.
 
     Compiled updates take seconds to try, so they are included only for skip connections and optimizers other than Adam.
     Adam's updates of latents have Triton kernels.
     """
     compiles_updates = any(one.sae.skip or one.train.optimizer != "adam" for one in members(job).values())
-    return [name for name in MODULES if compiles_updates or name != COMPILED_UPDATES]
+    return [one for one in KERNELS.values() if compiles_updates or one != COMPILED_UPDATES]

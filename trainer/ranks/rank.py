@@ -293,11 +293,11 @@ class Compiling:
     def begin(self, number: int) -> None:
         """Report that kernel `number` is compiling; do nothing once training has begun, when steps show progress."""
         from trainer.reporting import rank_log
-        from trainer.runtime.triton_kernels import N_KERNELS
+        from trainer.runtime.triton_kernels import n_kernels
 
         if not (self._progress.place[0] == "starting" or is_before_first_step(self._progress.place[0])):
             return
-        of_all = f"{number} of {N_KERNELS}" if number <= N_KERNELS else f"{number}"
+        of_all = f"{number} of {n_kernels()}" if number <= n_kernels() else f"{number}"
         self._progress.heartbeat(f"{COMPILING}, {of_all}", self._step, self._tokens)
         if time.monotonic() - self._said > SLOW_S:
             self._said = time.monotonic()

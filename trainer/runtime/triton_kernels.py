@@ -1,4 +1,8 @@
-"""Checks whether Triton kernels work on a device before they are used."""
+"""The registry of Triton kernels, which are tried on a device before they are used there.
+
+A module of kernels has a function `try_out(device)`, or `try_out(device, dtype)` if they are compiled by dtype. It
+compares each kernel with torch's operations, and raises an error if a kernel fails or its results are wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,63 @@ import importlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.contract.errors import first_line
 from trainer.runtime.out_of_memory import is_shortage
 
 RETRY_S = 2.0
-# The number of kernels, including variants, that `try_out` compiles in all modules except COMPILED_UPDATES.
-N_KERNELS = 43
-# The module that calls torch.compile.
-COMPILED_UPDATES = "trainer.optimizers.compiled"
+# All kernels, by module.
+KERNELS: dict[str, Kernels] = {}
+# Modules disabled by `withhold`, since another rank cannot use them.
+_withheld: set[str] = set()
+# Why modules failed, by device and module.
+_failures: dict[torch.device, dict[str, str]] = {}
 
 
-class Kernels(NamedTuple):
-    """The purpose of a module's kernels, and whether they are compiled for the dtype of products and also for fp32."""
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """The kernels in a module: their purpose and number, and whether they are compiled by the dtype of products.
 
+    `n` counts the kernels and variants that the trials of a 16-bit job compile with Triton. With `also_fp32`, kernels
+    compiled by dtype are used in fp32 too. A new instance is added to `KERNELS`.
+    """
+
+    module: str
     purpose: str
+    n: int
     by_dtype: bool = False
     also_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        KERNELS[self.module] = self
+
+    def on(self, tensor: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
+        """Return the module if its kernels work on the tensor's GPU for `dtype` (default: its own); else None.
+
+        Kernels compiled by dtype do not support float64.
+        """
+        dtypes = [dtype or tensor.dtype] if self.by_dtype else []
+        return self.working(tensor.device, *dtypes) if tensor.is_cuda and torch.float64 not in dtypes else None
+
+    def working(self, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
+        """Import the module and run its `try_out(device, *dtypes)`; warn and return None if either fails.
+
+        Triton needs a C compiler and the Python headers, and a machine may lack either. Older versions of Triton do not
+        support bf16 on GPUs without bf16 hardware.
+        """
+        return None if self.is_withheld else _tried(self, device, *dtypes)
+
+    @property
+    def is_withheld(self) -> bool:
+        """Whether `withhold` has disabled the kernels."""
+        return self.module in _withheld
 
     def dtypes(self, dtype: torch.dtype) -> list[list[torch.dtype]]:
         """Return the dtype arguments of each call of `try_out` for products in `dtype`."""
@@ -37,47 +76,39 @@ class Kernels(NamedTuple):
         return [[dtype], *others] if self.by_dtype else [[]]
 
 
-MODULES = {
-    COMPILED_UPDATES: Kernels("compiled updates"),
-    "trainer.metrics.triton_interval": Kernels("metric sums"),
-    "trainer.optimizers.triton_update": Kernels("optimizer steps"),
-    "trainer.saes.kernels.triton_dead_latents": Kernels("dead latents' weights", by_dtype=True, also_fp32=True),
-    "trainer.saes.kernels.triton_encode": Kernels("encoder inputs", by_dtype=True),
-    "trainer.saes.kernels.triton_entries": Kernels("selections across ranks"),
-    "trainer.saes.kernels.triton_errors": Kernels("reconstruction errors"),
-    "trainer.saes.kernels.triton_since_fired": Kernels("tokens since fired"),
-    "trainer.saes.kernels.triton_sparse": Kernels("sparse products", by_dtype=True),
-    "trainer.saes.kernels.triton_top_k": Kernels("latent selections"),
-    "trainer.training.triton_scale": Kernels("gradient scales"),
-}
-# Modules disabled by `withhold`, since another rank cannot use them.
-_withheld: set[str] = set()
-# Why modules failed, by device and module.
-_failures: dict[torch.device, dict[str, str]] = {}
+# Functions that torch.compile compiles; they have no kernels of their own.
+COMPILED_UPDATES = Kernels("trainer.optimizers.compiled", "compiled updates", 0)
+DEAD_LATENTS = Kernels(
+    "trainer.saes.kernels.triton_dead_latents", "dead latents' weights", 6, by_dtype=True, also_fp32=True
+)
+ENCODER_INPUTS = Kernels("trainer.saes.kernels.triton_encode", "encoder inputs", 1, by_dtype=True)
+GRADIENT_SCALES = Kernels("trainer.training.triton_scale", "gradient scales", 1)
+LATENT_SELECTIONS = Kernels("trainer.saes.kernels.triton_top_k", "latent selections", 11)
+METRIC_SUMS = Kernels("trainer.metrics.triton_interval", "metric sums", 1)
+OPTIMIZER_STEPS = Kernels("trainer.optimizers.triton_update", "optimizer steps", 4)
+RECONSTRUCTION_ERRORS = Kernels("trainer.saes.kernels.triton_errors", "reconstruction errors", 5)
+SELECTIONS_ACROSS_RANKS = Kernels("trainer.saes.kernels.triton_entries", "selections across ranks", 1)
+SPARSE_PRODUCTS = Kernels("trainer.saes.kernels.triton_sparse", "sparse products", 10, by_dtype=True)
+TOKENS_SINCE_FIRED = Kernels("trainer.saes.kernels.triton_since_fired", "tokens since fired", 3)
 
 
-def working_kernels(name: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
-    """Import a module of `MODULES` and run its `try_out(device, *dtypes)`; warn and return None if either fails.
-
-    Triton needs a C compiler and the Python headers, and a machine may lack either. Older versions of Triton do not
-    support bf16 on GPUs without bf16 hardware.
-    """
-    return None if name in _withheld else _tried(name, device, *dtypes)
+def n_kernels() -> int:
+    """Return the number of kernels, including variants, that the trials of a 16-bit job compile."""
+    return sum(one.n for one in KERNELS.values())
 
 
 @functools.cache
-def _tried(name: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
+def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(kernels.module)
         _try_out(module, device, *dtypes)
     except Exception as error:
         if is_shortage(error):
             # The shortage says nothing about Triton, and smaller micro-batches may solve it.
             raise
-        _failures.setdefault(device, {})[name] = first_line(error)
+        _failures.setdefault(device, {})[kernels.module] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
-        purpose = f"{MODULES[name].purpose}{of_dtypes}"
-        warnings.warn(f"{purpose} on {device} run without Triton, slower: {error}", stacklevel=3)
+        warnings.warn(f"{kernels.purpose}{of_dtypes} on {device} run without Triton, slower: {error}", stacklevel=3)
         return None
     return module
 
@@ -91,11 +122,11 @@ def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> 
         module.try_out(device, *dtypes)
 
 
-def try_all(device: torch.device, dtype: torch.dtype, names: Collection[str]) -> dict[str, str]:
-    """Compile and try the kernels of these modules; return the reasons of all failures on this device, by module."""
-    for name in names:
-        for dtypes in MODULES[name].dtypes(dtype):
-            working_kernels(name, device, *dtypes)
+def try_all(device: torch.device, dtype: torch.dtype, kernels: Iterable[Kernels]) -> dict[str, str]:
+    """Compile and try these kernels; return the reasons of all failures on this device, by module."""
+    for one in kernels:
+        for dtypes in one.dtypes(dtype):
+            one.working(device, *dtypes)
     return _failures.get(device, {})
 
 
@@ -130,11 +161,6 @@ def _hook_of_triton() -> tuple[Any, str]:
 def withhold(names: Iterable[str]) -> None:
     """Disable these modules, although they may work on this rank."""
     _withheld.update(names)
-
-
-def is_withheld(name: str) -> bool:
-    """Return whether a module is disabled by `withhold`."""
-    return name in _withheld
 
 
 def forget() -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.runtime.triton_kernels import working_kernels
-from trainer.saes.kernels import sparse
+from trainer.runtime.triton_kernels import RECONSTRUCTION_ERRORS, SPARSE_PRODUCTS
 from trainer.saes.kernels.sparse import Decoded, Gradients
 
 
@@ -79,7 +78,7 @@ def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
     """
     # Check the sparse kernels for this dtype: a GPU may lack bf16, which the self-test of the error kernels does not
     # show. If products work in a dtype, sums do too.
-    is_narrow = explained.dtype != error.dtype and sparse.triton_for(explained)
+    is_narrow = explained.dtype != error.dtype and SPARSE_PRODUCTS.on(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:
         return _sum(explained, error, 1)[0] * weight
@@ -134,7 +133,7 @@ class _Weighted(torch.autograd.Function):
 
 def triton_for(y: Tensor, *others: Tensor) -> ModuleType | None:
     """Return the Triton kernels if they work on this GPU and support y and the other tensors; else None."""
-    triton = _working_triton(y.device) if y.is_cuda else None
+    triton = RECONSTRUCTION_ERRORS.on(y)
     return triton if triton and triton.fits(y, *others) else None
 
 
@@ -142,7 +141,3 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """Return Σ values², 0-dim, without a temporary copy."""
     flat = values.flatten()
     return flat.dot(flat)
-
-
-def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_errors", device)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.kernels import sparse, top_k
 from trainer.saes.sparse_acts import Places, SparseActs
 from trainer.self_test.base import CPU, Check
@@ -31,7 +32,8 @@ def check_products(device: torch.device) -> Iterator[Check]:
     """Compare the sparse products with float64, in every dtype of the device, with and without deterministic mode."""
     types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     if device.type == "cuda":
-        yield Check(PART, "Triton compiles here", sparse.triton_for(torch.zeros(2, 2, device=device)) is not None, {})
+        compiles = SPARSE_PRODUCTS.on(torch.zeros(2, 2, device=device)) is not None
+        yield Check(PART, "Triton compiles here", compiles, {})
     was = torch.are_deterministic_algorithms_enabled()
     try:
         for repeatable, (name, case), dtype in itertools.product((False, True), CASES.items(), types):

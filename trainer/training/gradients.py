@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import GRADIENT_SCALES
 
 # The largest fp16 loss scale. fp32 sums alone would allow 2^60, but once latents die AuxK multiplies in fp16: the scale
 # would overflow, and each halving skips a step, more in a row than the run tolerates.
@@ -96,7 +95,7 @@ class GradientChecks:
 
         `overflowed` (bool) is true if activations were lost; None means that they cannot be. All tensors are 0-dim.
         """
-        if factor.is_cuda and (triton := _working_triton(factor.device)):
+        if triton := GRADIENT_SCALES.on(factor):
             given = of_latents, of_all, factor, n_tokens, overflowed
             return GradientCheck(*triton.judge(self.norm, self.skipped, *given, self._expected, self._largest))
         norm = (of_latents + of_all).sqrt().float()
@@ -107,10 +106,6 @@ class GradientChecks:
         self.skipped += torch.stack([bad, bad_gradient, bad - bad_gradient])
         self.skipped[1].mul_(bad)
         return GradientCheck(divisor, skips, bad, bad_gradient, 1 - bad, n_tokens.masked_fill(skips, 0))
-
-
-def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.training.triton_scale", device)
 
 
 @torch.no_grad()

@@ -30,10 +30,10 @@ from trainer.parallel.latents import Latents
 from trainer.runtime import narrow_copy
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
 from trainer.runtime.precision import NARROW, autocast, resolve_precision
+from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
-from trainer.saes.kernels.sparse import triton_for
 from trainer.saes.resample import resample
 from trainer.training.following import Following
 from trainer.training.gradients import GradientChecks, LossScale
@@ -121,7 +121,7 @@ class Learner:
         W_dec, replicas = self.sae.W_dec, self.stepped.others
         if not W_dec.is_cuda or replicas.size == 1:
             return False
-        may = self.steps_by_rows and self.sae.reads_narrow and triton_for(W_dec, dtype) is not None
+        may = self.steps_by_rows and self.sae.reads_narrow and SPARSE_PRODUCTS.on(W_dec, dtype) is not None
         # All replicas must agree: if they gathered different types, they would wait for each other forever.
         return not bool(replicas.gather(torch.full((), not may, device=W_dec.device)).any())
 

@@ -168,14 +168,14 @@ def test_ranks_on_gpus_agree_on_kernels_before_the_measurement(
     class Times(msgspec.Struct):
         step_s: float = 1.0
 
-    name, gpu = "trainer.saes.kernels.triton_sparse", torch.device("cuda", 0)
+    kernels, gpu = triton_kernels.SPARSE_PRODUCTS, torch.device("cuda", 0)
     spec = RankSpec(run_dir=tmp_path, output_dir=tmp_path, attempt=1, world_size=1, device="cuda")
     # Replace the parts that need a GPU.
     monkeypatch.setattr(bench_rank, "rank_device", lambda *_: gpu)
     monkeypatch.setattr(bench_rank, "end_with_parent", lambda: None)
     monkeypatch.setattr(bench_rank, "arrange", lambda *_: (make_job(), None, Times()))
-    monkeypatch.setattr(bench_rank, "agree", lambda *_, **__: triton_kernels.withhold([name]))
-    monkeypatch.setattr(bench_rank, "measure_steps", lambda *_: {"withheld": triton_kernels.is_withheld(name)})
+    monkeypatch.setattr(bench_rank, "agree", lambda *_, **__: triton_kernels.withhold([kernels.module]))
+    monkeypatch.setattr(bench_rank, "measure_steps", lambda *_: {"withheld": kernels.is_withheld})
     monkeypatch.setenv("RANK", "0")
     try:
         bench_rank.main(write_spec(spec), 16, 0, 1)

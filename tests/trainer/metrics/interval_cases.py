@@ -9,6 +9,7 @@ import os
 
 import pytest
 import torch
+from support.kernels import NO_KERNELS, use_kernels
 
 from trainer.metrics import interval, triton_interval
 
@@ -17,7 +18,7 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 
 @pytest.mark.parametrize("n", [0, 1, 1024, 2500])
 @pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
-def test_numbers_are_added_only_if_all_are_finite(n: int, bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_added_only_if_all_are_finite(n: int, bad: float | None) -> None:
     generator = torch.Generator().manual_seed(n)
     numbers = torch.randn(n, generator=generator).to(DEVICE)
     if bad is not None and n:
@@ -26,8 +27,8 @@ def test_numbers_are_added_only_if_all_are_finite(n: int, bad: float | None, mon
     total = torch.randn(2, n, generator=generator, dtype=torch.float64).to(DEVICE)
     by_kernel, by_torch = total.clone(), total.clone()
     triton_interval.add_if_finite(by_kernel[0], numbers)
-    monkeypatch.setattr(interval, "_working_triton", lambda device: None)
-    interval.add_if_finite(by_torch[0], numbers)
+    with use_kernels(NO_KERNELS):
+        interval.add_if_finite(by_torch[0], numbers)
     assert torch.equal(by_kernel, by_torch)
     assert torch.equal(by_kernel[0], total[0] if bad is not None else total[0] + numbers)
     assert torch.equal(by_kernel[1], total[1])

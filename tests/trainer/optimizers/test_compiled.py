@@ -10,6 +10,7 @@ from torch import Tensor
 from trainer.optimizers import compiled
 from trainer.optimizers.compiled import Compiled
 from trainer.runtime import triton_kernels
+from trainer.runtime.triton_kernels import COMPILED_UPDATES
 
 
 class OnGpu(Tensor):
@@ -60,7 +61,7 @@ def test_nothing_is_compiled_for_a_cpu_or_a_small_tensor(tensor: Tensor, monkeyp
 def test_nothing_is_compiled_if_another_rank_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "compile")
     tensor = large()
-    triton_kernels.withhold([compiled.__name__])
+    triton_kernels.withhold([COMPILED_UPDATES.module])
     try:
         Compiled(lambda tensor: tensor.add_(1))(tensor)
     finally:

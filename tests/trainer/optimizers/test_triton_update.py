@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from support.interpreted import run_cases
-
-from trainer.optimizers import row_adam
 
 CASES = Path(__file__).with_name("update_cases.py")
 
 
 def test_the_kernels_agree_with_float64_and_with_whole_passes() -> None:
     run_cases(CASES)
-
-
-def test_a_cpu_does_not_use_triton() -> None:
-    assert row_adam.kernels_for(torch.zeros(1)) is None

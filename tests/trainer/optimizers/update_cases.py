@@ -6,21 +6,24 @@ With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.kernels import use_kernels
 from support.steps import skips
 from torch import Tensor, nn
 
-from trainer.optimizers import row_adam, triton_update
+from trainer.optimizers import triton_update
 from trainer.optimizers.adam import Adam
 from trainer.optimizers.base import LatentAxis, TiedParameter
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
 from trainer.runtime import narrow_copy, row_measures
 from trainer.runtime.narrow_copy import NarrowCopy, kept_or_own
+from trainer.runtime.triton_kernels import OPTIMIZER_STEPS, SPARSE_PRODUCTS
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.training.following import Following
 from trainer.training.learner import Learner
@@ -39,9 +42,10 @@ WAYS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.fixture(autouse=True)
-def always_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def always_triton() -> Iterator[None]:
     """Use the kernels also for tensors that are not on a GPU."""
-    monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
+    with use_kernels({OPTIMIZER_STEPS: triton_update}):
+        yield
 
 
 def rows(n: int, d: int, seed: int) -> Tensor:
@@ -206,12 +210,11 @@ class Measuring:
 
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
+def measuring() -> Iterator[Measuring]:
     """Sum gradients with kernels too, and record the rows that are measured again."""
     kernels = Measuring()
-    monkeypatch.setattr(row_adam, "kernels_for", lambda weights: kernels)
-    monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: triton_sparse)
-    return kernels
+    with use_kernels({OPTIMIZER_STEPS: kernels, SPARSE_PRODUCTS: triton_sparse}):
+        yield kernels
 
 
 def assert_measured(one: Learner) -> None:

@@ -6,16 +6,18 @@ The GPU path runs on CPU tensors that claim to be on a GPU.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.kernels import NO_KERNELS, use_kernels
 from support.recorded_ranks import Trained, grids, in_step, trained
 from torch import Tensor
 
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
-from trainer.saes.kernels import dead_latents, sparse
+from trainer.saes.kernels import dead_latents
 
 # No latent is dead in the first step, some are in the second.
 N_STEPS = 2
@@ -38,11 +40,10 @@ def data() -> Tensor:
 
 
 @pytest.fixture(params=["cpu", "gpu"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "gpu":
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: None)
-    return str(request.param)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", request.param == "gpu")
+    with use_kernels(NO_KERNELS):
+        yield request.param
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.fake_gpu import job_of
 
-from trainer.optimizers import compiled
 from trainer.parallel import same_kernels
 from trainer.parallel.group import Group
 from trainer.parallel.threads import Threads, on_all
+from trainer.runtime.triton_kernels import COMPILED_UPDATES, GRADIENT_SCALES, SPARSE_PRODUCTS, Kernels
 
-SPARSE, SCALE = "trainer.saes.kernels.triton_sparse", "trainer.training.triton_scale"
+SPARSE, SCALE = SPARSE_PRODUCTS.module, GRADIENT_SCALES.module
 FAILURES = [{SCALE: "no fp8"}, {SCALE: "no fp8", SPARSE: "cache gone"}, {SCALE: "no fp8"}]
 
 
@@ -68,9 +68,9 @@ def test_one_rank_per_host_compiles_first_and_no_rank_uses_a_failed_kernel(
 def test_compiled_updates_are_tried_only_if_the_job_uses_them(
     sae: dict[str, object], train: dict[str, object], compiles_updates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[str] = []
-    monkeypatch.setattr(same_kernels, "try_all", lambda device, dtype, names: tried.extend(names) or {})
+    tried: list[Kernels] = []
+    monkeypatch.setattr(same_kernels, "try_all", lambda device, dtype, kernels: tried.extend(kernels) or {})
     agreed = {"compiles": False, "report": print}
     same_kernels.agree(Group(), torch.device("cpu"), job_of(sae, train), **agreed)
-    assert (compiled.__name__ in tried) == compiles_updates
-    assert {SPARSE, SCALE} < set(tried)
+    assert (COMPILED_UPDATES in tried) == compiles_updates
+    assert {SPARSE_PRODUCTS, GRADIENT_SCALES} < set(tried)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.kernels import NO_KERNELS, use_kernels
 from support.recorded_ranks import Trained, grids, on_grid
 from torch import Tensor
 
@@ -12,7 +15,6 @@ from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import local_shard
 from trainer.parallel.latents import shard_latents
-from trainer.saes.kernels import sparse
 from trainer.training.learner import Learner
 
 D_IN, D_SAE = 12, 48
@@ -76,17 +78,15 @@ def whole(name: str, ranks: list[Trained]) -> Tensor:
 
 
 @pytest.fixture(params=["cpu", "gpu"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "gpu":
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: None)
-    return str(request.param)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", request.param == "gpu")
+    with use_kernels(NO_KERNELS):
+        yield request.param
 
 
 CASES = ("none is dead", "few are dead", "many are dead", "all are dead", "the last rank holds all candidates")
 
 
-@pytest.mark.filterwarnings("ignore:.*without Triton")
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_share_latents_get_the_gradients_of_one_rank(case: str, path: str) -> None:
     for n_ranks, sharing in GRIDS:
@@ -94,13 +94,11 @@ def test_ranks_that_share_latents_get_the_gradients_of_one_rank(case: str, path:
         assert_alike(gradients(n_ranks, sharing, silent), gradients(1, 1, silent), f"{n_ranks} ranks, {sharing} share")
 
 
-@pytest.mark.filterwarnings("ignore:.*without Triton")
 def test_a_rank_without_tokens_takes_part(path: str) -> None:
     silent = silences("many are dead", 4)
     assert_alike(gradients(4, 4, silent, n_tokens=3), gradients(1, 1, silent, n_tokens=3), "")
 
 
-@pytest.mark.filterwarnings("ignore:.*without Triton")
 def test_weights_exchanged_in_16_bits_give_the_gradients_of_one_rank(path: str) -> None:
     silent = silences("many are dead", 4)
     found, expected = (gradients(n, n, silent, precision="bf16") for n in (4, 1))

@@ -6,23 +6,29 @@ It sets TRITON_INTERPRET=1, since Triton kernels do the update.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.fake_gpu import job_of
-from support.kernel_modules import KERNELS
+from support.kernels import all_kernels, use_kernels
 from support.tape import TapeOnCpu
 from torch import Tensor
 
 from trainer.activations.batches import Batch
 from trainer.activations.outliers import LeftOut, Outliers
 from trainer.contract.planning import latent_capacity
-from trainer.metrics import interval
-from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
-from trainer.saes.kernels import buffer_sizer, dead_latents, encode, sparse, top_k, triton_dead_latents, triton_sparse
+from trainer.runtime.triton_kernels import (
+    DEAD_LATENTS,
+    ENCODER_INPUTS,
+    LATENT_SELECTIONS,
+    METRIC_SUMS,
+    SPARSE_PRODUCTS,
+)
+from trainer.saes.kernels import buffer_sizer, triton_dead_latents, triton_sparse
 from trainer.self_test import learning
 from trainer.self_test.base import Size
 from trainer.training import graph_replay
@@ -35,17 +41,16 @@ ALONE = Parallel(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run a GPU's code path on a CPU, with kernels for errors and the update, and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    for asks, kernels in KERNELS.items():
-        found = None if asks in (sparse, top_k, dead_latents, encode, interval) else kernels
-        monkeypatch.setattr(asks, "_working_triton", lambda *_, found=found: found)
-    monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # With few tokens the number of active latents varies much between batches.
     monkeypatch.setattr(buffer_sizer, "MOST_GROWTH", math.inf)
     # Triton's interpreter is slow.
     monkeypatch.setattr(graph_replay, "PLAIN_STEPS", 1)
+    by_torch = SPARSE_PRODUCTS, LATENT_SELECTIONS, DEAD_LATENTS, ENCODER_INPUTS, METRIC_SUMS
+    with use_kernels(all_kernels() | dict.fromkeys(by_torch)):
+        yield
 
 
 def rows(n: int, seed: int) -> Tensor:
@@ -134,15 +139,14 @@ def test_captured_steps_are_bit_identical_to_plain_ones(architecture: str, train
 
 
 def test_captured_steps_are_bit_identical_if_kernels_sum_and_measure_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
-    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: triton_dead_latents)
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
-    run = Run({}, {})
-    steps = run.record()
-    for one in (run.plain, run.captured):
-        one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
-        one.sae.note_since_fired(one.sae.n_tokens_since_fired)
-    run.take(3)
+    with use_kernels({SPARSE_PRODUCTS: triton_sparse, DEAD_LATENTS: triton_dead_latents}):
+        run = Run({}, {})
+        steps = run.record()
+        for one in (run.plain, run.captured):
+            one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
+            one.sae.note_since_fired(one.sae.n_tokens_since_fired)
+        run.take(3)
     run.assert_alike()
     assert steps.n_replayed == 2
 
@@ -354,10 +358,10 @@ def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_dense(monkeypatc
 
 
 def test_captured_steps_are_bit_identical_if_kernels_sum_the_penalty_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
     monkeypatch.setattr(triton_sparse, "LONGEST", 2)
-    run = Penalty(monkeypatch, {"architecture": "gated"}, {})
-    run.take(6, n_tokens=5)
+    with use_kernels({SPARSE_PRODUCTS: triton_sparse}):
+        run = Penalty(monkeypatch, {"architecture": "gated"}, {})
+        run.take(6, n_tokens=5)
     assert run.steps.n_replayed == 2
     run.assert_same_intervals()
     run.assert_alike()

@@ -5,14 +5,13 @@ Each has a GPU kernel.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.runtime.narrow_copy import kept_or_own
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import DEAD_LATENTS
 
 
 class DeadLatents(NamedTuple):
@@ -62,7 +61,7 @@ def longest_since_fired(
     Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer latents are dead, living ones fill
     the rest. The bias has the product dtype, `dtype`. Return None if no kernel applies.
     """
-    if (triton := triton_for(since_fired, dtype)) and triton.fits(since_fired, dead_after):
+    if (triton := DEAD_LATENTS.on(since_fired, dtype)) and triton.fits(since_fired, dead_after):
         return DeadLatents(*triton.longest_since_fired(since_fired, b_enc, variance, dead_after, n, dtype))
     return None
 
@@ -77,7 +76,7 @@ def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> P
     whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
     packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)
     reads, _, writes = packed.weights
-    if (triton := triton_for(latents, dtype)) and whole_enc.is_contiguous() and whole_dec.is_contiguous():
+    if (triton := DEAD_LATENTS.on(latents, dtype)) and whole_enc.is_contiguous() and whole_dec.is_contiguous():
         triton.rows(reads, writes, whole_enc, whole_dec, latents)
         return packed
     own, is_missing = latents.clamp_min(0), (latents < 0)[:, None]
@@ -95,7 +94,7 @@ def add(
     summed over tokens.
     """
     are_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in wholes)
-    if are_plain and len(latents) and (triton := triton_for(latents, parts.W_enc.dtype)):
+    if are_plain and len(latents) and (triton := DEAD_LATENTS.on(latents, parts.W_enc.dtype)):
         triton.add(wholes, latents, parts, input_bias, centred)
         return
     own, is_missing = latents.clamp_min(0), latents < 0
@@ -104,12 +103,3 @@ def add(
         whole.index_add_(0, own, part.to(whole.dtype).masked_fill(missing, 0))
     if input_bias is not None and centred is not None:
         input_bias -= centred
-
-
-def triton_for(latents: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """Return the Triton kernels if they work on this GPU with weights of this dtype; else None."""
-    return _working_triton(latents.device, dtype) if latents.is_cuda and dtype != torch.float64 else None
-
-
-def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_dead_latents", device, dtype)

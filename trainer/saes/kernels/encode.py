@@ -7,7 +7,6 @@ chosen values into a dense [n_tokens, d_sae] matrix, multiply twice with it, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.phases import ENCODER, phase
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import ENCODER_INPUTS
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import by_latent, product_dtype, weighted_sum
@@ -34,12 +33,7 @@ def centre(x: Tensor, input_bias: Tensor) -> Tensor:
     Under autocast that is bf16 or fp16; everything else stays fp32. A GPU subtracts and narrows in one pass.
     """
     dtype = product_dtype(x)
-    if (
-        x.is_cuda
-        and dtype.itemsize == 2
-        and (triton := _working_triton(x.device, dtype))
-        and triton.fits(x, input_bias)
-    ):
+    if dtype.itemsize == 2 and (triton := ENCODER_INPUTS.on(x, dtype)) and triton.fits(x, input_bias):
         centred: Tensor = triton.centre(x, input_bias, dtype)
         return centred
     return torch.sub(x, input_bias, out=x.new_empty(x.shape, dtype=dtype))
@@ -87,7 +81,3 @@ class _Encode(torch.autograd.Function):
             # Sum over tokens first: a matrix–vector product then replaces the product with the gradient of x.
             grad_input_bias = weighted_sum(grad_b_enc, kept_or_own(W_enc, centred.dtype).T, -1.0)
         return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None
-
-
-def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_encode", device, dtype)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import TOKENS_SINCE_FIRED
 from trainer.saes.sparse_acts import Acts, SparseActs
 
 # Lower bound for an SAE without error, since AuxK divides by the variance.
@@ -20,7 +18,7 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
     Return the firing counts [n], which fp32 stores exactly up to 16 million.
     """
-    if isinstance(acts, SparseActs) and sums.is_cuda and (triton := _working_triton(sums.device)):
+    if isinstance(acts, SparseActs) and (triton := TOKENS_SINCE_FIRED.on(sums)):
         by_kernel: Tensor = triton.count(sums, acts, n_tokens, numbers)
         return by_kernel
     fired = acts.count_by_latent(acts.values > 0)
@@ -37,7 +35,7 @@ def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     `sums` [n + m] begins with the firing count of each latent; return its other elements [m]. If there are no tokens,
     the contents of `sums` are ignored. `n_tokens` must not be a view of `sums`.
     """
-    if since_fired.is_cuda and (triton := _working_triton(since_fired.device)):
+    if triton := TOKENS_SINCE_FIRED.on(since_fired):
         by_kernel: Tensor = triton.add_tokens(since_fired, sums, n_tokens)
         return by_kernel
     n = len(since_fired)
@@ -54,12 +52,8 @@ def take_variance(variance: Tensor, sums: Tensor) -> None:
 
     It stays above 0, and does not change if there are no tokens.
     """
-    if variance.is_cuda and variance.dtype == torch.float32 and (triton := _working_triton(variance.device)):
+    if variance.dtype == torch.float32 and (triton := TOKENS_SINCE_FIRED.on(variance)):
         triton.take_variance(variance, sums)
         return
     n_tokens, error = sums[0], sums[1]
     torch.where(n_tokens > 0, (error / n_tokens).clamp_min(LEAST_VARIANCE), variance, out=variance)
-
-
-def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_since_fired", device)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from trainer.parallel.group import Group, all_gather, reduce_scatter
 from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
 # Computes the gradients of the decoded values in a given dtype from saved tensors and the gradients of the sums.
@@ -55,7 +55,7 @@ def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
 
 def _dtype_of_rows(W_dec: Tensor) -> torch.dtype:
     dtype = product_dtype(W_dec)
-    return dtype if triton_for(W_dec, dtype) else W_dec.dtype
+    return dtype if SPARSE_PRODUCTS.on(W_dec, dtype) else W_dec.dtype
 
 
 class _Decode(torch.autograd.Function):
@@ -162,7 +162,7 @@ class Decoded(NamedTuple):
 def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
     """Return the inputs of decoding kernels, if these work and the activations are sparse; else None."""
     dtype = product_dtype(W_dec)
-    if isinstance(acts, DenseActs) or not triton_for(W_dec, dtype):
+    if isinstance(acts, DenseActs) or not SPARSE_PRODUCTS.on(W_dec, dtype):
         return None
     return Decoded(acts, W_dec, kept_or_own(W_dec, dtype).to(dtype).detach())
 
@@ -206,7 +206,7 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
     The sums are fp32 or wider. Their order is fixed, except for latents with many tokens: a GPU splits those among
     several programs, unless torch's deterministic mode forbids it.
     """
-    if triton := triton_for(dense):
+    if triton := SPARSE_PRODUCTS.on(dense):
         sums: Tensor = _summed(triton, acts, dense, None, None).sums
         return sums
     order, starts = acts.places.by_latent(acts.d_sae)
@@ -220,7 +220,7 @@ def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) ->
 
     `weights` are the parameters that get this gradient; a GPU may also measure it for them.
     """
-    if triton := triton_for(dense):
+    if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, None, weights)
         return summed.sums, summed.totals
     totals = acts.values.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, acts.values)
@@ -234,7 +234,7 @@ def both_products(
 
     `factor` (0-dim), if given, multiplies `dense`. A GPU gathers rows of `dense` once for both products.
     """
-    if triton := triton_for(dense):
+    if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, rows, weights, factor)
         return summed.sums, summed.products
     dense = _times(dense, factor)
@@ -264,7 +264,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
 
     The sum is fp32 or wider and has a fixed order. Entries beyond the `filled` ones must have the value 0.
     """
-    if triton := triton_for(rows):
+    if triton := SPARSE_PRODUCTS.on(rows):
         sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled)
         return sums
     # Padding adds 0 to the last bag.
@@ -276,7 +276,7 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
 
     For padding the result is any finite number.
     """
-    if triton := triton_for(rows):
+    if triton := SPARSE_PRODUCTS.on(rows):
         by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts, places.filled)
         return by_kernel
     if _is_read_faster_by_latent(dense, rows, places):
@@ -324,7 +324,7 @@ def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
 
     A GPU reads 16 bits and adds in fp32; torch's own product would also round the weights.
     """
-    if rows.dtype == weights.dtype or not (triton := triton_for(rows)):
+    if rows.dtype == weights.dtype or not (triton := SPARSE_PRODUCTS.on(rows)):
         return factor * (rows.T.to(weights.dtype) @ weights)
     sums: Tensor = triton.weighted_sum(weights, rows, factor)
     return sums
@@ -335,16 +335,3 @@ def product_dtype(like: Tensor) -> torch.dtype:
     kind = like.device.type
     narrows = like.dtype == torch.float32 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if narrows else like.dtype
-
-
-def triton_for(rows: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
-    """Return the Triton kernels if they work on this GPU for `dtype` (default: of `rows`); else None.
-
-    They do not support float64.
-    """
-    dtype = dtype or rows.dtype
-    return _working_triton(rows.device, dtype) if rows.is_cuda and dtype != torch.float64 else None
-
-
-def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_sparse", device, dtype)

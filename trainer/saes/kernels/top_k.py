@@ -12,13 +12,12 @@ import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import LATENT_SELECTIONS
 
 # Rows sampled to guess a bound, and the target number of values above it relative to the number wanted: the fraction
 # above a bound in a batch differs from that in 64 of its rows by less than a sixth.
@@ -36,7 +35,7 @@ def of_each(values: Tensor, k: int) -> Tensor:
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the columns of the k largest of each row, in no order, and their values: both [n_rows, k]."""
-    if (triton := triton_for(values)) and triton.fits(values, k):
+    if (triton := LATENT_SELECTIONS.on(values)) and triton.fits(values, k):
         found: tuple[Tensor, Tensor] = triton.largest_of_each(values, k)
         return found
     columns = _by_groups(values, k, _topk) if values.is_cuda else _by_groups(values, k)
@@ -45,7 +44,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def of_all(values: Tensor, n: int) -> Tensor:
     """Return the n largest of the matrix, as ascending indices into the flattened matrix."""
-    if (triton := triton_for(values)) and triton.fits_all(values, n):
+    if (triton := LATENT_SELECTIONS.on(values)) and triton.fits_all(values, n):
         chosen: Tensor = triton.largest_of_all(values, n)
         return chosen
     if values.is_cuda:
@@ -74,7 +73,7 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return which values are among the k largest of their row, bool [n_rows, n], and the k-th largest [n_rows]."""
     if not k:
         return torch.zeros_like(values, dtype=torch.bool), values.new_full((len(values),), math.inf)
-    if (triton := triton_for(values)) and triton.fits_whole(values, k):
+    if (triton := LATENT_SELECTIONS.on(values)) and triton.fits_whole(values, k):
         found: tuple[Tensor, Tensor] = triton.are_largest(values, k)
         return found
     if values.is_cuda:
@@ -91,19 +90,10 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def strongest(values: Tensor, k: int) -> Tensor:
     """Return rows [n_rows, n] with their k largest values if these are positive or NaN, and 0 elsewhere."""
-    if (triton := triton_for(values)) and triton.fits_whole(values, k):
+    if (triton := LATENT_SELECTIONS.on(values)) and triton.fits_whole(values, k):
         found: Tensor = triton.strongest(values, k)
         return found
     return values.relu() * are_largest(values, k)[0]
-
-
-def triton_for(values: Tensor) -> ModuleType | None:
-    """Return the Triton kernels if they work on this GPU; else None."""
-    return _working_triton(values.device) if values.is_cuda else None
-
-
-def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_top_k", device)
 
 
 def _mask_of(values: Tensor, columns: Tensor) -> Tensor:

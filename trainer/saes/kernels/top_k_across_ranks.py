@@ -15,7 +15,6 @@ are also exchanged, and the products read only valid entries.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from trainer.contract.planning import first_look
 from trainer.contract.planning.activation_memory import MARGIN_PER_TOKEN
 from trainer.parallel.group import Group
-from trainer.runtime.triton_kernels import working_kernels
+from trainer.runtime.triton_kernels import SELECTIONS_ACROSS_RANKS
 from trainer.saes.kernels import select, top_k
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.rounded_top_k import Candidates
@@ -120,7 +119,7 @@ class _Entries(NamedTuple):
 
     def chosen_first(self, n_tokens: int, n_expected: int) -> Chosen:
         """Return all entries, the chosen ones first; only these are valid. About `n_expected` will be chosen."""
-        if triton := _triton_for(self.values):
+        if len(self.values) and (triton := SELECTIONS_ACROSS_RANKS.on(self.values)):
             latents, tokens, values, ascending, n = triton.chosen_first(*self, n_tokens)
         else:
             order = self.is_chosen.logical_not().byte().argsort(stable=True)
@@ -130,15 +129,6 @@ class _Entries(NamedTuple):
             n = self.is_chosen.sum()
         starts = torch.searchsorted(ascending, torch.arange(n_tokens, device=tokens.device))
         return Places(latents, tokens, starts, Filled(n, n_expected)), values
-
-
-def _triton_for(values: Tensor) -> ModuleType | None:
-    """Return the Triton kernels if they work on this GPU and there are entries; else None."""
-    return _working_triton(values.device) if values.is_cuda and len(values) else None
-
-
-def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_entries", device)
 
 
 def _among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 The order of the sums is fixed: each program adds up some rows, and the programs' sums are added afterwards.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
 from typing import NamedTuple

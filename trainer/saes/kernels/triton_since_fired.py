@@ -1,5 +1,6 @@
 """The functions of `since_fired` with one kernel each; torch needs four to six operations that each take as long."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
 import torch

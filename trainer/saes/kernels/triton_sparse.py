@@ -5,6 +5,7 @@ columns run one after the other, so that the slice they gather from fits in the 
 rows take 16 MiB, and so do all 2,304 columns of 4,096 rows.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
 from typing import NamedTuple

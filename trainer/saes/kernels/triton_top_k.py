@@ -7,6 +7,7 @@ programs, it counts two digits of 8 bits. Ties go to the lowest index. Results a
 depends on the order of programs.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
 
 import math

@@ -6,18 +6,26 @@ With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.kernels import use_kernels
 from torch import Tensor, nn
 
-from trainer.optimizers import row_adam
 from trainer.parallel.base import Parallel
 from trainer.runtime import narrow_copy
-from trainer.saes import losses
-from trainer.saes.kernels import dead_latents, since_fired, sparse, top_k, triton_dead_latents
+from trainer.runtime.triton_kernels import (
+    DEAD_LATENTS,
+    LATENT_SELECTIONS,
+    OPTIMIZER_STEPS,
+    RECONSTRUCTION_ERRORS,
+    SPARSE_PRODUCTS,
+    TOKENS_SINCE_FIRED,
+)
+from trainer.saes.kernels import dead_latents, triton_dead_latents
 from trainer.saes.kernels.dead_latents import Weights
 from trainer.training.learner import Learner
 
@@ -27,9 +35,10 @@ VARIANCE = torch.tensor(0.25, device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: triton_dead_latents)
+    with use_kernels({DEAD_LATENTS: triton_dead_latents}):
+        yield
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -111,7 +120,6 @@ def test_sizes_beyond_one_program_are_left_to_torch() -> None:
     assert not triton_dead_latents.fits(few, 0)
     assert not triton_dead_latents.fits(few[:0], DEAD_AFTER)
     assert not triton_dead_latents.fits(few.repeat(4096), DEAD_AFTER)
-    assert dead_latents.longest_since_fired(few, numbers(9), VARIANCE, DEAD_AFTER, 2, torch.float64) is None
     assert dead_latents.longest_since_fired(few, numbers(9), VARIANCE, 2**31, 2, torch.float32) is None
 
 
@@ -158,24 +166,21 @@ def test_gradients_of_some_latents_are_added_and_raise_the_tensor_version(
 
 @pytest.mark.parametrize("n_dead", [3, 20])
 @pytest.mark.parametrize("sae", [{}, {"architecture": "batch_topk", "skip": True}], ids=str)
-def test_an_sae_learns_the_same_with_kernels(
-    sae: dict[str, object], n_dead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (losses, since_fired, sparse, top_k):
-        monkeypatch.setattr(module, "_working_triton", lambda *_: None)
-    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
+def test_an_sae_learns_the_same_with_kernels(sae: dict[str, object], n_dead: int) -> None:
+    others = RECONSTRUCTION_ERRORS, TOKENS_SINCE_FIRED, SPARSE_PRODUCTS, LATENT_SELECTIONS, OPTIMIZER_STEPS
     d_out = 12 if sae else None
-    with_kernels, without = learner(sae, d_out, n_dead), learner(sae, d_out, n_dead)
+    with use_kernels(dict.fromkeys(others)):
+        with_kernels, without = learner(sae, d_out, n_dead), learner(sae, d_out, n_dead)
     used: list[str] = []
     for number in range(3):
         x, y = numbers(24, 20, seed=number), numbers(24, 12, seed=-number - 1)
         for one, by in ((with_kernels, Counted(used)), (without, None)):
-            monkeypatch.setattr(dead_latents, "_working_triton", lambda *_, by=by: by)
-            one.begin_step(number)
-            # In two micro-batches: the rows that a pass leaves are added before the next pass.
-            for part in (slice(14), slice(14, None)):
-                one.accumulate(x[part], x[part] if d_out is None else y[part])
-            one.update()
+            with use_kernels({DEAD_LATENTS: by} | dict.fromkeys(others)):
+                one.begin_step(number)
+                # In two micro-batches: the rows that a pass leaves are added before the next pass.
+                for part in (slice(14), slice(14, None)):
+                    one.accumulate(x[part], x[part] if d_out is None else y[part])
+                one.update()
     expected = dict(without.state.tensors())
     for name, value in with_kernels.state.tensors():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)

@@ -6,26 +6,38 @@ With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.kernels import use_kernels
 from support.programs import Programs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.optimizers import row_adam
 from trainer.parallel.base import Parallel
+from trainer.runtime.triton_kernels import (
+    DEAD_LATENTS,
+    LATENT_SELECTIONS,
+    OPTIMIZER_STEPS,
+    RECONSTRUCTION_ERRORS,
+    SPARSE_PRODUCTS,
+    Kernels,
+)
 from trainer.saes import losses
-from trainer.saes.kernels import dead_latents, sparse, top_k, triton_errors, triton_sparse, triton_top_k
+from trainer.saes.kernels import triton_errors, triton_sparse, triton_top_k
 from trainer.saes.losses import Sums
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+# A learner uses none of these, unless a test says otherwise.
+NONE: dict[Kernels, Any] = dict.fromkeys(
+    (DEAD_LATENTS, LATENT_SELECTIONS, OPTIMIZER_STEPS, RECONSTRUCTION_ERRORS, SPARSE_PRODUCTS)
+)
 
 
 def numbers(n_tokens: int, d_out: int, seed: int) -> Tensor:
@@ -228,10 +240,10 @@ class NumbersAreRounded(TorchDispatchMode):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
-    monkeypatch.setattr(sparse, "_working_triton", lambda *_: triton_sparse)
+    with use_kernels({RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: triton_sparse}):
+        yield
 
 
 @pytest.mark.usefixtures("gpu")
@@ -257,9 +269,9 @@ def test_a_gpu_without_bf16_uses_the_other_kernels(monkeypatch: pytest.MonkeyPat
     narrow, error = numbers(5, 7, seed=0).bfloat16(), numbers(5, 7, seed=1)
     monkeypatch.setattr(torch.Tensor, "bfloat16", fail)
     triton_errors.try_out(DEVICE)
-    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(triton_errors, "add_and_square", fail)
-    found = losses.auxk_error(error, narrow, torch.ones((), device=DEVICE))
+    with use_kernels({SPARSE_PRODUCTS: None}):
+        found = losses.auxk_error(error, narrow, torch.ones((), device=DEVICE))
     torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
@@ -272,22 +284,20 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
-    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: None)
     # The interpreter is slow, so the kernels must accept few rows.
     monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
-    with_kernels, without = learner(architecture), learner(architecture)
+    some = {RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: products, LATENT_SELECTIONS: triton_top_k}
+    with use_kernels(NONE):
+        with_kernels, without = learner(architecture), learner(architecture)
     for number in range(3):
         x = numbers(24, 20, seed=number)
-        for one, errors, choices in ((with_kernels, triton_errors, triton_top_k), (without, None, None)):
-            monkeypatch.setattr(losses, "_working_triton", lambda device, kernels=errors: kernels)
-            monkeypatch.setattr(sparse, "_working_triton", lambda *_, kernels=errors and products: kernels)
-            monkeypatch.setattr(top_k, "_working_triton", lambda device, kernels=choices: kernels)
-            one.begin_step(number)
-            # In two micro-batches: the sums of a step cover both.
-            for rows in x.split([14, 10]):
-                one.accumulate(rows, rows)
-            one.update()
+        for one, kernels in ((with_kernels, NONE | some), (without, NONE)):
+            with use_kernels(kernels):
+                one.begin_step(number)
+                # In two micro-batches: the sums of a step cover both.
+                for rows in x.split([14, 10]):
+                    one.accumulate(rows, rows)
+                one.update()
     expected = dict(without.state.tensors())
     for name, value in with_kernels.state.tensors():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
@@ -299,14 +309,11 @@ def test_an_sae_learns_and_reports_the_same_with_kernels(
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
 def test_gradients_of_levels_in_16_bits_match_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
-    monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
     x, gradients = numbers(24, 20, seed=0), []
-    for errors, products in ((triton_errors, triton_sparse), (None, None)):
-        monkeypatch.setattr(losses, "_working_triton", lambda device, kernels=errors: kernels)
-        monkeypatch.setattr(sparse, "_working_triton", lambda *_, kernels=products: kernels)
-        one = learner("matryoshka_batch_topk", "bf16")
-        one.accumulate(x, x)
+    for some in ({RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: triton_sparse}, {}):
+        with use_kernels(NONE | some):
+            one = learner("matryoshka_batch_topk", "bf16")
+            one.accumulate(x, x)
         gradients.append({name: weights.grad for name, weights in one.sae.named_parameters()})
     for name, expected in gradients[1].items():
         # Equal except for 16-bit rounding in another order.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.kernels import NO_KERNELS, use_kernels
 
 from trainer.parallel.base import Parallel
 from trainer.saes.kernels import since_fired, triton_since_fired
@@ -34,8 +35,7 @@ def test_the_kernel_matches_single_operations(n: int, n_others: int, n_tokens: i
     # The kernel must not change the memory behind its sums.
     given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
     found = triton_since_fired.add_tokens(given[0][0], given[0][1][: n + n_others], came)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(since_fired, "_working_triton", lambda device: None)
+    with use_kernels(NO_KERNELS):
         expected = since_fired.add_tokens(given[1][0], given[1][1][: n + n_others], came)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     for one, other in zip(*given, strict=True):
@@ -54,8 +54,7 @@ def test_firing_latents_are_added_to_the_existing_counts(n_entries: int, n: int,
     # The kernel must not change the second row.
     by_kernel, by_torch = sums.clone(), sums.clone()
     found = triton_since_fired.count(by_kernel[0], acts, 4096, numbers)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(since_fired, "_working_triton", lambda device: None)
+    with use_kernels(NO_KERNELS):
         expected = since_fired.count(by_torch[0], acts, 4096, *numbers)
     assert torch.equal(found, torch.bincount(latents[values > 0], minlength=n).float())
     assert torch.equal(found, expected)
@@ -68,8 +67,7 @@ def test_the_residual_variance_matches_that_of_torch(n_tokens: float, error: flo
     sums = torch.tensor([n_tokens, error if n_tokens else 0.0, 7.0], device=DEVICE)
     found, expected = torch.full((2,), 0.7, device=DEVICE).unbind()
     triton_since_fired.take_variance(found, sums)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(since_fired, "_working_triton", lambda device: None)
+    with use_kernels(NO_KERNELS):
         since_fired.take_variance(expected, sums)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
     assert found == 0.7 or n_tokens

@@ -10,8 +10,6 @@ import pytest
 import torch
 from support.interpreted import run_cases
 
-from trainer.saes.kernels import sparse
-
 CASES = Path(__file__).with_name("triton_cases.py")
 
 
@@ -58,9 +56,3 @@ def test_every_kernel_compiles_for_a_gpu(
     source = compiler.ASTSource(kernel, types, constants)
     compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"]
-
-
-def test_a_cpu_and_float64_do_not_use_triton() -> None:
-    assert sparse.triton_for(torch.zeros(1)) is None
-    if torch.cuda.is_available():
-        assert sparse.triton_for(torch.zeros(1, dtype=torch.float64, device="cuda")) is None

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from support.interpreted import run_cases
-
-from trainer.saes.kernels import top_k
 
 CASES = Path(__file__).with_name("top_k_cases.py")
 
 
 def test_the_kernels_agree_with_a_full_sort_in_float64() -> None:
     run_cases(CASES)
-
-
-def test_a_cpu_does_not_use_triton() -> None:
-    assert top_k.triton_for(torch.zeros(1)) is None

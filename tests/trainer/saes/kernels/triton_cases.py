@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.kernels import use_kernels
 from support.programs import Programs
 from torch import Tensor
 
 from trainer.runtime import narrow_copy
+from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.select import k_per_token
@@ -96,9 +98,10 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.fixture(autouse=True)
-def always_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def always_triton() -> Iterator[None]:
     """Use Triton also for tensors that are not on a GPU."""
-    monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: triton_sparse)
+    with use_kernels({SPARSE_PRODUCTS: triton_sparse}):
+        yield
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
