@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec import UNSET
@@ -40,7 +40,7 @@ from trainer.contract.settings.series import CRITERION, held_out
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.metrics_store import COOLING, TRAINING
 from trainer.contract.wording import join_words, plural
-from trainer.metrics.pace import STORED_REMEDY, STREAM_REMEDY, DataWait, Pace, Span
+from trainer.metrics.pace import STORED_REMEDY, STREAM_REMEDY, DataWait, Pace
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
 from trainer.parallel.group import Group
@@ -60,6 +60,7 @@ from trainer.training.export_saes import Exporter
 from trainer.training.final_writes import FinalWrites, Write
 from trainer.training.graph_replay import replay_for
 from trainer.training.held_out import HeldOut
+from trainer.training.intervals import EndedInterval, PendingIntervals
 from trainer.training.learner import Learner, StepState
 from trainer.training.row_sample import RowSampler
 from trainer.training.saving import Saving
@@ -80,17 +81,6 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
         else "the SAE stays the same"
     )
     return f"{whole:,} tokens at a time do not fit into memory: each step processes pieces of {size:,}; {changes}"
-
-
-class EndedInterval(NamedTuple):
-    """A log interval whose last step is queued, with the ranks' shares and the sums and states of all learners."""
-
-    since: Position
-    at: Position
-    span: Span
-    shares: Shares
-    totals: Totals
-    states: Totals
 
 
 class Trainer:
@@ -149,12 +139,10 @@ class Trainer:
         self._bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
         self._report_data(resumed)
         self._logged = self._evaluated = self.position
-        self._ended: EndedInterval | None = None
-        # An ended interval and the sums of its paces over ranks, in transfer to the host.
-        self._timed: tuple[EndedInterval, Totals] | None = None
-        # On a GPU the next step is queued while the host reads results of the last one. Ranks that each train their own
-        # SAEs exchange these results, so all of them wait anyway.
-        self._reads_late = self._device.type == "cuda" and (parallel.world_size == 1 or not parallel.learns_alone)
+        is_alone = parallel.world_size == 1
+        # Ranks that each train their own SAEs exchange the results of an interval, so all of them wait anyway.
+        reads_late = self._device.type == "cuda" and (is_alone or not parallel.learns_alone)
+        self._pending = PendingIntervals(self._sum_paces, self._record, reads_late=reads_late, is_alone=is_alone)
         self._first_step = self.position.step
         self._stopping = self._has_reported_held_out = False
         self._is_finishing = self._cool_down is not None
@@ -174,12 +162,12 @@ class Trainer:
         try:
             while not self._is_over():
                 self._train_step()
-                self._follow_intervals()
+                self._pending.follow()
                 self._resample()
                 if self._is_due(self._train.log_every) or self._is_save_due():
                     self._end_interval()
                 if self._is_due(self._train.eval_every) or self._is_save_due():
-                    self._record_intervals()
+                    self._pending.drain()
                     self._evaluate()
                 if self._is_save_due():
                     self._heartbeat("saving")
@@ -196,10 +184,10 @@ class Trainer:
                 self._reserve.release()
                 with contextlib.suppress(Exception):
                     self._saving.save(self.learners, self.position)
-            if self._reads_late and self._parallel.world_size == 1:
+            if self._parallel.world_size == 1:
                 # The last steps help most to explain a failure. With several ranks, the others may not respond.
                 with contextlib.suppress(Exception):
-                    self._record_intervals()
+                    self._pending.drain()
             raise
         self._batches.close()
         self._heartbeat("saving")
@@ -424,7 +412,7 @@ class Trainer:
 
     def _end_interval(self) -> None:
         """End the log interval at this step and record it, unless the host reads results late: then later steps do."""
-        if not self._reads_late:
+        if not self._pending.reads_late:
             # Wait, so that the clock is read when the steps are done rather than queued.
             synchronise(self._device)
         n_steps = self.position.step - self._logged.step
@@ -434,7 +422,7 @@ class Trainer:
         }
         parts[_OUTLIERS] = torch.cat([of_hook.counts for of_hook in self.outliers])
         states = {label: learner.take_state() for label, learner in self.learners.items()}
-        self._ended = EndedInterval(
+        ended = EndedInterval(
             self._logged,
             self.position,
             span,
@@ -443,41 +431,15 @@ class Trainer:
             states=Totals(states, Group()),
         )
         self._logged = self.position
-        if not self._reads_late:
-            self._record_intervals()
+        self._pending.add(ended)
         # Change shares only between intervals, so that they are constant within an interval.
         if self._wanted_shares and len(self._wanted_shares.latents) == 1:
             self._adopt(self._wanted_shares)
             self._reopen_batches()
 
-    def _follow_intervals(self) -> None:
-        """Read the available results of ended log intervals while the device runs a step that was queued later.
-
-        Host timings are available one step after the interval, and their sums over ranks two steps after it.
-        """
-        self._record_timed()
-        self._add_up_paces()
-        if self._parallel.world_size == 1:
-            self._record_timed()
-
-    def _record_intervals(self) -> None:
-        """Record all ended log intervals that are not recorded yet; wait for their results."""
-        self._record_timed()
-        self._add_up_paces()
-        self._record_timed()
-
-    def _add_up_paces(self) -> None:
-        """If a log interval has ended, start to sum its paces over ranks."""
-        if self._ended:
-            ended, self._ended = self._ended, None
-            paces = self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
-            self._timed = ended, paces
-
-    def _record_timed(self) -> None:
-        """If the paces of a log interval are being summed, wait for them and record the interval."""
-        if self._timed:
-            (ended, paces), self._timed = self._timed, None
-            self._record(ended, paces.read())
+    def _sum_paces(self, ended: EndedInterval) -> Totals:
+        """Start to sum the paces of a log interval over ranks."""
+        return self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
 
     def _record(self, ended: EndedInterval, paces: dict[str, Tensor]) -> None:
         """Record a log interval with the `paces` of all ranks."""

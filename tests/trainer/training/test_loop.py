@@ -180,7 +180,7 @@ def test_reading_values_a_step_late_gives_the_same_rows(
     job, rows, events = make_job(train=train, sae={"dead_after_tokens": 400, "d_sae": 256}), [], []
     for late in (False, True):
         trainer = make_trainer(job, kept, checkpoints=tmp_path / f"c{late}", output=tmp_path / f"o{late}")
-        trainer._reads_late = late
+        trainer._pending.reads_late = late
         trainer.run()
         rows.append([(row.name, row.step, row.value) for row in kept.reported if not re.search(PACE, row.name)])
         events.append(list(kept.events))
@@ -195,7 +195,7 @@ def test_a_late_row_is_written_after_the_next_step_or_at_the_end_of_the_run(
     make_job: MakeJob, make_trainer: MakeTrainer, kept
 ) -> None:
     trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
-    trainer._reads_late = True
+    trainer._pending.reads_late = True
     add, at = kept.rows, []
 
     def note(rows: Iterable[MetricRow]) -> None:
@@ -221,7 +221,7 @@ def test_ranks_that_read_late_never_wait_for_the_step_just_queued(
             parallel = Parallel(CPU, data=group, world=group)
             folders = {name: tmp_path / f"{name}-{late}-{group.index}" for name in ("checkpoints", "output")}
             trainer = make_trainer(job, kept if group.index == 0 else None, parallel=parallel, **folders)
-            trainer._reads_late = late
+            trainer._pending.reads_late = late
             HERE.trainer, HERE.waited_at = trainer, set()
             trainer.run()
             assert not late or HERE.waited_at <= {10, 20, 21}
@@ -237,7 +237,7 @@ def test_ranks_that_read_late_never_wait_for_the_step_just_queued(
 
 def test_a_late_row_is_written_even_if_the_next_step_fails(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
     trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
-    trainer._reads_late = True
+    trainer._pending.reads_late = True
     take = trainer._train_step
 
     def fail() -> None:
