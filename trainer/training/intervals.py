@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from trainer.activations.base import Source, StreamSource
+from trainer.activations.outliers import LeftOut, Outliers
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position
-from trainer.metrics.pace import Span
+from trainer.contract.settings.job import JobConfig
+from trainer.metrics.pace import STORED_REMEDY, STREAM_REMEDY, DataWait, Pace, Span
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 from trainer.parallel.shares import Shares
 from trainer.parallel.totals import Totals
+from trainer.reporting.report import Report
+from trainer.training.bad_rows import BadRows
+from trainer.training.learner import Learner, StepState
+from trainer.training.sharded_state import under
+from trainer.training.skipped_steps import Skips
+
+_OUTLIERS = "outliers"
 
 
 class EndedInterval(NamedTuple):
@@ -22,6 +36,106 @@ class EndedInterval(NamedTuple):
     shares: Shares
     totals: Totals
     states: Totals
+
+
+class IntervalRecorder:
+    """Measures the log intervals of one rank, and records them with the values of all ranks."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        source: Source,
+        parallel: Parallel,
+        learners: Mapping[str, Learner],
+        outliers: Sequence[Outliers],
+        report: Report,
+        bad_rows: BadRows,
+        start: Position,
+    ) -> None:
+        self._job, self._source, self._parallel = job, source, parallel
+        self._learners, self._outliers = learners, outliers
+        self._report, self._bad_rows, self._skips = report, bad_rows, Skips(report)
+        self._pace, self._data_wait = Pace(parallel), DataWait()
+        self._first_step, self._since = start.step, start
+
+    @property
+    def given_up(self) -> set[str]:
+        """The labels of the SAEs that have diverged."""
+        return self._skips.given_up
+
+    def begin_step(self, at: Position, waited_for_data_s: float) -> None:
+        """If the step after `at` is the first of an interval, start the clocks."""
+        if at == self._since:
+            # Exclude set-up and saves from the measured pace.
+            self._pace.begin(waited_for_data_s)
+
+    def end(self, at: Position, own_tokens: int, waited_for_data_s: float) -> EndedInterval:
+        """End the interval at `at`, and start to sum its metrics; `own_tokens` counts this rank's tokens of a step."""
+        n_steps = at.step - self._since.step
+        span = self._pace.end(n_steps * own_tokens, n_steps, waited_for_data_s)
+        parts = {
+            f"{label}/{name}": sums
+            for label, learner in self._learners.items()
+            for name, sums in learner.sums().items()
+        }
+        parts[_OUTLIERS] = torch.cat([of_hook.counts for of_hook in self._outliers])
+        states = {label: learner.take_state() for label, learner in self._learners.items()}
+        since, self._since = self._since, at
+        return EndedInterval(
+            since,
+            at,
+            span,
+            self._parallel.shares,
+            totals=self._parallel.totals(parts, self._parallel.data),
+            states=Totals(states, Group()),
+        )
+
+    def sum_paces(self, ended: EndedInterval) -> Totals:
+        """Start to sum the paces of an interval over ranks."""
+        return self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
+
+    def record(self, ended: EndedInterval, paces: dict[str, Tensor], total_steps: int) -> None:
+        """Record an interval with the `paces` of all ranks."""
+        totals, states = ended.totals.read(), ended.states.read()
+        left_out = dict(zip(self._job.hooks, map(LeftOut.of, totals[_OUTLIERS].view(-1, 4)), strict=True))
+        for name, found in left_out.items():
+            self._bad_rows.look_at(found, ended.since, ended.at, name)
+        values: dict[str, dict[str, float]] = {}
+        for label, learner in self._learners.items():
+            state = StepState.of(states[label])
+            self._skips.look_at(label, learner, state, ended.at)
+            values[label] = learner.values(under(totals, f"{label}/"), state)
+        self._report.learnt(self._parallel.all_gather(values))
+        self.share_news()
+        self._report.pace(ended.at.step, self._pace.values(paces), paces)
+        self._report_left_out(ended.at.step, left_out)
+        self._report.interval(ended.at.step, total_steps)
+        # The first interval includes warm-up.
+        if ended.since.step > self._first_step:
+            self._report.compare(ended.at.step, float(paces["step_ms"].mean()))
+            self._report_data_wait(paces)
+
+    def share_news(self) -> None:
+        """Exchange the events of each rank's SAEs; raise `UserError` on all ranks if no SAE learns any more."""
+        self._report.deliver(self._parallel.all_gather(self._report.take_events()))
+        self._skips.given_up |= self._parallel.all_gather(dict.fromkeys(self._skips.given_up, True)).keys()
+        self._skips.end_where_none_learns()
+
+    def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
+        """Report the share of rows left out at each hook."""
+        members = Layout(self._job, self._parallel.world_size).members
+        for name, settings in self._job.hooks.items():
+            labels = [label for label, one in members.items() if one.data.settings == settings] if name else [""]
+            self._report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
+
+    def _report_data_wait(self, paces: dict[str, Tensor]) -> None:
+        """Report, with a remedy, that all ranks wait for data, or that they no longer do."""
+        _, seconds, waited_s, ranks = paces["pace"].tolist()
+        waits = self._data_wait.look(waited_s / max(seconds, 1e-9), seconds / ranks)
+        if waits is not None:
+            remedy = STREAM_REMEDY if isinstance(self._source, StreamSource) else STORED_REMEDY
+            share = f"training waits for data {waited_s / seconds:.0%} of the time"
+            self._report.warn("data_wait", f"{share}: {remedy}") if waits else self._report.log("data_wait", share)
 
 
 class PendingIntervals:

@@ -40,13 +40,10 @@ from trainer.contract.settings.series import CRITERION, held_out
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.metrics_store import COOLING, TRAINING
 from trainer.contract.wording import join_words, plural
-from trainer.metrics.pace import STORED_REMEDY, STREAM_REMEDY, DataWait, Pace
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
-from trainer.parallel.group import Group
 from trainer.parallel.rebalancer import Balancer
 from trainer.parallel.shares import Shares
-from trainer.parallel.totals import Totals
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
 from trainer.reporting.report import Report
@@ -60,15 +57,12 @@ from trainer.training.export_saes import Exporter
 from trainer.training.final_writes import FinalWrites, Write
 from trainer.training.graph_replay import replay_for
 from trainer.training.held_out import HeldOut
-from trainer.training.intervals import EndedInterval, PendingIntervals
-from trainer.training.learner import Learner, StepState
+from trainer.training.intervals import EndedInterval, IntervalRecorder, PendingIntervals
+from trainer.training.learner import Learner
 from trainer.training.row_sample import RowSampler
 from trainer.training.saving import Saving
 from trainer.training.sharded_state import under
-from trainer.training.skipped_steps import Skips
 from trainer.training.step import cut_of, take_step
-
-_OUTLIERS = "outliers"
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
@@ -128,22 +122,24 @@ class Trainer:
                 learner, self._job, parallel, self.outliers[learner.hook],
                 lambda words: progress.event("plain-steps", words, "warning"),
             )  # fmt: skip
-        self._pace, self._data_wait = Pace(parallel), DataWait()
         # Ranks that each train their own SAEs cannot share work.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, capacity=parallel.capacity)
         self._wanted_shares: Shares | None = None
         self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
         self._prepare_writes(checkpoints, resumed)
-        self._skips = Skips(self.report)
-        self._bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
-        self._report_data(resumed)
-        self._logged = self._evaluated = self.position
+        bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
+        self._report_data(resumed, bad_rows)
+        self._evaluated = self.position
+        self._recorder = IntervalRecorder(
+            self._job, source, parallel, self.learners, self.outliers, self.report, bad_rows, self.position
+        )
         is_alone = parallel.world_size == 1
         # Ranks that each train their own SAEs exchange the results of an interval, so all of them wait anyway.
         reads_late = self._device.type == "cuda" and (is_alone or not parallel.learns_alone)
-        self._pending = PendingIntervals(self._sum_paces, self._record, reads_late=reads_late, is_alone=is_alone)
-        self._first_step = self.position.step
+        self._pending = PendingIntervals(
+            self._recorder.sum_paces, self._record, reads_late=reads_late, is_alone=is_alone
+        )
         self._stopping = self._has_reported_held_out = False
         self._is_finishing = self._cool_down is not None
         for label, learner in self.learners.items():
@@ -195,7 +191,7 @@ class Trainer:
         last = self._saving.last(self.learners, self.position)
         FinalWrites(self._parallel, self.report, self._stop, self._heartbeat).write([*last, *self._exports()])
         self._report_overfitting()
-        self._share_news()
+        self._recorder.share_news()
         if self._watch.fault:
             raise UserError(self._watch.fault)
         finished = self.position.step >= self.total_steps
@@ -318,7 +314,7 @@ class Trainer:
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
 
-    def _report_data(self, resumed: CheckpointState | None) -> None:
+    def _report_data(self, resumed: CheckpointState | None, bad_rows: BadRows) -> None:
         """Report new shards, held-out rows, and data problems that make the metrics misleading."""
         if resumed and (news := news_of_data(resumed.data_before, self.record)):
             self.report.log("data", news)
@@ -329,7 +325,7 @@ class Trainer:
             self.report.copies(copies_sentence(share), name)
         for name, sampler in zip(self._job.hooks, self._samplers, strict=True):
             found = sampler.left_out
-            self._bad_rows.sampled(found.not_finite, found.n_seen, sampler.first_bad, name)
+            bad_rows.sampled(found.not_finite, found.n_seen, sampler.first_bad, name)
             self.report.sampled(found, sampler.n_zero, self._job.data.max_norm, name)
             if sampler.heavy:
                 self.report.heavy(sampler.heavy, name)
@@ -348,9 +344,7 @@ class Trainer:
     # One step
 
     def _train_step(self) -> None:
-        if self.position == self._logged:
-            # Exclude set-up and saves from the measured pace.
-            self._pace.begin(self._batches.waited_s)
+        self._recorder.begin_step(self.position, self._batches.waited_s)
         batches = (self._batches.next() for _ in self._cut.token_slices)
         agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._requests)
         self._stopping, self._saving.granted, finishing = agreed
@@ -415,79 +409,17 @@ class Trainer:
         if not self._pending.reads_late:
             # Wait, so that the clock is read when the steps are done rather than queued.
             synchronise(self._device)
-        n_steps = self.position.step - self._logged.step
-        span = self._pace.end(n_steps * self._cut.own_tokens, n_steps, self._batches.waited_s)
-        parts = {
-            f"{label}/{name}": sums for label, learner in self.learners.items() for name, sums in learner.sums().items()
-        }
-        parts[_OUTLIERS] = torch.cat([of_hook.counts for of_hook in self.outliers])
-        states = {label: learner.take_state() for label, learner in self.learners.items()}
-        ended = EndedInterval(
-            self._logged,
-            self.position,
-            span,
-            self._parallel.shares,
-            totals=self._parallel.totals(parts, self._parallel.data),
-            states=Totals(states, Group()),
-        )
-        self._logged = self.position
-        self._pending.add(ended)
+        self._pending.add(self._recorder.end(self.position, self._cut.own_tokens, self._batches.waited_s))
         # Change shares only between intervals, so that they are constant within an interval.
         if self._wanted_shares and len(self._wanted_shares.latents) == 1:
             self._adopt(self._wanted_shares)
             self._reopen_batches()
 
-    def _sum_paces(self, ended: EndedInterval) -> Totals:
-        """Start to sum the paces of a log interval over ranks."""
-        return self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
-
     def _record(self, ended: EndedInterval, paces: dict[str, Tensor]) -> None:
-        """Record a log interval with the `paces` of all ranks."""
-        totals, states = ended.totals.read(), ended.states.read()
-        left_out = dict(zip(self._job.hooks, map(LeftOut.of, totals[_OUTLIERS].view(-1, 4)), strict=True))
-        for name, found in left_out.items():
-            self._bad_rows.look_at(found, ended.since, ended.at, name)
-        values: dict[str, dict[str, float]] = {}
-        for label, learner in self.learners.items():
-            state = StepState.of(states[label])
-            self._skips.look_at(label, learner, state, ended.at)
-            values[label] = learner.values(under(totals, f"{label}/"), state)
-        self.report.learnt(self._parallel.all_gather(values))
-        self._share_news()
-        self.report.pace(ended.at.step, self._pace.values(paces), paces)
-        self._report_left_out(ended.at.step, left_out)
-        self.report.interval(ended.at.step, self.total_steps)
-        # The first interval includes warm-up.
-        if ended.since.step > self._first_step:
-            self.report.compare(ended.at.step, float(paces["step_ms"].mean()))
-            self._report_data_wait(paces)
+        """Record a log interval with the `paces` of all ranks, and balance their work."""
+        self._recorder.record(ended, paces, self.total_steps)
         if ended.shares == self._parallel.shares:
             self._balance(paces)
-
-    def _report_data_wait(self, paces: dict[str, Tensor]) -> None:
-        """Report, with a remedy, that all ranks wait for data, or that they no longer do."""
-        _, seconds, waited_s, ranks = paces["pace"].tolist()
-        waits = self._data_wait.look(waited_s / max(seconds, 1e-9), seconds / ranks)
-        if waits is not None:
-            remedy = STREAM_REMEDY if isinstance(self._source, StreamSource) else STORED_REMEDY
-            share = f"training waits for data {waited_s / seconds:.0%} of the time"
-            self.report.warn("data_wait", f"{share}: {remedy}") if waits else self.report.log("data_wait", share)
-
-    def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
-        """Report the share of rows left out at each hook."""
-        for name, settings in self._job.hooks.items():
-            labels = (
-                [label for label, one in self._layout.members.items() if one.data.settings == settings]
-                if name
-                else [""]
-            )
-            self.report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
-
-    def _share_news(self) -> None:
-        """Exchange the events of each rank's SAEs; raise `UserError` on all ranks if no SAE learns any more."""
-        self.report.deliver(self._parallel.all_gather(self.report.take_events()))
-        self._skips.given_up |= self._parallel.all_gather(dict.fromkeys(self._skips.given_up, True)).keys()
-        self._skips.end_where_none_learns()
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
         """Report ranks that keep the others waiting, and request new shares of the work if that pays off."""
@@ -511,6 +443,7 @@ class Trainer:
         self._heartbeat("rebalancing")
         synchronise(self._device)
         self._adopt(self._wanted_shares)
+        # Change the dict in place, since the recorder of intervals reads it too.
         self.learners.clear()
         self.learners |= self._new_learners()
         tensors, _ = load(self._saving.folder(self.position))
@@ -593,7 +526,7 @@ class Trainer:
         self._has_reported_held_out = True
         own = [self._held_out.left_out(hook) for hook in range(self._source.n_hooks)]
         counts = torch.tensor(own, dtype=torch.float64, device=self._device).flatten()
-        totals = self._parallel.sum_parts({_OUTLIERS: counts}, self._parallel.data)[_OUTLIERS]
+        (totals,) = self._parallel.sum_parts({"outliers": counts}, self._parallel.data).values()
         for name, found in zip(self._job.hooks, totals.view(-1, 4), strict=True):
             self.report.heldout_left_out(LeftOut.of(found), name)
 
@@ -603,7 +536,7 @@ class Trainer:
         # Other replicas hold the same SAEs.
         if self._parallel.data.index:
             return []
-        learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
+        learning = {label: one for label, one in self.learners.items() if label not in self._recorder.given_up}
         return self._exporter.writes(learning, self.position, self.how_far)
 
     def _heartbeat(self, phase: str) -> None:
