@@ -26,8 +26,7 @@ from trainer.runtime.narrow_copy import NarrowCopy, kept_or_own
 from trainer.runtime.triton_kernels import OPTIMIZER_STEPS, SPARSE_PRODUCTS
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.training.following import Following
-from trainer.training.learner import Learner
-from trainer.training.update import RowUpdate, Update
+from trainer.training.learner import Learner, RowUpdate, Update
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 # Variants of an update: tied updates or not, rows of any length, other parameters, dtypes of moments.
