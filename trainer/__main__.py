@@ -1,4 +1,4 @@
-"""`python -m trainer`."""
+"""Entry point of `python -m trainer`."""
 
 from __future__ import annotations
 

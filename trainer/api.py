@@ -1,4 +1,4 @@
-"""Training from Python: an iterator of tensors as data; no files, no processes, no store.
+"""Trains an SAE from Python, on an iterator of tensors, without files, other processes or a store.
 
 from trainer.api import train
 
@@ -47,7 +47,7 @@ Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Fitted:
-    """A trained SAE with the `values` of its last log interval."""
+    """A trained SAE, and `values`, the metrics of its last log interval."""
 
     def __init__(self, learner: Learner, values: Mapping[str, float]) -> None:
         self.sae, self.values = learner.sae, dict(values)
@@ -55,12 +55,12 @@ class Fitted:
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
-        """Return the activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
+        """Return the latent activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
         return self._run(x).acts.dense() / self.sae.acts_scale
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
-        """Return x_hat [n_tokens, d_out] of raw data [n_tokens, d_in]."""
+        """Return the reconstruction [n_tokens, d_out] of raw data [n_tokens, d_in]."""
         return self.sae.raw(self._run(x).x_hat)
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
@@ -84,13 +84,13 @@ def train(
     on_log: Callable[[int, Mapping[str, float]], None] | None = None,
     **settings: Any,
 ) -> Fitted:
-    """Train for `n_steps` batches of raw activations and return the SAE; `data` restarts at its end if re-iterable.
+    """Train on `n_steps` batches of raw activations and return the SAE; `data` restarts at its end if re-iterable.
 
-    `settings` are those of `[sae]` and `[train]` in a job file, by their names. Raise `JobFileError` if one is unknown
-    or wrong, `UserError` if the data cannot be trained on; warn if there is too little of it.
-    `on_log(step, values)` is called every `log_every` steps; values are means over the steps since the last call.
-    `held_out` are rows that are not in `data`: they add `heldout_fvu` and `heldout_l0` to the result's `values` and
-    set the threshold of a BatchTopK or Matryoshka SAE so that L0 is k on these rows.
+    `settings` are the settings of `[sae]` and `[train]` in a job file, by name. Raise `JobFileError` if a setting is
+    unknown or invalid, and `UserError` if training on the data is impossible; warn if there is too little data.
+    `on_log(step, values)` is called every `log_every` steps; `values` are means over the steps since the last call.
+    `held_out` contains rows that are not in `data`. With it, the result's `values` include `heldout_fvu` and
+    `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)
@@ -147,7 +147,7 @@ _NOT_HERE = {
 
 def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfig:
     train = {"n_steps": n_steps, "batch_size": batch_size}
-    # Placeholder: a job requires a [data] section, but here the data are tensors.
+    # A placeholder: a job requires a [data] section, but here the data is tensors.
     table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": train}
     for name, value in settings.items():
         if name in _NOT_HERE:
@@ -176,7 +176,7 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
 
 
 class _UnseenRows:
-    """Rows that training does not see."""
+    """Held-out rows, which are not used for training."""
 
     def __init__(self, rows: Rows, first: tuple[Tensor, Tensor]) -> None:
         x, y = self._pair = (rows, rows) if isinstance(rows, Tensor) else _pair(rows)
@@ -211,7 +211,7 @@ def _refuse_bad_rows(found: LeftOut) -> None:
 
 
 def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: Parallel) -> tuple[Learner, Outliers]:
-    """Return an initialised learner and the detector of rows that fp32 cannot compute with."""
+    """Return an initialised learner, and the detector of rows whose values are too large for fp32."""
     x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
     finite = are_finite(x, y)
     if not finite.any():

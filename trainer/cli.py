@@ -1,4 +1,4 @@
-"""`sae-train`: train in the foreground, resume, export, estimate, measure, or be one rank of a run."""
+"""The command `sae-train`: train in the foreground, resume, export, estimate, measure, or run as a rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from trainer.ranks.foreground import (
 if TYPE_CHECKING:
     from trainer.training.push import Push
 
-# Commands that start without torch; `rank` records a missing package as the reason why the run failed.
+# Commands that start without torch; `rank` starts so that it can record a missing package as the reason for failure.
 _WITHOUT_TORCH = ("estimate", "rank")
 # The default parent folder for runs.
 RUNS = Path("runs")
@@ -70,7 +70,7 @@ J = TypeVar("J", bound=AnyJob)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; print errors that a user can cause in one line per problem."""
+    """Run one command and return its exit code; print errors that a user can cause, with one line per problem."""
     take_back_signals()
     keep_own_access()
     return run_command(lambda: _main(argv))
@@ -117,7 +117,7 @@ def _warn(text: str) -> None:
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
-    """Return all paths among the flags, keyed by their text, plus the default parent folder of `run`."""
+    """Return all paths among the flags, by their text, plus the default parent folder for runs."""
     values = [*vars(flags).values(), *getattr(flags, "paths", ())]
     paths = {str(value): value for value in values if isinstance(value, Path)}
     return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
@@ -146,8 +146,8 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _allowed(job: J, flags: argparse.Namespace) -> J:
-    """Return the job; raise `JobFileError` if it runs a model's own code without the consent of a flag."""
-    # The Python and the options of sbatch need no check here, since only `sae-tui` uses them.
+    """Return the job; raise `JobFileError` if it runs a model's own code and no flag allows this."""
+    # The Python and the sbatch options need no check here, since only `sae-tui` uses them.
     refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
     return job
 
@@ -276,7 +276,7 @@ def _export(flags: argparse.Namespace) -> int:
 
 
 def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Export the SAEs of one checkpoint, or a set from several runs; return the JSON result and its text lines."""
+    """Export the SAEs of one checkpoint, or a set from several runs; return the result as JSON and as lines of text."""
     from trainer.evaluation.contexts import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set, is_set
@@ -401,7 +401,7 @@ def _self_test(flags: argparse.Namespace) -> int:
         raise UsageError("--gpus: name one GPU, or cpu")
     if not uuids and flags.gpus != "cpu":
         raise UsageError("--gpus: there is no GPU here; cpu checks this machine's CPU")
-    # Memory and products are then the same as in a run.
+    # This makes memory and matrix products the same as in a run.
     cuda_variables.set_here()
     from trainer.self_test.base import Check
     from trainer.self_test.run import run
@@ -426,7 +426,7 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 
 def _estimate_of_training(job: JobConfig) -> Estimate:
-    # Problems of this machine or its GPUs do not count: the job may be for another one.
+    # Ignore problems with this machine or its GPUs: the job may be for another machine.
     refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
     return Estimate.of(job)
 

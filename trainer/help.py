@@ -1,4 +1,4 @@
-"""The examples and exit codes that `--help` shows."""
+"""Examples and exit codes for `--help`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PROGRAM = "sae-train"
 
 
 def make_parser() -> SafeParser:
-    """Return the command-line parser; the parsed arguments contain the command's name as `command`."""
+    """Return the command-line parser; in the parsed arguments, `command` is the name of the command."""
     parser = SafeParser(
         prog=PROGRAM,
         description="Trains sparse autoencoders on activations of language models, stored or streamed.",
@@ -141,7 +141,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 
 def _add_given(command: argparse.ArgumentParser) -> None:
-    """Add the options for settings that an SAE's files may lack."""
+    """Add options for settings that may be missing in an SAE's files."""
     command.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     command.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
 

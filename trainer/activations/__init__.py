@@ -1,1 +1,1 @@
-"""Sources of activations, and the order in which their rows are trained on."""
+"""Activation sources, and the order in which their rows are used for training."""

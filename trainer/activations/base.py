@@ -1,4 +1,4 @@
-"""The interfaces of sources of activations: stored rows with random access, and streams."""
+"""Interfaces of activation sources: stored rows with random access, and streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def empty_rows(n: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
-    """Split rows [n, n_hooks * d_in], which concatenate the hooks, into the inputs and targets of each hook."""
+    """Split rows [n, n_hooks * d_in], concatenated over hooks, into the inputs and targets of each hook."""
     x, y = pair
     if n_hooks == 1:
         return [pair]
@@ -38,26 +38,26 @@ def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
 
 
 def on_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets in fp32 on a device; a shared tensor stays shared."""
+    """Return inputs and targets in fp32 on a device; if they are one tensor, they remain one tensor."""
     return in_fp32(to_device(pair, device))
 
 
 def to_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets on a device; a shared tensor stays shared."""
+    """Return inputs and targets on a device; if they are one tensor, they remain one tensor."""
     x, y = pair
     inputs = x.to(device)
     return inputs, inputs if y is x else y.to(device)
 
 
 def in_fp32(pair: Pair) -> Pair:
-    """Return inputs and targets in fp32; a shared tensor stays shared."""
+    """Return inputs and targets in fp32; if they are one tensor, they remain one tensor."""
     x, y = pair
     inputs = x.float()
     return inputs, inputs if y is x else y.float()
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return the norm of each row [n, d] in fp32; it is infinite or NaN if it overflows or the row is not finite."""
+    """Return each row's norm [n] in fp32; it is infinite or NaN if it overflows or the row [d] is not finite."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms
 
@@ -69,7 +69,7 @@ def are_finite(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Source(ABC):
-    """A source of activations; `place` names it in messages, and `meta` has the known facts about its origin.
+    """An activation source; `place` names it in messages, and `meta` contains metadata about its origin.
 
     If `d_out` is set, every row has a target of this width, for a transcoder. With several hooks, a row concatenates
     the activations of one token at all hooks, [n_hooks * d_in]; its target does the same.
@@ -90,9 +90,9 @@ class Source(ABC):
         return self
 
     def beside(self, others: Sequence[Self]) -> Source:
-        """Return one source with several hooks: this source and `others`, which differ only in their hook.
+        """Combine this source with `others`, which differ only in their hook, into one source with several hooks.
 
-        Only sources with a setting `hook` need to implement this.
+        Only sources that have a `hook` setting need to implement this.
         """
         raise NotImplementedError
 
@@ -101,39 +101,40 @@ class IndexedSource(Source):
     """Stored activations with random access to rows."""
 
     n_tokens: int
-    # For a mixture of several sets: the number of rows of each, and their weights; without weights the sets count in
-    # proportion to their rows.
+    # For a mixture of several sets of shards: the number of rows and the weight of each set. Without weights, sets are
+    # mixed in proportion to their rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
     # The texts of each of these sets; empty if a shard does not record them.
     texts: Sequence[Texts] = ()
-    # How rows are held out if the job does not set it.
+    # The default of `data.hold_out` for this source.
     usual_hold_out: HoldOut = "rows"
-    # For a set that has grown since the run began: its rows at that time. Held-out rows are drawn from these.
+    # If the data has grown since the run began: the number of rows in each set at that time. Held-out rows are chosen
+    # only from these rows.
     split_sizes: Sequence[int] = ()
-    # The number of neighbouring rows that may be trained on together; more than 1 if the stored rows are shuffled.
+    # The number of neighbouring rows that may be in the same batch; more than 1 if the stored rows are shuffled.
     run: int = 1
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
 
     def continue_from(self, before: DataRecord) -> None:
-        """Keep the row numbers of a run that was trained on `before`; new rows get the numbers after these."""
+        """Keep the row numbers of a run that was trained on `before`; new rows get higher numbers."""
 
     def read_by_all_threads(self) -> None:
-        """Read with all threads of this process from now on; on a rank with a GPU they are idle otherwise."""
+        """Read with all threads of this process from now on; on a rank with a GPU they would be idle otherwise."""
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
-        """Return these rows [n, d_in] as stored, in ascending order of their numbers.
+        """Return rows [n, d_in] in their stored dtype, in ascending order of their numbers.
 
-        The order of rows within a batch does not matter.
+        The order within a batch does not affect training.
         """
 
     def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
-        """Return inputs [n, d_in] and their targets [n, d_out] in the order of `rows`; for an SAE the same tensor.
+        """Return inputs [n, d_in] and targets [n, d_out] in the same order as `rows`; for an SAE both are one tensor.
 
-        If the source supports it, it reads them directly into memory from `empty`.
+        If the source supports it, rows are read directly into memory allocated by `empty`.
         """
         x = self.rows(indices)
         return x, x
@@ -143,7 +144,7 @@ class IndexedSource(Source):
         """Return the name of a row for messages."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
-        """Read these rows again and return the lowest row number with values that are not finite, or None."""
+        """Read the rows again and return the number of the first row with non-finite values, or None."""
         of_hooks = [are_finite(*pair) for pair in of_each_hook(self.pairs(indices), self.n_hooks)]
         bad = ~torch.stack(of_hooks).all(dim=0)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
@@ -158,25 +159,26 @@ class StreamSource(Source):
 
     # The number of rows in the shuffle buffer of a rank.
     shuffle_tokens: int
-    # Whether rows are so expensive that ranks with the same part each compute a share of them; `divide` is then called.
+    # True if rows are expensive to compute, so that ranks with the same part each compute a share; `divide` is then
+    # called.
     is_divided: bool = False
-    # Whether `documents` returns the texts of rows.
+    # True if `documents` is available.
     knows_texts: bool = False
-    # This rank's devices that only compute rows, set before `begin`; without any, the training device computes them.
+    # Devices of this rank that only compute rows, set before `begin`; if empty, the training device computes them.
     own_devices: Sequence[torch.device] = ()
 
     @abstractmethod
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
-        """Go to the first row of part `rank` of `n_ranks`; called once. No row is in two parts.
+        """Start at the first row of part `rank` of `n_ranks`; called once. Parts do not overlap.
 
         Training runs on `device`, which also computes the rows if there are no `own_devices`.
         """
 
     @abstractmethod
     def next_rows(self) -> Pair | None:
-        """Return the next rows of the part, on any device, or None at its end; the stream chooses how many.
+        """Return the next rows of the part, or None at its end; the stream chooses their number and device.
 
-        Neither the caller nor the stream may change these rows later.
+        Neither the caller nor the stream may modify the returned rows.
         """
 
     def documents(self) -> Tensor:
@@ -189,14 +191,14 @@ class StreamSource(Source):
     def divide(self, peers: Group) -> None:
         """Compute only a share of the rows, and receive the others from `peers`; called after `begin`.
 
-        The peers read the same part. From now on all of them must read and restore at the same rows. They exchange
-        tensors on the CPU.
+        All peers read the same part, and from now on they must read and restore at the same positions. They exchange
+        CPU tensors.
         """
         raise NotImplementedError
 
     @abstractmethod
     def state(self) -> Any:
-        """Return the position of the stream in its part, as a small value that JSON can store."""
+        """Return the stream's position in its part, as a small value that can be stored as JSON."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""The batches of one rank, read ahead by a separate thread."""
+"""Batches for one rank, read ahead by a separate thread."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 
 
 class Batch(NamedTuple):
-    """A rank's inputs and targets [n_tokens, d] for each hook, on its device; `of_all` counts the tokens of all ranks.
+    """A rank's inputs and targets [n_tokens, d] for each hook, on its device.
 
-    On a CPU the rows are in fp32, on a GPU in the dtype that they are stored in.
+    `of_all` is the number of tokens of all ranks. Rows are in fp32 on a CPU, and in their stored dtype on a GPU.
     """
 
     hooks: Sequence[Pair]
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class BatchInTransfer(NamedTuple):
-    """A batch that was read: its rows in transfer to the device, a stream's position after it, and its tokens."""
+    """A batch whose rows are in transfer to the device, the stream's position after it, and its number of tokens."""
 
     sent: Sent
     mark: Mark | None
@@ -47,13 +47,13 @@ class Arriving(NamedTuple):
 
 
 class Batches:
-    """Gives this rank its rows of each micro-batch in turn, from position `start` on, with outliers replaced.
+    """Yields this rank's rows of each micro-batch, from position `start` on, with outliers replaced.
 
-    `outliers` is empty or has one entry per hook: a token that is an outlier at one hook stays at the others. Without
-    `replaces` the outliers only count the rows here; the training step replaces them.
+    `outliers` is empty or has one entry per hook: a token that is an outlier at one hook is kept at the others. If
+    `replaces` is False, outliers are only counted here, and the training step replaces them.
 
-    A step has the same tokens regardless of the number of micro-batches and the shares of ranks. For a stream this
-    holds only while the shares of ranks stay the same.
+    A step has the same tokens for any number of micro-batches and any shares of the ranks. With a stream this holds
+    only while the shares do not change.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Batches:
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # If ranks read together, the number of batches after which all their threads end. No thread is further ahead.
+        # If ranks read together, the number of batches after which all their threads end. No thread has read more.
         self._last: int | None = None
         self._n_taken = 0
         # Ranks that each read a part of a batch start to exchange it before they train on the previous batch, so that
-        # the transfer overlaps with that step. All of them start it between the same two steps, because all collectives
-        # must be issued in the same order.
+        # the exchange overlaps with that step. All of them start it between the same two steps, because all ranks must
+        # issue collectives in the same order.
         self._n_ahead = int(data.readers.size > 1)
         self._arriving: deque[Arriving] = deque()
-        # The total time in seconds that `next` has waited for batches.
+        # Seconds that `next` has spent waiting for batches.
         self.waited_s = 0.0
         data.rewind()
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
@@ -106,7 +106,7 @@ class Batches:
         return Batch(hooks, coming.token_slice.of_all)
 
     def _begin(self) -> Arriving:
-        """Take the next batch from the queue, and start its exchange."""
+        """Take the next batch from the queue and start its exchange."""
         began = time.perf_counter()
         item = self._ready.get()
         self.waited_s += time.perf_counter() - began
@@ -156,7 +156,7 @@ class Batches:
                 yield step_start, token_slice
 
     def _has_place(self) -> bool:
-        """Wait for a free slot in the queue; return False after `close`, because no batch is taken any more."""
+        """Wait for a free slot in the queue; return False after `close`, when no more batches are taken."""
         while not self._closed.is_set():
             if self._places.acquire(timeout=0.1):
                 return True

@@ -1,4 +1,4 @@
-"""Finds held-out rows that also occur as training rows; their FVU is no evidence about new rows."""
+"""Finds held-out rows that are also training rows; their FVU says nothing about new rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from trainer.activations.training_data import HookRows
 
-# The most held-out rows to check.
+# The maximum number of held-out rows to check.
 MOST_HELD_OUT = 32_768
 _BATCH = 4096
 
@@ -18,8 +18,8 @@ _BATCH = 4096
 def copies_in(rows: HookRows, seed: int) -> float | None:
     """Return the share of a rank's held-out rows that are bitwise equal to a row in a sample of the training rows.
 
-    Zero rows do not count. Return None if no row is held out. The rows are read again, although the start of a run has
-    read them already. Hashing 32,768 rows of 2,304 16-bit numbers twice takes 0.3 s.
+    Zero rows are ignored. Return None if no row is held out. The rows are read a second time here, because hashing
+    32,768 rows of 2,304 16-bit numbers twice takes only 0.3 s.
     """
     if not rows.n_held_out:
         return None

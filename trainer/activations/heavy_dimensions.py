@@ -1,6 +1,6 @@
-"""Finds heavy dimensions: a few that hold most of the variance, so that an SAE that learns only these has a low FVU.
+"""Finds heavy dimensions: a few dimensions with most of the variance. An SAE that learns only these has a low FVU.
 
-Dimensions can be left out or scaled down: each gets a factor, which is 0 if it is left out.
+Each dimension gets a factor: below 1 to scale it down, 0 to leave it out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDEST = 3.0
 # Dimensions are heavy if at most a share FEW of all dimensions, or a single dimension, holds more than a share MOST of
 # the variance.
 FEW, MOST = 0.01, 0.5
-# With fewer dimensions, one of them may normally hold half of the variance.
+# With fewer dimensions, it is normal that one of them holds half of the variance.
 _LEAST_DIMENSIONS = 16
 _NAMED = 4
 _ROWS_AT_ONCE = 4096
@@ -66,10 +66,10 @@ def named(numbers: Sequence[int], d: int) -> str:
 
 
 def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
-    """Return a job's factor for each dimension of rows [n, d], fp32 [d]: at most 1, and 0 to leave it out.
+    """Return the job's factor for each dimension of rows [n, d], fp32 [d]: at most 1, and 0 to leave it out.
 
-    Scaling limits each standard deviation to `WIDEST` times the median over dimensions that vary. So ordinary
-    dimensions keep their scale, and the factor has no jump at the limit.
+    Scaling limits each standard deviation to `WIDEST` times the median over dimensions with non-zero variance. So
+    ordinary dimensions are not scaled, and the factor is continuous at the limit.
     """
     scales = torch.ones(rows.shape[1], dtype=torch.float64, device=rows.device)
     if data.scale_dimensions == "auto":
@@ -81,7 +81,7 @@ def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
 
 
 def changed_scales(scales: Tensor) -> dict[str, float]:
-    """Return the factors other than 1 by dimension; the keys are strings, as JSON requires."""
+    """Return the factors that are not 1, by dimension; the keys are strings, as JSON requires."""
     return {str(number): factor for number, factor in enumerate(scales.tolist()) if factor != 1}
 
 

@@ -1,4 +1,4 @@
-"""Splits the tokens of a step into micro-batches, and each micro-batch over the ranks."""
+"""Splits the tokens of a step into micro-batches, and each micro-batch among the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.parallel.latents import apportion
 
 
 class TokenSlice(NamedTuple):
-    """A rank's slice of a micro-batch: its offset in the step, its length, and the tokens of all ranks, `of_all`."""
+    """A rank's slice of a micro-batch: its offset in the step, its length, and `of_all`, the tokens of all ranks."""
 
     start: int
     length: int
@@ -25,7 +25,7 @@ class Cut:
 
     @property
     def own_tokens(self) -> int:
-        """The number of tokens of this rank in a step."""
+        """This rank's number of tokens in a step."""
         return sum(token_slice.length for token_slice in self.token_slices)
 
     @property
@@ -40,7 +40,7 @@ class Cut:
 
 
 def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int, most: int | None) -> Cut:
-    """Split a step into `n_parts` micro-batches, or more if a rank would get more than `most` tokens of one.
+    """Split a step into `n_parts` micro-batches, or into more if a rank's slice would exceed `most` tokens.
 
     All ranks compute the same split.
     """

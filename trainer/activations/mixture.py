@@ -1,4 +1,4 @@
-"""Assigns the rows of several sources, mixed by weight, to batches."""
+"""Assigns rows from several sources, mixed by weight, to batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# The last elements of seeds, so that passes and splits get random numbers independent of each other and of the order of
-# epochs.
+# The last elements of seeds. They make the random numbers of passes and splits independent of each other and of the
+# order of epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 
 class MixedSplit:
-    """Holds rows out of each source in proportion to its weight, or to its number of rows if there are no weights.
+    """Holds out rows from each source in proportion to its weight, or to its number of rows if there are no weights.
 
-    Rows are numbered consecutively over all sources, and at least one row of each source is trained on. Held-out rows
-    are chosen from the first `first_sizes` rows of each source, as in `Split`.
+    Rows are numbered consecutively over all sources, and each source keeps at least one training row. Held-out rows are
+    chosen from the first `first_sizes` rows of each source, as in `Split`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MixedSplit:
         self.held_out: Indices = np.concatenate([self._through(n, one.held_out) for n, one in enumerate(self.splits)])
 
     def rows(self, source: int, numbers: Indices) -> Indices:
-        """Return the row numbers for some training numbers of a source."""
+        """Return the row numbers of a source's training rows, given by their training numbers."""
         return self._through(source, self.splits[source].rows(numbers))
 
     def sample(self, n: int, seed: int) -> Indices:
@@ -75,9 +75,9 @@ class MixedSplit:
 class MixedOrder:
     """An endless sequence of epochs in a seeded order; an epoch has as many rows as all sources have training rows.
 
-    The share of each source in an epoch is exactly its relative weight, rounded to complete rows. A row is repeated
-    only after all other rows of its source have been used as often: a pass over a source can span epochs, and each pass
-    has a different order. Without weights, an epoch has every row once. As in `Order`, a checkpoint only stores a
+    Each source's share of an epoch is exactly its relative weight, rounded to complete rows. A row is repeated only
+    after all other rows of its source have been used equally often: a pass over a source can span epochs, and each pass
+    has a different order. Without weights, an epoch has every row once. As in `Order`, a checkpoint stores only a
     position, and `run` neighbouring rows mostly stay together.
     """
 
@@ -118,7 +118,7 @@ class MixedOrder:
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
     """Split n into integers in proportion to weights (largest-remainder method); each is at most `most`.
 
-    The excess over `most` goes to the other entries.
+    Any excess over `most` is distributed to the other entries.
     """
     given, left = [0] * len(weights), n
     open_to = [*range(len(weights))]

@@ -1,8 +1,8 @@
-"""Leaves out and counts rows that no SAE should learn from.
+"""Leaves out rows that an SAE should not learn from, and counts them.
 
-These are rows that are not finite, rows with a far larger norm than the others, such as first tokens of texts, and on
-request zero rows, which come from padding. One row in 256 with 170 times the usual norm contributes more to an SAE's
-loss than all others together; a single NaN makes the total loss NaN.
+These are non-finite rows, rows with a far larger norm than the others, such as first tokens of texts, and optionally
+zero rows, which come from padding. If one row in 256 has 170 times the usual norm, it contributes more to an SAE's loss
+than all others together; a single NaN makes the total loss NaN.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from trainer.activations.base import Pair, norms_of
 
-# The limit, as a multiple of the median norm, if the job sets none. The optimizer squares squared values, which would
-# overflow fp32 for longer rows.
+# The limit, as a multiple of the median norm, if the job sets no limit. The optimizer computes fourth powers, which
+# would overflow fp32 for larger rows.
 _BEYOND_FP32 = 1e9
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class LeftOut(NamedTuple):
-    """The number of rows left out, by reason, among `n_seen` rows."""
+    """The number of rows that were left out, by reason, among `n_seen` rows."""
 
     outliers: int
     not_finite: int
@@ -37,9 +37,9 @@ class LeftOut(NamedTuple):
 class Outliers:
     """Finds rows to leave out, from a sample of inputs x [n, d_in] and targets y [n, d_out]; y is x for an SAE.
 
-    A row is an outlier if its norm is more than `times` the median norm of rows that are not zero; with `times` = 0,
-    only if its norm is beyond `_BEYOND_FP32` times the median. Rows that are not finite in fp32 are also left out, and
-    with `drops_zero` zero rows too. A row and its target are left out together.
+    A row is an outlier if its norm is more than `times` the median norm of non-zero rows; with `times` = 0, only if its
+    norm exceeds `_BEYOND_FP32` times the median. Rows that are not finite in fp32 are also left out and, with
+    `drops_zero`, zero rows. A row and its target are left out together.
     """
 
     def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
@@ -62,9 +62,9 @@ class Outliers:
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Replace each row to leave out by the last kept row before it, cyclically, and count the replaced rows.
+        """Replace each row to leave out by the previous kept row, cyclically, and count the replaced rows.
 
-        So the batch keeps its size, and the host does not wait for the GPU. `note` counts all rows.
+        This keeps the batch size, so the host does not wait for the GPU. `note` counts all rows.
         """
         marks = self._marks(x, y)
         self._n_marked += torch.stack(marks).sum(1)
@@ -78,7 +78,7 @@ class Outliers:
         return replaced, replaced if y is x else y.index_select(0, rows)
 
     def note(self, n_rows: int) -> None:
-        """Count rows given to `replace`; this is separate, because replaying a CUDA graph runs no host code."""
+        """Count rows passed to `replace`; a separate method, since replaying a CUDA graph runs no host code."""
         self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:

@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
-# The fewest rounds that are secure in both directions (Luby & Rackoff 1988).
+# The smallest number of rounds that is secure in both directions (Luby & Rackoff 1988).
 ROUNDS = 4
-# Fewer runs would not be mixed well. They are not needed either, because so few rows fit in the page cache.
+# With fewer runs, rows would not be mixed well. Runs are not needed then, because so few rows fit in the page cache.
 _FEWEST_RUNS = 1024
 
 
 class Permutation:
-    """A seeded bijection of 0 .. n - 1 by a Feistel network on pairs (Black & Rogaway 2002, "Ciphers with arbitrary
+    """A seeded bijection of 0 .. n - 1, a Feistel network on pairs (Black & Rogaway 2002, "Ciphers with arbitrary
     finite domains").
 
-    A position is a pair of halves; each round adds a hash of one half to the other. There are slightly more pairs than
-    n, so an image of n or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and
-    would be computed again at every start: 8 GB and many seconds for a billion rows.
+    A position is a pair of halves; each round adds a hash of one half to the other. There are slightly more than n
+    pairs, so an image of n or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and
+    would have to be computed at every start: 8 GB and many seconds for a billion rows.
     """
 
     def __init__(self, n: int, *seed: int) -> None:
@@ -55,7 +55,7 @@ class Permutation:
 class RunPermutation:
     """A seeded bijection of 0 .. n - 1 that keeps runs of neighbouring numbers together, in ascending order.
 
-    The start of the first run is random, so that each seed groups other rows. If n is not a multiple of the run's
+    The start of the first run is random, so that each seed groups different rows. If n is not a multiple of the run
     length, the remaining numbers come last.
     """
 
@@ -68,7 +68,7 @@ class RunPermutation:
         """Return the images of some positions 0 .. n - 1."""
         numbers, is_whole = positions.copy(), positions < self._n_whole
         runs, places = np.divmod(positions[is_whole], self._run)
-        # Permute each run only once: the 4096 consecutive positions of a batch are from about 65 runs.
+        # Permute each run only once: the 4096 consecutive positions of a batch come from about 65 runs.
         begins = np.diff(runs, prepend=-1) != 0
         numbers[is_whole] = self._runs(runs[begins])[begins.cumsum() - 1] * self._run + places
         shifted: Indices = (numbers + self._begin) % self._n

@@ -10,9 +10,9 @@ from trainer.parallel.group import Group
 
 
 def own_rows(indices: Indices, readers: Group) -> Indices:
-    """Return the rows of a batch that this rank reads, in ascending order.
+    """Return the numbers of the rows of a batch that this rank reads, in ascending order.
 
-    All ranks read the same number of rows; the last row of the batch is repeated to make the parts equal.
+    All ranks read the same number of rows; the batch's last row is repeated to make the parts equal.
     """
     n_each = -(-len(indices) // readers.size)
     places = np.arange(readers.index * n_each, (readers.index + 1) * n_each)
@@ -21,9 +21,9 @@ def own_rows(indices: Indices, readers: Group) -> Indices:
 
 
 class Exchange:
-    """The all-gather of a batch of `n_rows` among its readers; `own` has this rank's rows, chosen by `own_rows`.
+    """The all-gather of a batch of `n_rows` among its readers; `own` contains this rank's rows (see `own_rows`).
 
-    All readers must start their exchanges in the same order. Without other readers nothing is sent.
+    All readers must start their exchanges in the same order. A single reader sends nothing.
     """
 
     def __init__(self, own: Pair, n_rows: int, readers: Group) -> None:

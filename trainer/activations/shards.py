@@ -40,19 +40,19 @@ _DTYPES = {
 _NO_TEXT = -(2**63)
 # A key of meta.json that only sae-tui's own extraction writes.
 _OF_EXTRACTION = "documents_share_contexts"
-# The number of neighbouring rows read together from shuffled shards. A disk serves such runs as fast as sequential
-# reads, and a batch of 4096 rows still comes from 64 runs.
+# The number of neighbouring rows read together from shuffled shards. A disk reads such runs as fast as sequential data,
+# and a batch of 4096 rows still comes from 64 runs.
 _RUN = 64
-# Rows of a Parquet file in memory at a time; these take 40 MB at d_in 2304.
+# The number of Parquet rows decoded at a time; they take 40 MB at d_in 2304.
 _ROWS_AT_ONCE = 4096
 
 
 class ShardCutError(UserError):
-    """A shard became shorter while it was read."""
+    """A shard was truncated while it was read."""
 
 
 class Shards(IndexedSource):
-    """All shards of one or more folders as one long array [n_tokens, d_in], with shards of other folders as targets.
+    """The shards of one or more folders as one array [n_tokens, d_in]; shards of other folders can be the targets.
 
     Raises a `JobFileError` that names data.path, data.target_path or data.weights.
     """
@@ -120,7 +120,7 @@ class Shards(IndexedSource):
 
 
 class _Mapped:
-    """The rows of sets of shards, numbered consecutively; with `alone`, rows are read one by one and not in runs."""
+    """Rows of several sets of shards, numbered consecutively; with `alone`, rows are read singly and not in runs."""
 
     def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool) -> None:
         self._shards = [shard for one in sets for shard in one.shards]
@@ -134,7 +134,7 @@ class _Mapped:
         self._are_several = len(sets) > 1
         dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and torch.float64 not in dtypes else torch.float32
-        # The same rows as tensors, if all threads read.
+        # The same rows as tensors, for reading with all threads.
         self._tensors: list[Tensor] = []
 
     def read_by_all_threads(self) -> None:
@@ -144,7 +144,7 @@ class _Mapped:
             self._tensors = [torch.from_numpy(rows) for rows in self._mapped]
 
     def rows(self, indices: Indices, empty: Empty = empty_rows) -> Tensor:
-        """Read rows [n, d], given by ascending numbers; a disk serves reads in file order several times faster."""
+        """Read rows [n, d] by ascending number; a disk is several times faster at reading in file order."""
         rows = empty(len(indices), self._shards[0].d_in, self._dtype)
         for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
             if last > first:
@@ -158,10 +158,10 @@ class _Mapped:
         return f"row {shard.first_row + index - self._starts[number]} of {name}"
 
     def _read(self, number: int, indices: Indices, into: Tensor) -> None:
-        """Read rows of a shard into `into`, their slice of a batch.
+        """Read rows of a shard into `into`, a slice of the batch.
 
-        Only this thread reads, unless `read_by_all_threads` was called. Raise `ShardCutError` if the file has become
-        shorter, because reading beyond its end would kill the process with SIGBUS.
+        Only this thread reads, unless `read_by_all_threads` was called. Raise `ShardCutError` if the file was
+        truncated, because reading beyond its end would kill the process with SIGBUS.
         """
         mapped = self._maps[number]
         if mapped is not None and (size := mapped.size()) < len(mapped):
@@ -179,13 +179,13 @@ class _Mapped:
 
 
 def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:
-    """Return the shards of each folder; shards that the run was trained on come first, in their old order."""
+    """Return the shards of each folder; shards that the run was trained on come first, in their earlier order."""
     return [one.beginning_with(folder.names) for one, folder in zip(sets, before, strict=True)]
 
 
 def _sorted(indices: Indices) -> Indices:
-    # The stable sort exploits ascending runs and takes a tenth of the default sort's time, which was a seventh of the
-    # reading time.
+    # The stable sort exploits ascending runs and takes a tenth of the time of the default sort, which took a seventh of
+    # the reading time.
     return np.sort(indices, kind="stable")
 
 
@@ -199,14 +199,14 @@ def _map_of(content: Bytes) -> mmap.mmap | None:
 
 
 def _read_alone(contents: Iterable[Bytes]) -> None:
-    """Turn off read-ahead: the kernel would read 128 KiB for a row of 4 KiB, and the page cache could not keep it."""
+    """Turn off read-ahead: the kernel would read 128 KiB for a 4 KiB row, which the page cache could not keep."""
     for content in contents:
         if mapped := _map_of(content):
             mapped.madvise(mmap.MADV_RANDOM)
 
 
 def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
-    """Return a view of a shard's rows in its file; raise `JobFileError` if lists differ in length."""
+    """Return a view of the rows in a shard file; raise `JobFileError` if lists differ in length."""
     if shard.lists is not None:
         begin, size = shard.lists
         ends = content[begin : begin + size * (shard.n_tokens + 1)].view(f"<i{size}")
@@ -222,7 +222,7 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
 def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Texts]:
     """Return the texts of each set, or [] if a shard that held-out rows come from does not record its texts.
 
-    Rows of later shards that do not record their texts belong to no held-out text.
+    Rows of later shards without recorded texts belong to no held-out text.
     """
     texts = []
     for one, n_split in zip(sets, split_sizes or [one.n_tokens for one in sets], strict=True):
@@ -238,7 +238,7 @@ def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Text
             )
             first += shard.n_tokens
         meta = _read_meta(one.shards[0].file.parent / "meta.json")
-        # An extraction numbers all its texts in one sequence, even if several processes write.
+        # An extraction numbers all its texts in one sequence, even if several processes write shards.
         texts.append(Texts(parts, numbered_through=_OF_EXTRACTION in meta))
     return texts
 
@@ -258,8 +258,8 @@ def _decode(shard: Shard, field: str) -> NDArray[np.uint8]:
     """Decode a Parquet file into a temporary file, and return the bytes of its rows, memory-mapped.
 
     Parquet compresses rows in pages, so reading a batch of random rows would decode the entire file. The temporary file
-    is in `TMPDIR`. It has no name, so it disappears with the process; each rank has its own. Raise a `JobFileError`
-    that names `field` if that fails.
+    is in `TMPDIR` and has no name, so it disappears when the process ends; each rank has its own. Raise a
+    `JobFileError` that names `field` if decoding fails.
     """
     size, folder = shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype], Path(tempfile.gettempdir())
     if (free := shutil.disk_usage(folder).free) < size:

@@ -1,4 +1,4 @@
-"""Shuffles the rows of a stream: neighbouring rows are from one text, and a batch should have rows of many texts."""
+"""Shuffles the rows of a stream. Neighbouring rows are from one text; a batch should have rows from many texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
 
 class Chunk(NamedTuple):
-    """Rows that a stream returned together, on the CPU, with its state before them and, if known, their texts."""
+    """Rows that a stream returned together, on the CPU, with the stream's state before them and, if known, texts."""
 
     state: Any
     x: Tensor
@@ -41,8 +41,8 @@ LeaveOut = Callable[[Tensor], Tensor]
 class StreamRows:
     """Reads any number of rows at a time from a stream, which chooses the sizes of its chunks itself.
 
-    Chunks read before the first `go_to` are cached until then: training starts with the rows of the sample, and a
-    language model need not compute them twice.
+    Chunks that are read before the first `go_to` are cached until then. Training starts with the rows of the sample, so
+    a language model does not have to compute them twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -54,7 +54,7 @@ class StreamRows:
 
     @property
     def place(self) -> StreamPlace:
-        """The position of the next row: a state of the stream, and the number of rows to skip after it."""
+        """The position of the next row: a state of the stream, and the number of rows to skip from there."""
         return StreamPlace(self._chunk.state, self._n_used)
 
     def take(self, n: int) -> Pair:
@@ -82,11 +82,11 @@ class StreamRows:
         return None if chunk is None else (chunk.x, chunk.y)
 
     def next_chunk(self) -> Chunk | None:
-        """Return the rest of the current chunk, or the next one; None at the end of the stream."""
+        """Return the remaining rows of the current chunk, or the next chunk; None at the end of the stream."""
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
-        """Go back to the first row; from now on leave out the rows of some texts. Call this before any `go_to`."""
+        """Go back to the first row; from now on skip rows that `leave_out` selects. Call this before any `go_to`."""
         assert self._kept is not None
         self._leave_out = leave_out
         self._again = deque(self._kept)
@@ -141,8 +141,8 @@ class StreamRows:
         return chunk
 
     def _state_of_source(self) -> Any:
-        # The round trip through JSON copies the state, which the stream may change in place, and gives it the form that
-        # a checkpoint restores.
+        # The round trip through JSON copies the state, which the stream may modify in place, and gives it the form in
+        # which a checkpoint restores it.
         return msgspec.json.decode(msgspec.json.encode(self._source.state()))
 
 
@@ -155,13 +155,13 @@ class MixedRows(NamedTuple):
 
 
 class ShuffleBuffer:
-    """Returns the rows of a stream in a seeded order, shuffled in a buffer of `size` rows.
+    """Yields the rows of a stream in a seeded order, shuffled in a buffer of `size` rows.
 
     The stream is divided into blocks of `size` rows. The rows of a block are returned in a random order. The slot of
     each returned row is filled with a row of the next block, so that reading is spread evenly. Rows are only shuffled
-    within their block. So a block's position in the stream and the number of its rows that were returned determine the
-    content of the buffer. A checkpoint stores only these, about a hundred bytes, instead of gigabytes of rows. In
-    exchange, a resumed run reads up to 2 × `size` rows of the stream again.
+    within their block. So the content of the buffer depends only on the block's position in the stream and on how many
+    of its rows were returned. A checkpoint stores these two values, about a hundred bytes, instead of gigabytes of
+    rows. In exchange, a resumed run reads up to 2 × `size` rows of the stream again.
     """
 
     def __init__(self, rows: StreamRows, size: int, *seed: int) -> None:
@@ -175,7 +175,7 @@ class ShuffleBuffer:
         return BufferPlace(self._block, self._n_gone, self._begin)
 
     def fill(self, place: BufferPlace) -> None:
-        """Restore the content that the buffer had at this position, by reading the stream again.
+        """Restore the buffer's content at this position by reading the stream again.
 
         Raise `UserError` if the stream now has fewer rows.
         """
@@ -192,7 +192,7 @@ class ShuffleBuffer:
         self._n_gone = place.n_gone
 
     def take(self, n: int, empty: Empty = empty_rows) -> MixedRows:
-        """Return the next n rows, or fewer at the stream's end, if possible in memory from `empty`."""
+        """Return the next n rows, or fewer at the stream's end; use memory from `empty` if possible."""
         parts: list[MixedRows] = []
         while n and self._has_rows():
             slots = self._slots(min(n, self._n_block - self._n_gone))
@@ -213,14 +213,14 @@ class ShuffleBuffer:
         return self._n_gone < self._n_block
 
     def _slots(self, n: int) -> Indices:
-        """Return the slots of the next n rows to return from the block."""
+        """Return the slots of the block's next n rows."""
         positions = np.arange(self._n_gone, self._n_gone + n)
         # Only the last block of a stream can be shorter.
         chosen = self._order(self._block, self._n_block)(positions)
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return the slots of some rows of the block, which filled the slots of the previous block's rows in order."""
+        """Return the slots of some rows of the block, which were filled in the order that the last block freed them."""
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:
@@ -230,7 +230,7 @@ class ShuffleBuffer:
         self._n_next += self._read_into(slots, (self._block + 1) * self._size + self._n_next)
 
     def _read_into(self, slots: Indices, first: int) -> int:
-        """Read the next rows of the stream into slots and number them from `first`; return how many there were."""
+        """Read the next rows of the stream into slots and number them from `first`; return their count."""
         n = 0
         while n < len(slots) and (pair := self._rows.take_some(len(slots) - n)):
             taken = slots[n : n + len(pair[0])]

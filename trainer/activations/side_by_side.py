@@ -18,10 +18,10 @@ _ROWS_COMPARED = 4096
 
 
 class SideBySide(IndexedSource):
-    """Concatenates row i of several sources, which have the same width and number of rows.
+    """Concatenates the i-th rows of several sources, which have the same width and number of rows.
 
-    In an extraction, row i is from the same token at every hook. If the sources have different orders, a row combines
-    different tokens; this does not affect training, because each hook has its own SAEs.
+    In an extraction, row i belongs to the same token at every hook. If the sources have different orders, a row
+    combines different tokens, which does not affect training, because each hook has its own SAEs.
     """
 
     def __init__(self, sources: Sequence[IndexedSource]) -> None:
@@ -65,7 +65,7 @@ class SideBySide(IndexedSource):
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:
-    """Return whether rows with equal numbers belong to the same texts, judged by a sample spread over all rows."""
+    """Return whether rows with equal numbers belong to the same texts, based on a sample spread over all rows."""
     return len(some) == len(others) and all(
         one.n_rows == other.n_rows
         and np.array_equal(one.labels(_spread(one.n_rows)), other.labels(_spread(one.n_rows)))

@@ -9,30 +9,31 @@ from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
-# Neighbouring rows that are held out together, and count as one text if no text is known.
+# The number of neighbouring rows that are held out together; they count as one text if texts are unknown.
 BLOCK = 128
-# The fewest blocks that held-out rows are chosen from.
+# The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8
-# Texts are only held out if they make up at most this share of all rows, or at most twice the number of rows wanted.
+# Complete texts are only held out if they have at most this share of all rows, or at most twice the requested number of
+# rows.
 MOST_IN_TEXTS = 0.25
-# The least share of the held-out rows that each half should have.
+# The minimum share of the held-out rows in each half.
 LEAST_OF_HALF = 0.25
-# The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept together.
+# The number of contiguous ranges of rows that alternate between the halves if texts are too long to stay complete.
 N_RANGES = 16
 
 
 class TooFewTexts(ValueError):
-    """The texts are too few or too long to hold out complete texts; the message gives the figures."""
+    """The texts are too few or too long to hold out complete texts; the message gives the numbers."""
 
 
 class Split:
     """Held-out rows, and training rows, which are numbered consecutively from 0.
 
-    The split depends only on `hold_out`, the seed, the number of rows wanted, and the first `n_first` rows (by default
-    all): on their number, or on their texts. So `held_out` stays the same if rows are added at the end. Added rows are
-    trained on, except rows of a held-out text: these are in `left_out` but not in `held_out`.
+    The split depends only on `hold_out`, the seed, the requested number of rows, and the number or texts of the first
+    `n_first` rows (by default all). So `held_out` stays the same if rows are added at the end. Added rows become
+    training rows, except rows of a held-out text, which are in `left_out` but not in `held_out`.
 
-    "texts" holds out about the number of rows wanted, "rows" and "blocks" exactly this number. Raises `TooFewTexts`.
+    "texts" holds out about the requested number of rows, "rows" and "blocks" exactly this number. Raises `TooFewTexts`.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Split:
         self._before = self.left_out - np.arange(len(self.left_out))
 
     def rows(self, numbers: Indices) -> Indices:
-        """Return the row numbers for some training numbers 0 .. n_train - 1."""
+        """Return the row numbers of training rows, given by their training numbers 0 .. n_train - 1."""
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
@@ -79,9 +80,9 @@ def split_of(
     n_first: int | None = None,
     is_asked: bool = False,
 ) -> Split:
-    """Return a `Split`; if there are too few texts to hold out, split by blocks.
+    """Return a `Split`; if there are too few texts, hold out blocks instead.
 
-    With `is_asked` the job asks for texts, so raise `TooFewTexts` instead.
+    With `is_asked`, the job explicitly requests texts, so raise `TooFewTexts` instead.
     """
     if hold_out != "texts":
         return Split(n_tokens, n_held_out, *seed, hold_out=hold_out, n_first=n_first)
@@ -126,7 +127,7 @@ def _rows(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
     """Choose the first rows of random blocks of `BLOCK` neighbours, about equally many from each block.
 
-    If many rows are wanted, blocks are held out almost completely.
+    If many rows are requested, blocks are held out almost completely.
     """
     if not n_held_out:
         return np.zeros(0, np.int64)
@@ -135,7 +136,7 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
     begins = BLOCK * _generator(seed).choice(n_blocks, wanted, replace=False, shuffle=False)
     sizes = np.minimum(BLOCK, n_rows - begins)
     length = -(-n_held_out // wanted)
-    # The last block of the data may be short.
+    # The last block may be shorter.
     while np.minimum(sizes, length).sum() < n_held_out:
         length += 1
     places = np.arange(length)
@@ -143,7 +144,7 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 
 
 def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
-    """Choose random texts of at most `n_wanted` rows each until they have `n_wanted` rows together.
+    """Choose random texts of at most `n_wanted` rows each, until they have `n_wanted` rows in total.
 
     If these do not suffice, add longer texts, the shortest first.
     """

@@ -31,7 +31,7 @@ class Synthetic(IndexedSource):
         self.d_in, self.d_out, _ = settings.shape()
         self.n_tokens = n_rows
         self.place, self.meta = settings.place, dict[str, Any]()
-        # Do not use the seed itself: an SAE with the same seed would start from the same random directions.
+        # Do not use the seed directly: an SAE with the same seed would start with the same random directions.
         key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
         self._noise, self._key = noise, key
         generator = torch.Generator().manual_seed(int(features_key >> 1))
@@ -71,9 +71,9 @@ class Synthetic(IndexedSource):
 
 
 def _rates(active: float, n_features: int, skew: float) -> Floats:
-    """Return each feature's rate, its mean number of draws per row, such that on average `active` features fire.
+    """Return each feature's rate (mean number of draws per row), such that `active` features fire on average.
 
-    A feature fires with probability 1 - e^-rate. Rates are at most 3, which is 95 % of rows, because the number of
+    A feature fires with probability 1 - e^-rate. Rates are limited to 3, a probability of 95 %, because the number of
     draws grows without bound as the probability approaches 1.
     """
     shares = np.arange(1.0, n_features + 1) ** -skew

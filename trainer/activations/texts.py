@@ -1,4 +1,4 @@
-"""Maps stored rows to their texts, using the tensor `document` of each shard; does not read activations."""
+"""Maps stored rows to their texts, using each shard's tensor `document`; reads no activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACES_PER_ROW = 4
 
 
 class Counts(NamedTuple):
-    """Arrays [n] about n texts: the numbering that each belongs to, its number there, and its number of rows."""
+    """Arrays [n] for n texts: the numbering of each text, its number in this numbering, and its number of rows."""
 
     numbering: Indices
     number: Indices
@@ -27,9 +27,9 @@ class Texts:
     """The texts of the rows in one set of shards; `parts` has the text numbers of each shard's rows, in order.
 
     With `numbered_through`, as in sae-tui's own extractions, a number means the same text in all shards. Otherwise, if
-    numbers ascend within all shards and a later shard starts again at the lowest number, its texts are different ones:
-    the shard begins a new numbering. In doubt, equal numbers count as one text, so that no text is on both sides of a
-    split.
+    numbers ascend within all shards and a later shard starts again at the lowest number, this shard begins a new
+    numbering, and its texts are different. If the numbering is unclear, equal numbers count as one text, so that no
+    text is on both sides of a split.
     """
 
     def __init__(self, parts: Sequence[Numbers], *, numbered_through: bool = True) -> None:
@@ -39,7 +39,7 @@ class Texts:
         self._numbered_through = numbered_through
 
     def counts(self, n_rows: int) -> Counts:
-        """Return the texts of the first `n_rows` rows; later rows have no influence."""
+        """Return the texts of the first `n_rows` rows; later rows do not affect the result."""
         found: dict[int, list[tuple[Indices, Indices]]] = {}
         for part, start, numbering in zip(self._parts, self._starts, self._numberings(n_rows), strict=False):
             if start < n_rows:
@@ -50,9 +50,9 @@ class Texts:
         return Counts(np.concatenate(numberings), np.concatenate(numbers), np.concatenate(counts))
 
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
-        """Return all rows of some texts, ascending; `texts` is a subset of `counts(n_rows)`.
+        """Return all rows of `texts`, a subset of `counts(n_rows)`, in ascending order.
 
-        In shards that begin after the first `n_rows` rows, rows with these numbers match in any numbering.
+        In shards that begin after the first `n_rows` rows, rows match by text number alone, in any numbering.
         """
         rows, numberings = [], self._numberings(n_rows)
         for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):
@@ -64,7 +64,7 @@ class Texts:
     def labels(self, rows: Indices, n_rows: int | None = None) -> Indices:
         """Return a label, counted from 0, for each of some ascending rows; rows of one text share a label.
 
-        With `n_rows`, all these rows are among the first `n_rows` rows, and later rows have no influence.
+        If `n_rows` is given, all these rows are among the first `n_rows`, and later rows do not affect the labels.
         """
         places = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.empty(len(rows), np.int64)
@@ -78,7 +78,7 @@ class Texts:
         return labels
 
     def _numberings(self, n_rows: int) -> Indices:
-        """Return the numbering of each shard that has some of the first `n_rows` rows."""
+        """Return the numbering of each shard that contains some of the first `n_rows` rows."""
         parts = [part for part, start in zip(self._parts, self._starts, strict=False) if start < n_rows]
         return np.zeros(len(parts), np.int64) if self._numbered_through else _numberings(parts)
 
@@ -95,7 +95,7 @@ def seed_key(*seed: int) -> Words:
 
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:
-    """Return the numbering of each shard, from 0; in doubt all shards share one."""
+    """Return the numbering of each shard, from 0; if it is unclear, all shards share one."""
     if not parts:
         return np.zeros(0, np.int64)
     lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))

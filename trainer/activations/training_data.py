@@ -1,4 +1,4 @@
-"""Gives a trainer batches, held-out rows and a sample of a source of activations, stored or streamed."""
+"""Provides batches, held-out rows and a sample from an activation source, stored or streamed."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample, the number that OpenAI uses for b_dec; they take 300 MB at d_in 2304.
+# The number of rows in a sample; OpenAI uses as many for b_dec. They take 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
     "ranks than held-out rows; undo the change, or start a new run"
 )
-# The share of a stream's first texts that is held out. Finding 32,768 held-out rows takes 8 x 32,768 rows, as many as
-# the shuffle buffer holds, so that the model computes no extra rows.
+# The share of texts that is held out at the start of a stream. Finding 32,768 held-out rows takes 8 x 32,768 rows, as
+# many as the shuffle buffer holds, so that the model computes no extra rows.
 SHARE_OF_TEXTS = 1 / 8
-# The most rows to read per held-out row, and the least share of the wanted rows that must be found.
+# The maximum number of rows to read per held-out row, and the minimum share of the requested rows that must be found.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
 # The halves of the held-out rows.
 HALVES = (0, 1)
@@ -64,7 +64,7 @@ class ReadRows(NamedTuple):
 class Mark(NamedTuple):
     """A stream's position after a batch; `bad_row` is the batch's first row that is not finite, or None.
 
-    `position` counts the tokens of all ranks before the batch.
+    `position` is the number of tokens of all ranks before the batch.
     """
 
     position: int
@@ -73,14 +73,14 @@ class Mark(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """A label for each row, int64 [n]; rows of one text, or of one block of neighbours, share a label."""
+    """A label for each row, int64 [n]; rows from one text, or from one block of neighbours, share a label."""
 
     labels: Indices
     of: Literal["texts", "blocks"]
 
 
 class HookRows(ABC):
-    """A sample of the training rows of one hook, and its held-out rows, which are never trained on."""
+    """A sample of one hook's training rows, and its held-out rows, which are never used for training."""
 
     # The number of held-out rows on all ranks together, and how they were chosen.
     n_held_out: int
@@ -96,7 +96,7 @@ class HookRows(ABC):
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield this rank's share of the held-out rows in batches, or with `half` only the rows of one half.
+        """Yield this rank's share of the held-out rows in batches; with `half`, yield only the rows of this half.
 
         Halves are 0 and 1. They do not depend on the number of ranks.
         """
@@ -123,7 +123,7 @@ class TrainingData(ABC):
     n_texts: int = 0
     # The number of stored training rows, or None for a stream, whose length is unknown.
     n_train: int | None = None
-    # Whether `read` waits for other ranks, which must call it equally often.
+    # True if `read` waits for other ranks, which must then call it equally often.
     reads_together: bool = False
     # The ranks with the same tokens, if each of them reads only a part of every batch.
     readers: Group = Group()
@@ -141,7 +141,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
-        """Return this rank's next n rows; `position` counts the tokens of all ranks before the first of these rows.
+        """Return this rank's next n rows; `position` is the number of tokens of all ranks before the first row.
 
         The rows are read into memory from `empty` if possible. With several `readers`, return only this rank's part of
         the rows, for an `Exchange`.
@@ -149,17 +149,17 @@ class TrainingData(ABC):
 
     @abstractmethod
     def note_trained(self, rows: ReadRows) -> None:
-        """Note that a batch is being trained on."""
+        """Record that training on a batch has begun."""
 
     @abstractmethod
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
-        """Return a sentence about a row that is not finite and was trained on between two positions, or None.
+        """Return a sentence about a non-finite row that was trained on between two positions, or None.
 
         All ranks that train the same SAEs must call this together.
         """
 
     def stream_places(self) -> list[BufferPlace] | msgspec.UnsetType:
-        """Return the stream position of each part, for a checkpoint; all ranks must call this together."""
+        """Return the stream position of every part, for a checkpoint; all ranks must call this together."""
         return msgspec.UNSET
 
     def held_out_key(self) -> str:
@@ -180,7 +180,7 @@ def open_data(
         how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked)
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
-    # `usual_hold_out` depends only on the shards that the run began with: added ones may not record their texts.
+    # `usual_hold_out` depends only on the shards that the run began with, since added shards may not record texts.
     how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
@@ -197,7 +197,7 @@ def _choice(key: str) -> str:
 
 
 class HowHeldOut(NamedTuple):
-    """How rows are held out, and the seed; if the job sets `hold_out` (`is_asked`), there is no fallback."""
+    """How rows are held out, with which seed, and whether the job sets `hold_out` (then there is no fallback)."""
 
     hold_out: HoldOut
     seed: int
@@ -205,7 +205,7 @@ class HowHeldOut(NamedTuple):
 
 
 class IndexedData(TrainingData):
-    """Stored rows in an endless sequence of epochs; a checkpoint only stores a position."""
+    """Stored rows in an endless sequence of epochs; a checkpoint stores only a position."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class _IndexedRows(HookRows):
         self._source, self._split = source, split
         self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
         of_rank = slice(group.index, None, group.size)
-        # Read the labels only once, because a shard may be truncated later. All ranks get the same labels and halves.
+        # Read the labels now, because a shard may be truncated later. All ranks get the same labels and halves.
         clusters = _clusters(source, split.held_out, source.split_sizes)
         self._own = split.held_out[of_rank]
         self._own_clusters = clusters._replace(labels=clusters.labels[of_rank])
@@ -293,7 +293,7 @@ def _bad_row(source: IndexedSource, row: int) -> str:
 
 
 def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | MixedSplit:
-    """Choose the held-out rows; if the data has grown since the run began, choose from the rows it began with."""
+    """Choose the held-out rows; if the data has grown since the run began, choose only from the original rows."""
     first_sizes = source.split_sizes
     if len(source.sizes) < 2:
         texts, n_first = source.texts[0] if source.texts else None, first_sizes[0] if first_sizes else None
@@ -314,8 +314,8 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
 def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] = ()) -> Clusters:
     """Label some ascending rows by their text or, if texts are unknown, by blocks of `BLOCK` neighbours.
 
-    With `first_sizes`, the rows are among the first rows of each set, up to these numbers, and added rows have no
-    influence.
+    If `first_sizes` is given, the rows are among each set's first rows, up to these numbers, and added rows do not
+    affect the labels.
     """
     if not source.texts:
         return Clusters(rows // BLOCK, "blocks")
@@ -336,13 +336,13 @@ def _n_split(source: Source) -> int | None:
 
 
 class StreamData(TrainingData):
-    """The rows of a stream, each trained on once, shuffled by a `ShuffleBuffer`.
+    """The rows of a stream, each used once for training, shuffled by a `ShuffleBuffer`.
 
     Ranks with different tokens read different parts of the stream. A checkpoint stores the position of each part, so a
     run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows of a step
     change too, but no row is trained on twice.
 
-    If the stream knows its texts, complete texts are held out, chosen among the first texts by a hash of their numbers.
+    If the stream knows its texts, complete texts near its start are held out, chosen by a hash of their numbers.
     Otherwise, or if there are only a few long texts, the first rows of each part are held out. The held-out rows and
     the sample, which has the first training rows, stay in memory; a resumed run reads them again.
     """
@@ -399,7 +399,7 @@ class StreamData(TrainingData):
     def note_trained(self, rows: ReadRows) -> None:
         assert rows.mark is not None
         self._place = rows.mark.place
-        # Only the first one is reported, and every batch may have one, so the list must not grow.
+        # Only the first bad row is reported, and every batch may have one, so the list must not grow.
         if rows.mark.bad_row is not None and not self._bad:
             self._bad.append(rows.mark)
 
@@ -428,11 +428,11 @@ class StreamData(TrainingData):
         return rows.take_chunks(n_own)
 
     def _of_whole_texts(self, rows: StreamRows, n_own: int, seed: int) -> list[Chunk]:
-        """Hold out texts chosen by a hash among the first texts; return [] if these have too few rows.
+        """Hold out texts near the start of the stream, chosen by a hash; return [] if they have too few rows.
 
-        All ranks choose the same texts, and each rank holds out the rows of these texts in its part. Training leaves
-        out chosen texts up to twice the highest text number read, because a run with fewer parts reads a little further
-        to find as many rows.
+        All ranks choose the same texts, and each rank holds out their rows in its part. Training leaves out chosen
+        texts up to twice the highest text number read, because a run with fewer parts reads slightly further to find
+        enough rows.
         """
         key, held, n_held, n_read, last = seed_key(seed), list[Chunk](), 0, 0, -1
         while n_held < n_own and n_read < MOST_READ * n_own and (chunk := rows.next_chunk()):
@@ -451,7 +451,7 @@ class StreamData(TrainingData):
         return _first(held, n_own)
 
     def _halves_and_texts(self) -> tuple[Indices, int]:
-        """Return the half of each of this rank's held-out rows, and the number of texts held out on all ranks.
+        """Return the half of each held-out row of this rank, and the total number of held-out texts.
 
         A text can have contexts in several parts. All ranks compute the halves from the labels of all ranks, so that
         each text is in the same half everywhere.
@@ -460,7 +460,7 @@ class StreamData(TrainingData):
         if not self._source.knows_texts or not self.n_held_out:
             return halves_of(self._clusters.labels), 0
         n_most = len(range(0, self.n_held_out, self._group.size))
-        # Text numbers are not negative.
+        # Text numbers are never negative, so -1 is free for padding.
         padded = torch.nn.functional.pad(own, (0, n_most - len(own)), value=-1).to(self._device)
         of_ranks = self._group.gather(padded).cpu().numpy()
         labels = of_ranks[of_ranks >= 0]
@@ -468,7 +468,7 @@ class StreamData(TrainingData):
         return halves_of(labels)[first : first + len(own)], len(np.unique(labels))
 
     def _whole_sample(self, own: Pair) -> Pair:
-        """Gather the sample: the same number of rows from each part, the same on all ranks."""
+        """Gather the sample, with the same number of rows from each part; the result is the same on all ranks."""
         n = int(self._group.gather(torch.tensor(len(own[0]), device=self._device)).min())
         if not n:
             raise self._ended()
@@ -485,7 +485,7 @@ class StreamData(TrainingData):
         return self._bad_sentence(index % n_each, index // n_each)
 
     def _bad_sentence(self, row: int, part: int) -> str:
-        """Return a sentence that says that a row is not finite; `row` counts from the first row not held out."""
+        """Return a sentence that says that a row is not finite; rows are counted from the first training row."""
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
             where = f"row {row} (not counting held-out texts)"
@@ -542,7 +542,7 @@ class _StreamHook(HookRows):
 
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:
-    """Return whether the text of each row, by its number int64 [n], is in the held-out share, bool [n]."""
+    """Return for each row, given the number of its text, int64 [n], whether that text is held out, bool [n]."""
     # Rows of one text are neighbours, so hash each text once and not each row.
     numbers, inverse = documents.unique_consecutive(return_inverse=True)
     return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]
@@ -567,7 +567,7 @@ def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:
-    """Return this rank's position; raise `UserError` if the checkpoint has another number of parts or no stream."""
+    """Return this rank's position; raise `UserError` if the checkpoint has no stream or a different number of parts."""
     if isinstance(places, msgspec.UnsetType):
         raise UserError("data.source: the checkpoint is from a run on stored data, not on a stream; start a new run")
     if len(places) != group.size:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.activations.base import Empty, Pair, empty_rows, to_device
 
-# The number of batches whose training the host may queue before the GPU starts with the first of them.
+# The maximum number of batches that the host queues ahead of the GPU.
 AHEAD = 2
 
 
@@ -23,7 +23,7 @@ class DeviceEvent(Protocol):
 
 
 class Sent(NamedTuple):
-    """A batch in transfer; on a GPU it is complete once the device has passed `arrival`."""
+    """A batch in transfer; on a GPU, the transfer is complete once the device has passed `arrival`."""
 
     pair: Pair
     arrival: DeviceEvent | None = None
@@ -36,7 +36,7 @@ class Transfer:
         self._device = device
 
     def begin(self) -> Empty:
-        """Return an allocator of memory for the next batch; the reading thread calls this and `send`."""
+        """Return an allocator for the next batch's memory; the reading thread calls this and `send`."""
         return empty_rows
 
     def send(self, pair: Pair) -> Sent:
@@ -44,7 +44,7 @@ class Transfer:
         return Sent(pair)
 
     def receive(self, sent: Sent) -> Pair:
-        """Return a batch on the device; a shared tensor stays shared. The training thread calls this."""
+        """Return a batch on the device; called by the training thread. A shared tensor remains one tensor."""
         return to_device(sent.pair, self._device)
 
 
@@ -67,7 +67,7 @@ class Lane(Protocol):
 class CudaLane:
     """A separate CUDA stream for copies.
 
-    A batch's memory is only free once the GPU has trained on it, not as soon as the host has queued that work. So the
+    A batch's memory becomes free only when the GPU has trained on it, not when the host has queued that work. So the
     host waits if it is more than `AHEAD` batches ahead; otherwise each of these batches would need new memory.
     """
 

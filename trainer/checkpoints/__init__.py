@@ -1,1 +1,1 @@
-"""Writes weights to disk: checkpoints to resume from, and folders of SAEs."""
+"""Writes weights to disk: checkpoints for resuming, and SAE folders."""

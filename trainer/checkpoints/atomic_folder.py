@@ -34,8 +34,8 @@ class NoSpaceError(UserError):
 def fill_folder(folder: Path, last: str) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`; after the context, sync it to disk and rename it to `folder`.
 
-    If `folder` exists, the new files replace files of the same name one by one, the file `last` at the end; other files
-    stay. Raise `UserError` if writing fails, or if `folder` is a symbolic link.
+    If `folder` exists, the new files replace files with the same name one by one, with the file `last` at the end;
+    other files are kept. Raise `UserError` if writing fails, or if `folder` is a symbolic link.
     """
     try:
         refuse_link(folder)
@@ -66,7 +66,7 @@ def temporary_name(folder: Path) -> Path:
 
 
 def clear_cut_off_folders(parent: Path, names: str) -> None:
-    """Remove temporary folders of killed processes; `names` is a regular expression that matches the final names."""
+    """Remove temporary folders that killed processes left; `names` is a regular expression for the final names."""
     temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
     for entry in parent.glob(".*.new"):
         if temporary.fullmatch(entry.name):
@@ -74,7 +74,7 @@ def clear_cut_off_folders(parent: Path, names: str) -> None:
 
 
 def _place(temporary: Path, folder: Path, last: str) -> None:
-    """Rename a temporary folder to `folder`; if that exists, replace its files one by one.
+    """Rename a temporary folder to `folder`; if `folder` exists, replace its files one by one.
 
     rename(2) cannot replace a folder that is not empty.
     """
@@ -103,7 +103,7 @@ def _write_error(folder: Path, error: Exception) -> UserError:
 
 
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
-    """Return an error whose message includes a remedy; `number` is the errno."""
+    """Return an error whose message suggests a remedy; `number` is the errno."""
     cure, kind = "free some space on its disk", UserError
     if number in _NO_SPACE:
         kind = NoSpaceError
@@ -115,9 +115,9 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that the user may still write to the file system of `folder`, which need not exist yet.
+    """Return the bytes that the user can still write to the file system of `folder`, which need not exist yet.
 
-    The result is `sys.maxsize` if the file system does not report it.
+    Return `sys.maxsize` if the file system does not report them.
     """
     try:
         _, free = free_disk(folder)
@@ -138,7 +138,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the entries of a folder, to disk."""
+    """Sync a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

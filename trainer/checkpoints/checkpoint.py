@@ -1,4 +1,4 @@
-"""Writes and loads checkpoints: folders like `step-00000500` of safetensors and JSON, with a manifest of checksums."""
+"""Writes and loads checkpoints: folders like `step-00000500` with safetensors, JSON and a manifest of checksums."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.wording import distinct_sizes
 
-# Bytes on disk per byte of tensors, to include tensor names, JSON and the file system's own data.
+# Bytes on disk per byte of tensors; the excess is for tensor names, JSON and file system metadata.
 BESIDE_TENSORS = 1.05
 
 
 class Checkpoints:
-    """Manages the checkpoints of one run: keeps the newest `keep`, in case one is damaged, and the best.
+    """Manages the checkpoints of one run: keeps the latest `keep`, in case one is damaged, and the best one.
 
-    `d_out` and `origin` describe the data for exports that have only the checkpoint; if the SAEs train on several
-    hooks, `origins` has one origin per SAE, by label. `data` returns the record of the shards, which contain
+    `d_out` and `origin` describe the data, for exports that have only the checkpoint. If the SAEs train on several
+    hooks, `origins` maps each SAE's label to its origin. `data` returns the record of the shards, which contain
     `n_train_rows` training rows.
     """
 
@@ -124,9 +124,9 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """Until the disk has enough space for the save, remove checkpoints that the save makes obsolete.
+        """Remove checkpoints that this save makes obsolete, until the disk has enough space for it.
 
-        Raise `UserError` if the space is too small even without them.
+        Raise `UserError` if there is too little space even without them.
         """
         needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
         if free >= needed:
@@ -143,7 +143,7 @@ class Checkpoints:
     def _spare(self, target: Path) -> list[Path]:
         """Return the checkpoints that `target` makes obsolete, oldest first.
 
-        The newest undamaged checkpoint is never among them, since the save may still fail.
+        The latest undamaged checkpoint is never included, since the save may still fail.
         """
         older = [folder for folder in newest_first(self._folder) if folder != target]
         staying = {*older[: self._keep - 1], *best_first(older)[:1]}
@@ -151,9 +151,9 @@ class Checkpoints:
         return [folder for folder in reversed(older) if folder not in staying]
 
     def _forget_all_but(self, newest: Path) -> None:
-        """Remove all checkpoints except `newest`, the `keep` − 1 before it, and the best up to `newest`.
+        """Remove all checkpoints except `newest`, the `keep` − 1 before it, and the best one up to `newest`.
 
-        Checkpoints of later steps come from an attempt that could not be resumed from them.
+        Checkpoints of later steps were written by an earlier attempt and could not be used to resume the run.
         """
         checkpoints = newest_first(self._folder)
         upto = checkpoints[checkpoints.index(newest) :]
@@ -168,7 +168,7 @@ def _size(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint atomically; if its folder contains other files, remove the files of the checkpoint singly."""
+    """Remove a checkpoint atomically; if its folder contains other files, remove only the checkpoint's files."""
     with contextlib.suppress(OSError):
         if {entry.name for entry in folder.iterdir()} <= {*FILES}:
             shutil.rmtree(folder.rename(temporary_name(folder)))
@@ -178,7 +178,7 @@ def _remove(folder: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Position]:
-    """Load a checkpoint, or the newest undamaged one in a folder of checkpoints, and restore torch's random state.
+    """Load a checkpoint, or the latest undamaged one in a folder of checkpoints, and restore torch's random state.
 
     Raise `UserError` if there is no usable checkpoint.
     """
@@ -190,9 +190,9 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Convert errors caused by a checkpoint with intact files but wrong content to `UserError`.
+    """Convert errors from a checkpoint with intact files but wrong content to `UserError`.
 
-    Exceptions of the types `also` are converted too; `remedy` ends the message.
+    Exceptions of the types in `also` are converted too; the message ends with `remedy`.
     """
     of_reading: tuple[type[Exception], ...] = (
         SafetensorError,

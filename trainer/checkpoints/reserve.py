@@ -13,12 +13,12 @@ from trainer.contract.paths import open_private, private_folder
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Bytes per folder for JSON files, the random state and partly filled blocks.
+# Bytes per folder for JSON files, the random state and partially filled blocks.
 _OF_FOLDER = 2**16
 
 
 def reserved_bytes(tensor_bytes: int, n_folders: int) -> int:
-    """Return the bytes to reserve for tensors of `tensor_bytes` in `n_folders` folders."""
+    """Return the bytes to reserve for `tensor_bytes` bytes of tensors in `n_folders` folders."""
     return int(BESIDE_TENSORS * tensor_bytes) + _OF_FOLDER * n_folders
 
 
@@ -50,9 +50,9 @@ class Reserve:
 
 
 def _allocate(descriptor: int, n_bytes: int) -> None:
-    """Reserve space for a file; raise `OSError` if the disk has too little, or the file system cannot reserve space.
+    """Reserve space for a file; raise `OSError` if the disk is too full or the file system cannot reserve space.
 
-    On such a file system, `os.posix_fallocate` would write to every block, which takes minutes per GiB over a network.
+    If it cannot, `os.posix_fallocate` would write to every block, which takes minutes per GiB over a network.
     """
     zero, length = ctypes.c_longlong(0), ctypes.c_longlong(n_bytes)
     if _libc.fallocate(descriptor, 0, zero, length):

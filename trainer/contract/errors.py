@@ -1,4 +1,4 @@
-"""Errors shown to the user: each is one sentence that names the field and the fix."""
+"""Errors for the user; each message is one sentence that names the field and the fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem of a job: the setting (`train.batch_size`), the message and the severity."""
+    """A problem with a job: the setting (`train.batch_size`), the message and the severity."""
 
     path: str
     message: str
@@ -20,15 +20,15 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class UserError(Exception):
-    """A failure that the user can fix; its text is shown as the complete message, without a traceback."""
+    """A failure that the user can fix; its text is the complete message, and no traceback is shown."""
 
 
 class UsageError(UserError):
-    """A request that cannot be carried out; it was refused before any work began."""
+    """A request that was refused before any work began, because it cannot be carried out."""
 
 
 class BadUsage(UsageError):
-    """Arguments that a command does not accept; `sentence` is the message for people, `message` the one for scripts."""
+    """Arguments that a command does not accept; `sentence` is the message for people, `message` is for scripts."""
 
     def __init__(self, message: str, sentence: str, fix: str) -> None:
         self.message, self.sentence, self.fix = message, sentence, fix
@@ -36,7 +36,7 @@ class BadUsage(UsageError):
 
 
 class JobFileError(UsageError):
-    """A job that cannot run, with all the reasons."""
+    """A job cannot run; contains all the reasons."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -44,12 +44,12 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """Return the message for the user: an `OSError`'s reason without its number, or the text of any other error."""
+    """Return the message for the user: an `OSError`'s reason without its number, or another error's text."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, plus the next one after a colon; the class name if it has no text."""
+    """Return a library error's first line (two lines if the first ends with a colon), or its class name if empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
     # torch recommends weights_only=False for such a file, which would run the code in it.

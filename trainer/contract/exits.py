@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """An exit code with its short meaning, for the end of a help text, and its full meaning."""
+    """An exit code with a short meaning, for the end of help texts, and a full meaning."""
 
     short: str
     meaning: str

@@ -1,6 +1,6 @@
-"""The optional packages of the trainer: whether they are installed, and the command that installs them.
+"""The trainer's optional packages: whether they are installed, and which command installs them.
 
-Without them the app still shows GPUs and jobs and needs 50 MB; with the smallest build of torch it needs 1 GB. The
+Without them, the app still shows GPUs and jobs and takes 50 MB of disk space; the smallest torch build takes 1 GB. The
 trainer uses the packages of this Python, or of another Python that a job names and that reports its packages.
 """
 
@@ -22,7 +22,8 @@ OF_TRAINER = ("torch", "numpy", "safetensors")
 
 
 class OtherInterpreter(NamedTuple):
-    """The packages of another Python: `names` holds the installed ones among those asked for, None if unknown.
+    """The packages of another Python; `names` contains the installed ones among the requested packages, None if
+    unknown.
 
     `python` is its path. `torch_version` is "" if unknown. `torch_runtime` is what its torch is built for: "cuda",
     "hip", or "" for neither.
@@ -53,7 +54,7 @@ def judged_by(there: OtherInterpreter | None) -> Iterator[None]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a job could import a module, without importing it; True if unknown.
+    """Return whether a job could import a module; True if unknown. The module is not imported.
 
     A folder that merely has the module's name does not count.
     """
@@ -74,7 +75,7 @@ def install(extra: str) -> str:
 
 
 def _way_of(prefix: Path) -> str:
-    """Return the install command that fits an environment; pipx and uv make environments without pip."""
+    """Return the install command that suits an environment; pipx and uv create environments without pip."""
     if (prefix / "pipx_metadata.json").exists():
         return "pipx install --force"
     # `uvx` creates environments in its cache, and they do not last.
@@ -88,7 +89,7 @@ def missing_of_trainer() -> list[str]:
 
 
 def lack_of_trainer() -> str:
-    """Return a sentence on what to install before anything can train or be evaluated; "" if nothing is missing."""
+    """Return a sentence about the packages to install before training or evaluating; "" if nothing is missing."""
     if not (missing := missing_of_trainer()):
         return ""
     them = "it" if len(missing) == 1 else "them"

@@ -1,4 +1,4 @@
-"""Errors as JSON: the answer of a failed command when a script asked for JSON."""
+"""Errors as JSON: the output of a failed command if a script requested JSON."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of a failed command; `others` holds further errors, if any."""
+    """The output of a failed command; `others` contains further errors."""
 
     error: Failure
     others: tuple[Failure, ...] = ()
 
 
 def asks_for_json(arguments: Sequence[str]) -> bool:
-    """Return whether a command line asks for JSON; this also works if the parser would reject it."""
+    """Return whether a command line requests JSON; this also works if the parser would reject it."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in own
 
@@ -44,7 +44,7 @@ def show_failure(error: Exception | str) -> None:
 
 
 def failure_in(output: bytes | str) -> str:
-    """Return the error in the last line of a failed command's output as one sentence; "" if that is no `Refusal`."""
+    """Return the error in the last line of a failed command's output as a sentence; "" if the line is no `Refusal`."""
     lines = output.splitlines()
     try:
         first = decode_as(lines[-1] if lines else b"", Refusal).error
@@ -55,7 +55,7 @@ def failure_in(output: bytes | str) -> str:
 
 
 def refusal(error: Exception | str) -> Refusal:
-    """Return the JSON answer for an error."""
+    """Convert an error to its JSON output."""
     if isinstance(error, BadUsage):
         return Refusal(Failure(*_field_and_rest(_utf8(error.message)), error.fix))
     if isinstance(error, JobFileError):
@@ -85,5 +85,5 @@ def _what_and_fix(sentence: str) -> tuple[str, str | None]:
 
 
 def _utf8(text: str) -> str:
-    """Replace characters that cannot be encoded as UTF-8, as a file name may contain."""
+    """Replace characters that cannot be encoded as UTF-8, which a file name may contain."""
     return text.encode(errors="replace").decode()

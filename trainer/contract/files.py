@@ -25,15 +25,15 @@ _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
     """Write a file atomically: a reader sees the complete file or none, even after a power cut.
 
-    Only its owner may read it, unless a group shares the folder. Without `durable` the call does not wait for the disk,
-    and a power cut may leave an empty file; use that for expendable files written every few seconds.
+    Only its owner may read the file, unless a group shares the folder. Without `durable`, the call does not wait for
+    the disk, and a power cut may leave an empty file; use this for expendable files that are written every few seconds.
     """
     with replacing(path, file_mode(path.parent), durable=durable) as stream:
         stream.write(_encoded(content))
 
 
 def write_own(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Atomically write a file that takes effect with its owner's rights; a sharing group may only read it.
+    """Atomically write a file that acts with its owner's rights, such as settings; a sharing group may only read it.
 
     Without `durable` the call does not wait for the disk, and a power cut may lose the file.
     """
@@ -47,7 +47,7 @@ def _encoded(content: bytes | str) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a stream to a new file that replaces `path` once it is complete and on the disk; links are not followed."""
+    """Yield a stream to a new file, which replaces `path` once it is complete and on disk; links are not followed."""
     # The name is random: if it could be guessed, another user could create a link there first.
     temporary = f".{path.name[:40]}.{os.urandom(8).hex()}"
     folder = open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -73,7 +73,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
 
 
 def _sync_names(folder: Path) -> None:
-    """Flush a folder's entries to the disk if its file system supports that."""
+    """Flush a folder's entries to disk if its file system supports this."""
     # The file is already in place, so a folder that cannot be read or synced is not a failure.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -84,7 +84,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Remove temporary files left by killed processes of this user: those for `name`, or all in the folder."""
+    """Remove temporary files that this user's killed processes left: all in the folder, or only those for `name`."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _TEMPORARY.fullmatch(entry.name)
@@ -111,7 +111,7 @@ def open_plain(path: Path) -> io.BufferedReader:
 
 
 def lfs_pointer_in(place: Path) -> Path | None:
-    """Return the first git-lfs pointer among the files of a folder, or `place` itself if it is one; otherwise None."""
+    """Return the first git-lfs pointer in a folder, or `place` itself if it is a pointer; otherwise None."""
     with contextlib.suppress(OSError):
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:
             # A pointer has three short lines.

@@ -13,7 +13,7 @@ COPY = "copy the file itself there, as `cp -rL` does"
 def plain_file(file: Path) -> Path:
     """Return the file at a path: the file itself, or the blob that a link of the hub's cache leads to.
 
-    Every other link is refused, since it could lead to any file that this user can read. The blob must be a regular
+    All other links are refused, since they could lead to any file that this user can read. The blob must be a regular
     file directly in the `blobs` folder of the same `models--*` folder, owned by this user, by root or, in a shared
     cache, by the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no file.
     """
@@ -27,7 +27,7 @@ def plain_file(file: Path) -> Path:
 
 
 def _blob(file: Path) -> Path:
-    """Return the blob that a link of the hub's cache leads to; raise like `plain_file`, or `RuntimeError` in a loop."""
+    """Return the blob that a link leads to; raise the same errors as `plain_file`, or `RuntimeError` for a loop."""
     snapshot = file.parent.resolve(strict=True)
     model = next((one for one in snapshot.parents if one.name.startswith("models--")), None)
     if model is None or snapshot.relative_to(model).parts[0] != "snapshots":

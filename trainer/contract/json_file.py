@@ -1,4 +1,4 @@
-"""Reads untrusted JSON, which may be truncated or damaged: any bytes give a value or a one-line error."""
+"""Reads untrusted JSON, which may be truncated or damaged: any input gives a value or a one-line error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 
 from trainer.contract.files import open_plain, write_whole
 
-# Bytes. Our files are far smaller; a larger file is something else and would fill the memory.
+# The maximum file size in bytes. Our files are far smaller; a larger file is not ours and would fill the memory.
 LARGEST = 64 * 2**20
-# Characters. A reason quotes the wrong value, which may be long.
+# The maximum number of characters in an error message, which may quote a long value.
 _LONGEST_REASON = 300
 
 T = TypeVar("T")
@@ -27,9 +27,9 @@ _preparing = threading.RLock()
 
 
 def prepare(kind: Any) -> None:
-    """Build msgspec's decoder for a type in one thread; raise `TypeError` for an unsupported type.
+    """Build msgspec's decoder for a type, in one thread at a time; raise `TypeError` for an unsupported type.
 
-    msgspec does this when a type is first used, and crashes if two threads do it at once (seen with 0.22).
+    msgspec otherwise builds it when a type is first used, and crashes if two threads do this at once (seen with 0.22).
     """
     if kind not in _prepared:
         with _preparing:
@@ -57,7 +57,7 @@ def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], 
 
 
 def _without_mark(text: bytes | str) -> bytes | str:
-    """Return a text without the byte order mark that Windows editors write first."""
+    """Return a text without the byte order mark that Windows editors write at its start."""
     return text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
 
 

@@ -1,4 +1,4 @@
-"""File locks, which the kernel releases when the last process holding them ends, even after `kill -9`."""
+"""File locks, which the kernel releases when the last process that holds them ends, even after `kill -9`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.paths import open_private, private_folder
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file, exclusively or shared, without waiting; return False if another process holds the lock.
 
-    A lock that is already held is changed to this kind. Raise `OSError` if the file system does not support locks.
+    A lock that this process already holds is converted. Raise `OSError` if the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -34,7 +34,7 @@ class FileLock:
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Take or keep the lock; return False if another process has it, raise `UserError` if locking is impossible."""
+        """Take or keep the lock; return False if another process holds it, raise `UserError` if locks do not work."""
         if self._descriptor is not None:
             return True
         private_folder(self._path.parent)

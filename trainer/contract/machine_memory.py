@@ -1,4 +1,4 @@
-"""Reads this machine's memory without a library, since waiting supervisors and ranks read it too."""
+"""Reads this machine's memory without a library, since waiting supervisors and ranks must stay small."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class MachineMemory(NamedTuple):
-    """The bytes available to new processes without swapping, and the total bytes."""
+    """Bytes of memory: available to new processes without swapping, and in total."""
 
     available_bytes: int
     total_bytes: int

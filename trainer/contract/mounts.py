@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOUNTS = Path("/proc/self/mountinfo")
-# File system types whose files only this machine can open. A type that is missing here is treated like a network file
-# system, since a wrong guess damages a store that two hosts write.
+# Types of local file systems, whose files only this machine can open. All other types are treated as network file
+# systems, since a wrong guess could damage a store that two hosts write.
 LOCAL = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "jfs", "reiserfs", "nilfs2")
 )
@@ -36,7 +36,7 @@ class Mount(NamedTuple):
 def network_file_system(path: Path) -> str | None:
     """Return the name of the file system of a path; None if it is known to be local.
 
-    SQLite's WAL needs memory that all processes using a store share, which processes on different hosts do not have.
+    SQLite's WAL needs memory shared by all processes that use a store, which is impossible across hosts.
     """
     try:
         mount = mount_of(path)
@@ -48,7 +48,7 @@ def network_file_system(path: Path) -> str | None:
 def mount_of(path: Path) -> Mount:
     """Return the mount of a path; raise `OSError` if the path or the list of mounts cannot be read.
 
-    The mount is found by its id, since `stat` returns another device number on btrfs.
+    The mount is found by its id, since `stat` returns a different device number on btrfs.
     """
     number = _number(path)
     for line in MOUNTS.read_text(errors="replace").splitlines():

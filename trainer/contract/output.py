@@ -1,4 +1,4 @@
-"""Writes standard output and error of a command, in any locale and even if they are closed, full or broken pipes."""
+"""Writes a command's standard output and error, in any locale, and handles closed, full or broken outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.contract.printable import printable_lines
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
 
-# Actions of this command that must not be repeated; see `has_done`.
+# Actions that this command has completed and that must not be repeated; see `has_done`.
 _DONE: list[str] = []
 
 # The start of an argparse message about an argument, such as `argument -n/--count: `.
@@ -32,22 +32,22 @@ class OutputLost(UserError):
 
 
 class SafeParser(argparse.ArgumentParser):
-    """A parser that replaces control characters in its messages: arguments may be file names chosen by other users."""
+    """A parser that replaces control characters in its messages, since arguments may be other users' file names."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # Python 3.14 colours its messages; the filter would turn the colour codes into visible marks.
+        # Python 3.14 colours the messages, and the filter would turn the colour codes into visible characters.
         self.color = False
 
     def error(self, message: str) -> NoReturn:
-        """Raise `BadUsage`, since the caller knows whether to report to a person or to a script."""
+        """Raise `BadUsage`; the caller decides whether to report the error to a person or to a script."""
         known = _ARGUMENT.match(message)
         name = f"{known[1].split('/')[-1]}: " if known else ""
         said = message[known.end() :] if known else message
         raise BadUsage(name + said, printable_lines(self.sentence_on(message)), f"see {self.prog} --help")
 
     def sentence_on(self, message: str) -> str:
-        """Return the message on bad usage for a person."""
+        """Return the message about bad usage for a person."""
         return f"{self.format_usage()}{self.prog}: error: {message}\n"
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
@@ -56,10 +56,10 @@ class SafeParser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[], int], teller: str = "") -> int:
-    """Run a command and return its exit code, even if its output is closed, full or a broken pipe.
+    """Run a command and return its exit code, even if its output is closed, full or broken.
 
-    If standard output or error is closed, do not run the command: its messages would be lost, and the next file opened
-    would get the output's descriptor. `teller` is the prefix of the message that reports this.
+    If standard output or error is closed, do not run the command: its messages would be lost, and the next opened file
+    would get the descriptor of the output. `teller` is the prefix of the message that reports this.
     """
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)
@@ -76,7 +76,7 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
 
 
 def has_done(what: str) -> None:
-    """Record what a command has done, such as "job 3 is launched", before printing it.
+    """Record a completed action, such as "job 3 is launched", before the command prints its result.
 
     If the output is lost, the exit code is `Exit.UNTOLD`, so that a script does not repeat the command.
     """
@@ -111,12 +111,12 @@ def can_show(characters: str, stream: TextIO) -> bool:
 def _code_of(command: Callable[[], int]) -> int:
     try:
         return command()
-    except SystemExit as leaving:  # after help, or bad usage
+    except SystemExit as leaving:  # raised after help and bad usage
         return leaving.code if isinstance(leaving.code, int) else 0
 
 
 def _without_output(teller: str, why: str, code: Exit) -> Exit:
-    """Print to standard error what was done and why the output is lost; print nothing if only the reader has gone."""
+    """Report completed actions and the lost output on standard error; print nothing if only the pipe was closed."""
     _drop(sys.stdout)
     if _DONE or code != Exit.UNREAD:
         complain(f"{teller}{printable_lines('; '.join([*_DONE, why]))}\n")
@@ -130,7 +130,7 @@ def _flush() -> None:
 
 @contextlib.contextmanager
 def _lost_output() -> Iterator[None]:
-    """Raise `OutputLost` for an `OSError`; let a broken pipe through."""
+    """Convert an `OSError` to `OutputLost`, but do not catch a broken pipe."""
     try:
         yield
     except BrokenPipeError:
@@ -149,13 +149,13 @@ def _refuse_without_output(teller: str) -> int:
 
 
 def _drop(stream: TextIO) -> None:
-    """Point the stream at /dev/null: the interpreter flushes it again on exit, which would fail again."""
+    """Redirect the stream to /dev/null, because the interpreter flushes it on exit, which would fail again."""
     with contextlib.suppress(OSError):  # the stream has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _replace_unknown_characters() -> None:
-    """Print substitutes for characters that the encoding of an output lacks, instead of failing."""
+    """Make outputs print a substitute for characters that their encoding lacks, instead of failing."""
     codecs.register_error("plain", _as_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not can_show("…°", stream):

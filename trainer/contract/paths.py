@@ -1,4 +1,4 @@
-"""The paths of all stored files: the data folder and the folders of one run."""
+"""The paths of all stored files, in the data folder and in run folders."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# A file next to the checkpoints that reserves disk space for the last one.
+# A file next to the checkpoints that reserves disk space for the last checkpoint.
 RESERVE = ".reserved-for-the-last"
-# Links below these folders are not followed, since other users may write there. The folders themselves may be links.
+# Folders below which links are not followed, since other users may write there. The folders themselves may be links.
 _KEPT: set[str] = set()
 
 
 class RunPaths:
-    """The paths of one run's files below `root`; asking for a path creates nothing."""
+    """The paths of a run's files below `root`; none of the methods that return a path creates it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -31,15 +31,15 @@ class RunPaths:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.exit_file = root / "exit.json"
-        # Held by all processes of the run while they live.
+        # All processes of the run hold this lock while they live.
         self.lock_file = root / "run.lock"
-        # Held by the process that evaluates the run's SAEs while it lives.
+        # The process that evaluates the run's SAEs holds this lock while it lives.
         self.evaluation_lock = root / "evaluation.lock"
-        # The job's row in the store at its last start; a lost store is rebuilt from it.
+        # The job's row in the store at its last start; a lost store is restored from this file.
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
-        """Free the space that a killed process of the run reserved for the last checkpoint."""
+        """Free disk space that a killed process of the run had reserved for the last checkpoint."""
         with contextlib.suppress(OSError):
             folder = open_below(self.checkpoints, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -79,19 +79,19 @@ class RunPaths:
         return self.attempt(attempt) / "first.json"
 
     def rank_mark(self, attempt: int, rank: int) -> Path:
-        """Return the path of the `RankMark` of a rank on another host: where it runs and how it ended."""
+        """Return the path of the `RankMark` of a rank on another host, which records its host and how it ended."""
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the file that receives the progress of rank 0 on another host, one JSON line at a time."""
+        """Return the path of the JSON lines file in which rank 0 on another host reports its progress."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence asks ranks that cannot read the job store to stop."""
+        """Return the path of the file whose existence requests a stop from ranks that cannot read the job store."""
         return self.attempt(attempt) / "stop"
 
     def finish_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence asks ranks that cannot read the job store to finish early."""
+        """Return the path of the file whose existence requests ranks that cannot read the job store to finish early."""
         return self.attempt(attempt) / "finish"
 
     def create(self) -> None:
@@ -120,12 +120,12 @@ class DataDir:
 
     @property
     def host_word(self) -> str:
-        """This host's name for use in file names, since hosts that share the folder have separate files."""
+        """This host's name in file names, since hosts that share the folder have separate files."""
         return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
 
     @property
     def gpu_db(self) -> Path:
-        """This host's GPU history; while it has no own file, the `gpu.db` that earlier versions shared among hosts."""
+        """This host's GPU history or, if it does not exist, the `gpu.db` that earlier versions shared among hosts."""
         own, of_all = self.own_gpu_db, self.root / "gpu.db"
         return of_all if of_all.exists() and not own.exists() else own
 
@@ -135,27 +135,27 @@ class DataDir:
 
     @property
     def box_file(self) -> Path:
-        """The measured speeds of this host."""
+        """The file with this host's measured speeds."""
         return self.root / f"box-{self.host_word}.json"
 
     def alerts(self, host: str) -> Path:
-        """Return the file of a host's alerts, which is written only by apps on that host."""
+        """Return the file with a host's alerts, which only apps on that host write."""
         return self.root / f"alerts-{host}.json"
 
     @property
     def app_log(self) -> Path:
-        """The log of libraries' standard error output while this user's app occupies the terminal."""
+        """The log that receives libraries' standard error output while this user's app uses the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))
 
     def sae(self, job_id: int) -> Path:
-        """Return the folder of a job's finished SAE: `cfg.json` and weights, or a folder per SAE for a sweep."""
+        """Return the folder of a job's finished SAE, with `cfg.json` and weights; a sweep has a subfolder per SAE."""
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """Return the highest job id that has files here, even if the store does not know it; 0 if there are none."""
+        """Return the highest job id that has files in this folder, even if the store lacks it; 0 if there are none."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)
@@ -187,10 +187,10 @@ class DataDir:
 
 
 def free_disk(path: Path) -> tuple[Path, int | None]:
-    """Return the nearest existing folder, and the free bytes on its disk.
+    """Return the nearest existing folder at or above a path, and the free bytes on its disk.
 
-    The bytes are None for a file system that reports no size, such as /proc and some network file systems. Whether a
-    folder can be created there is not checked.
+    The bytes are None if the file system reports no size, as /proc and some network file systems do. This does not
+    check whether a folder can be created there.
     """
     while not os.path.exists(path):
         path = path.parent
@@ -235,7 +235,7 @@ def box_file() -> Path | None:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether a group was given access on purpose, by `chmod 2770`: the setgid bit is never set by accident."""
+    """Return whether a group was deliberately given access by `chmod 2770`; the setgid bit is never set by accident."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -254,14 +254,14 @@ def follow_no_link_below(root: Path) -> None:
 
 
 def keep_run(path: Path) -> None:
-    """Refuse links below the data folder of a run or SAE, or below the run itself if it has no data folder.
+    """From now on refuse links below the data folder of a run or SAE, or below the run if it has no data folder.
 
     `path` is the run or a path inside it. Any other path is ignored, since a user's folder with a job file may contain
     the user's own links, such as `activations -> /scratch`.
     """
     place = Path(os.path.abspath(path))
     around = (place, *place.parents[:4])
-    # Use the outermost one, since other users may have created files of these names in an inner folder.
+    # Use the outermost folder, since other users may have created files with these names in an inner folder.
     data = [folder for folder in around if _is_data_folder_of(folder, place)][-1:]
     runs = [folder for folder in around if _is_run_of(folder, place)][-1:]
     for folder in data or runs:
@@ -274,7 +274,7 @@ def _is_data_folder_of(folder: Path, place: Path) -> bool:
 
 
 def _is_run_of(folder: Path, place: Path) -> bool:
-    """Return whether `folder` is a run that has begun, and `place` is the run or one of its standard folders."""
+    """Return whether `folder` is a run that has begun and `place` is the run or one of its standard folders."""
     inside = _inside(folder, place)
     is_known = not inside or re.fullmatch(r"checkpoints|logs|sae|attempt\d+", inside)
     files = ("job.toml", "run.lock") if inside else ("job.toml",)
@@ -287,7 +287,7 @@ def _inside(folder: Path, place: Path) -> str:
 
 
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
-    """Open a file or folder like `os.open`; raise `OSError` for a link anywhere below a kept folder.
+    """Open a file or folder like `os.open`; raise `OSError` if the path has a link below a folder in `_KEPT`.
 
     Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link meanwhile.
     """
@@ -313,7 +313,7 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
     except OSError as error:
-        # Linux reports ENOTDIR for a link in place of a folder.
+        # Linux reports ENOTDIR if a link replaces a folder.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(place):
             reason = f"{os.path.basename(place)} is a link, which is not followed; remove it"
             raise OSError(errno.ELOOP, reason, place) from None
@@ -322,7 +322,7 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
 
 
 def refuse_links_on_the_way(path: Path) -> None:
-    """Raise `OSError` if a parent of `path` below a kept folder is a link; ignore missing parents and files."""
+    """Raise `OSError` if a parent of `path` below a folder in `_KEPT` is a link; ignore missing parents and files."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.close(open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -330,7 +330,7 @@ def refuse_links_on_the_way(path: Path) -> None:
 def open_private(file: Path, flags: int) -> int:
     """Open a file for writing and return its descriptor; a new file gets `file_mode`, regardless of the umask.
 
-    Raise `OSError` for a link or anything but a plain file, which could make us write another user's file.
+    Raise `OSError` for a link or anything else that is not a plain file, since we could overwrite another file.
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -371,7 +371,7 @@ def umask_of(root: Path) -> int:
 
 
 def keep_own_access() -> None:
-    """Clear the owner's bits in the umask, so that this program can use the files and folders that it creates."""
+    """Clear the owner's bits in the umask, so that this program can access the files and folders that it creates."""
     os.umask(os.umask(0o077) & ~0o700)
 
 
@@ -386,8 +386,8 @@ def working_folder() -> Path:
 def leave_deleted_folder(given: Mapping[str, Path]) -> None:
     """Change to / if the working folder has been deleted: child processes and torch could not start in it.
 
-    `given` maps argument names of the command line to paths. Raise `UsageError` if one of them is relative, since it
-    can no longer be resolved.
+    `given` maps command-line arguments to their paths. Raise `UsageError` if a path is relative, since it can no longer
+    be resolved.
     """
     try:
         os.getcwd()
@@ -422,7 +422,7 @@ def _make(folder: Path, *, shared: bool) -> None:
 
 @contextlib.contextmanager
 def _explain_failure(path: Path, setting: str = "") -> Iterator[None]:
-    """Turn an `OSError` from creating this folder into a `UserError` that says what to do."""
+    """Convert an `OSError` from creating this folder to a `UserError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -436,7 +436,7 @@ def _is_in_data_folder(folder: Path) -> bool:
 
 
 def shipped_data() -> Path:
-    """Return the folder of sample data and job files: in the installed app, or next to the packages in a checkout."""
+    """Return the folder with sample data and job files, in the installed package or next to the packages in a clone."""
     root = Path(__file__).parents[2]
     installed = root / "sae_tui" / "data"
     return installed if installed.exists() else root / "data"

@@ -1,4 +1,4 @@
-"""Kernel calls that Python does not offer: end with the parent, adopt orphans, and rename without replacing."""
+"""Kernel calls that Python lacks: end with the parent process, adopt orphans, and rename without replacing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def end_with_parent(parent: int) -> None:
     """Make the kernel send SIGTERM to this process when its parent dies; exit at once with 1 if it has already died.
 
-    `parent` is the pid that the parent had before; a process whose parent died gets a new parent.
+    `parent` is the parent's original pid; a process whose parent has died gets a new parent.
     """
     _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
@@ -25,7 +25,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Become the parent of our orphaned descendants, so that they can be found and ended."""
+    """Make this process the parent of its orphaned descendants, so that it can find and end them."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

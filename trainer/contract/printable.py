@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 MARK = "�"
-# Characters with a meaning in Markdown.
+# Characters that are special in Markdown.
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 # Characters that names must not contain: C0 and C1 control characters, which control a terminal, line separators, and
 # marks that change the reading direction.
@@ -15,10 +15,10 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]
 
 
 def printable(text: str) -> str:
-    """Replace every character that could control a terminal or reorder the words by a mark; keep tabs.
+    """Replace every character that could control a terminal or reorder text by a visible mark; keep tabs.
 
-    These are the characters that Unicode calls not printable: C0 and C1 control characters such as escape,
-    right-to-left marks, and line ends, since the text must stay on one line.
+    These are the characters that Unicode classifies as not printable: C0 and C1 control characters such as escape, and
+    right-to-left marks. Line ends are replaced too, so that the text stays on one line.
     """
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 
@@ -29,7 +29,7 @@ def printable_lines(text: str) -> str:
 
 
 def in_markdown(text: str, longest: int = 120) -> str:
-    """Escape untrusted text for Markdown, on one line and cut to `longest` characters."""
+    """Escape untrusted text for Markdown, on one line, truncated to `longest` characters."""
     cut = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return MARKDOWN.sub(r"\\\1", printable(cut))
 
@@ -48,7 +48,7 @@ def printable_toml(text: str) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a text can be stored as UTF-8; bytes in another encoding, which a terminal may send, cannot."""
+    """Return whether a text can be encoded as UTF-8; a terminal may send bytes in another encoding, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The identity of a process: pids are reused, so a pid alone may mean another process later."""
+"""Identifies processes. Pids are reused, so a pid alone may refer to another process later."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return process
 
     def is_alive(self) -> bool:
-        """Return whether this process can be seen alive; False if it `is_elsewhere`, since it is not visible here."""
+        """Return whether this process is visibly alive; False if it `is_elsewhere`, since it is not visible here."""
         return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to have ended; False for a process that cannot be seen from here."""
+        """True if the process has certainly ended; False for a process that is not visible here."""
         return self.boot_id == boot_id() and not self.is_alive()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the pid belongs to another PID namespace (a container) of this machine."""
+        """True if the pid belongs to another PID namespace (a container) on this machine."""
         return is_of_this_boot(self.boot_id) and self.boot_id != boot_id()
 
     def send(self, number: signal.Signals) -> bool:
@@ -71,16 +71,17 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
-# Signals that mean save and stop: SIGTERM, and the signals of schedulers before a job ends: SIGUSR1 and SIGUSR2
-# (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, sent every second once the CPU time is used up.
+# Signals that request to save and stop: SIGTERM, and signals that schedulers send before they end a job. These are
+# SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, sent every second once the CPU time is used
+# up.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
 
 
 def take_back_signals() -> None:
-    """Reset the inherited signal settings, which some daemons and containers change.
+    """Reset inherited signal settings, which some daemons and containers change.
 
-    If SIGCHLD is ignored, the kernel reaps children and each seems to exit with 0; if SIGTERM is blocked, ranks cannot
-    be stopped.
+    If SIGCHLD is ignored, the kernel reaps child processes, and each seems to exit with 0. If SIGTERM is blocked, ranks
+    cannot be stopped.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS})
@@ -88,12 +89,12 @@ def take_back_signals() -> None:
 
 @functools.cache
 def boot_id() -> str:
-    """Return an id of this boot and PID namespace; pids under different ids must not be compared."""
+    """Return an id of this boot and PID namespace; pids with different ids must not be compared."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
-    # Outside containers, return the plain boot id, as earlier versions did, so that their rows stay valid.
+    # Outside containers, return the plain boot id, like earlier versions, so that stored rows stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 
@@ -101,7 +102,7 @@ def boot_id() -> str:
 def machine_id() -> str:
     """Return the machine id, which a Linux installation keeps across restarts; "" if it has none.
 
-    Containers of one image share its id, so a container counts as having none.
+    Containers from one image share the image's machine id, so the result is "" in a container.
     """
     if in_container():
         return ""
@@ -113,7 +114,7 @@ def machine_id() -> str:
 
 
 def in_container() -> bool:
-    """Return whether this process runs in its own PID namespace, which numbers processes differently from the host."""
+    """Return whether this process runs in a container, which numbers processes differently from the host."""
     return "/" in boot_id()
 
 

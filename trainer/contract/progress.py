@@ -1,6 +1,6 @@
-"""Shows the progress of a long command: a bar on a terminal, a line every 10 s elsewhere, or JSON lines for a parent.
+"""Shows the progress of a long command: a bar on a terminal, a line every 10 s in a pipe, or JSON lines for a parent.
 
-Code deep inside a command calls `stage`, `advance` or `track`, which do nothing unless a `Progress` is active.
+Any code in a command may call `stage`, `advance` or `track`, which do nothing unless a `Progress` is active.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Reached(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The progress in words: `rows, 41 %, 3 min left`."""
+        """The progress as text: `rows, 41 %, 3 min left`."""
         share, left, stage = self.words_apart
         return ", ".join(filter(None, (stage, share, left)))
 
     @property
     def words_apart(self) -> tuple[str, str, str]:
-        """The share, the time left and the stage in words; "" for each that is unknown."""
+        """The share, the time left and the stage as texts, each "" if unknown."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         left = "" if self.left_s is None else f"{duration(self.left_s)} left"
         return share, left, self.stage
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """The expected total time of a stage, and how many times it runs."""
+    """The expected total time of a stage and its number of runs."""
 
     seconds: float
     times: int = 1
@@ -67,38 +67,38 @@ class _Stage:
         self.name, self.total, self.before = name, total, before
         self.n = 0.0
         self.began = time.monotonic()
-        # The progress that another process reports for this stage.
+        # The progress that another process has reported for this stage.
         self.reported: Reached | None = None
 
     @property
     def part(self) -> float | None:
-        """The share that is done, 0 to 1; None if unknown."""
+        """The completed share of the stage, 0 to 1; None if unknown."""
         return min(1.0, self.n / self.total) if self.total else None
 
     @property
     def left_s(self) -> float | None:
-        """The seconds left at the stage's own pace; None if it is too early to estimate."""
+        """The seconds left at the stage's current pace; None if it is too early to estimate."""
         elapsed, part = time.monotonic() - self.began, self.part
         return elapsed * (1 - part) / part if part and elapsed > 1 else None
 
     def after(self) -> dict[str, int]:
-        """Return the number of completed runs of each stage once this stage ends."""
+        """Return how many runs of each stage are complete once this stage ends."""
         return {**self.before, self.name: self.before.get(self.name, 0) + 1} if self.name else {**self.before}
 
 
 class Progress:
-    """Shows the progress of `what` while entered, over all stages together if they are `planned`.
+    """A context manager that shows the progress of `what`; if stages are `planned`, over all of them together.
 
-    By default it writes to the descriptor given in the environment, if any, instead of standard error.
+    By default, it writes to the file descriptor given in the environment, or else to standard error.
     """
 
     def __init__(self, what: str, planned: Mapping[str, Planned] | None = None, *, to_descriptor: bool = True) -> None:
         self.what = what
         self._planned = planned or {}
         self._whole_s = sum(one.seconds for one in self._planned.values())
-        # The actual time of the work divided by the planned time.
+        # The actual time divided by the planned time, so far.
         self._pace = 1.0
-        # Always replaced by a new object, since another thread reads it at any time.
+        # Never modified but always replaced by a new object, since another thread may read it at any time.
         self._stage = _Stage("", None, {})
         self._began = time.monotonic()
         self._over = threading.Event()
@@ -106,7 +106,7 @@ class Progress:
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def stage(self, name: str, total: float | None = None) -> None:
-        """Begin a stage of `total` units; None if the number is unknown."""
+        """Begin a stage of `total` units, or None if their number is unknown."""
         self._stage = _Stage(name, total, self._stage.after())
 
     def advance(self, n: float = 1) -> None:
@@ -124,13 +124,13 @@ class Progress:
         return self._reached_of_plan(stage) if self._whole_s else Reached(stage.name, stage.part, stage.left_s)
 
     def _reached_of_plan(self, stage: _Stage) -> Reached:
-        """Return the share done of all planned stages, and the time left at the pace so far."""
+        """Return the completed share of all planned stages, and the time left at the current pace."""
         part, left_in_stage, elapsed = stage.part, stage.left_s, time.monotonic() - stage.began
         once = self._once_s(stage.name)
         if part and once and left_in_stage is not None:
-            # Anything that slows this stage down is assumed to slow the others down too.
+            # Assume that the other stages deviate from the plan by the same factor.
             self._pace = elapsed / part / once
-        # A stage without units may take any time; it counts as at most 90 % done.
+        # A stage without units may take any time, so it counts as at most 90 % done.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
         before = sum(
             min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
@@ -188,13 +188,13 @@ def stage(name: str, total: float | None = None) -> None:
 
 
 def advance(n: float = 1) -> None:
-    """Count `n` more units of the stage as done."""
+    """Mark `n` more units of the stage as done."""
     for progress in _shown[-1:]:
         progress.advance(n)
 
 
 def track(values: Iterable[T], name: str, total: float | None = None) -> Iterator[T]:
-    """Yield the values, counting each as a unit of a new stage."""
+    """Begin a stage and yield the values, each of which counts as one unit."""
     stage(name, len(values) if total is None and isinstance(values, Sized) else total)
     for value in values:
         yield value
@@ -202,7 +202,7 @@ def track(values: Iterable[T], name: str, total: float | None = None) -> Iterato
 
 
 def read_reached(line: bytes) -> Reached | None:
-    """Return the progress in a line written by another process; None if the line is not valid."""
+    """Parse the progress in a line that another process wrote; return None if the line is not valid."""
     try:
         reached = decode_as(line, Reached)
     except ValueError:
@@ -211,7 +211,7 @@ def read_reached(line: bytes) -> Reached | None:
 
 
 def _descriptor() -> int | None:
-    """Return the descriptor given in the environment, and hide it from child processes; None if it is not set."""
+    """Return the file descriptor given in the environment, or None, and hide it from child processes."""
     with contextlib.suppress(ValueError, OSError):
         number = int(os.environ.pop(ENV_DESCRIPTOR, ""))
         os.set_inheritable(number, False)
@@ -220,7 +220,7 @@ def _descriptor() -> int | None:
 
 
 def _bar_or_line(what: str) -> Callable[[Reached | None, float], None]:
-    """Return a function that shows progress on standard error; calling it with None ends it."""
+    """Return a function that shows progress on standard error; call it with None to end the display."""
     return _Bar(what) if sys.stderr.isatty() else _ProgressLines(what)
 
 
@@ -232,7 +232,7 @@ class _ProgressLines:
 
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
-            # Count from now: after a suspension there are no lines to catch up on.
+            # Count from now, so that no missed lines are printed after a suspension.
             self._next_s = elapsed_s + LINE_EVERY_S
             # Imported late: a waiting supervisor imports this module, and argparse takes 1 MiB of its 20 MiB.
             from trainer.contract.output import complain

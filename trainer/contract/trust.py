@@ -1,4 +1,4 @@
-"""Checks who owns a file or folder and who else can write to it, as ssh checks its own files."""
+"""Checks who owns a file or folder and who else can write to it, like ssh does for its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared, open_below
 
-# The limit of Linux.
+# The maximum number of links in a path, as in Linux.
 _MOST_LINKS = 40
 
 
@@ -34,17 +34,17 @@ def sharing(folder: Path) -> str:
         group = grp.getgrgid(gid)
     except KeyError:
         return f"group {gid}"
-    # A group's entry does not list the users whose primary group it is.
+    # A group entry does not list users who have it as their primary group.
     members = {*group.gr_mem, *(user.pw_name for user in pwd.getpwall() if user.pw_gid == gid)}
     return f"group {group.gr_name} ({len(members)} member{'s' * (len(members) != 1)})"
 
 
 def distrust_of_folder(folder: Path) -> str:
-    """Explain why jobs must not be stored in a folder, or return "": anyone who can write there controls the jobs."""
+    """Explain why jobs must not be stored in a folder, since anyone who can write to it controls them, or return ""."""
     try:
         status = folder.stat()
     except OSError:
-        return ""  # missing, or reported when it is opened
+        return ""  # the file is missing, or opening it reports the error
     if status.st_mode & stat.S_IWOTH:
         return f"any user may write to {folder}; `chmod o-w` it"
     if status.st_uid not in (os.geteuid(), 0) and not is_shared(folder):
@@ -53,15 +53,15 @@ def distrust_of_folder(folder: Path) -> str:
 
 
 def distrust_of_file(file: Path) -> str:
-    """Explain why a file's content must not be acted on because others may have written it, or return ""."""
+    """Explain why a file's content must not be used, since others may have written it, or return ""."""
     return distrust_of_open(file, file.stat())
 
 
 def distrust_of_program(program: Path) -> str:
     """Explain why a program must not be run; return "" if only this user and root can change it.
 
-    This checks each folder and link on the path too: anyone who can write to one controls what is run. `program` is
-    absolute. Raise `OSError` if it does not exist.
+    This also checks each folder and link on the path, since anyone who can write to one of them controls which program
+    runs. `program` is absolute. Raise `OSError` if it does not exist.
     """
     place, rest, n_links = Path("/"), list(reversed(program.parts)), 0
     while rest:
@@ -96,7 +96,7 @@ def distrust_of_searched(folder: Path) -> str:
 def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: bool = True) -> str:
     if status.st_uid not in (os.geteuid(), 0):
         return f"{step} belongs to {user_of(status.st_uid)}"
-    # In a sticky folder such as /tmp, an entry can be replaced only by its owner.
+    # In a sticky folder such as /tmp, only the owner of an entry can replace it.
     is_sticky = may_be_sticky and stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     # The mode of a link has no meaning.
     if stat.S_ISLNK(status.st_mode) or is_sticky or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -105,12 +105,12 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file that takes effect with the reader's rights: only this user or root may own it and write to it.
+    """Open a file that acts with the reader's rights: only this user or root may own it and write to it.
 
     Raise `UserError` for any other file, and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    # Checked on the open file, since the name may refer to another file by now.
+    # Check the open file, since the name may refer to another file by now.
     if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)
         raise UserError(f"{file.name} is ignored, because {why}")
@@ -118,7 +118,7 @@ def open_own(file: Path) -> io.BufferedReader:
 
 
 def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False) -> str:
-    """Explain like `distrust_of_file`, given the status of an open file; `pipes` allows pipes too."""
+    """Do the same as `distrust_of_file` for an open file, given its status; `pipes` also allows pipes."""
     if not (stat.S_ISREG(status.st_mode) or (pipes and stat.S_ISFIFO(status.st_mode))):
         return f"{file} is not a plain file"
     if status.st_uid not in (os.geteuid(), 0):

@@ -8,7 +8,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def gibibytes(n_bytes: float, digits: int = 1) -> str:
-    """Write bytes as `17.9 GiB`, or as `82 MiB` if `digits` is 1 and it is below 0.1 GiB."""
+    """Write bytes as `17.9 GiB`, or as `82 MiB` if `digits` is 1 and the size is below 0.1 GiB."""
     small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
     return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:.{digits}f} GiB"
 
@@ -22,7 +22,7 @@ def distinct_sizes(first: int, second: int) -> tuple[str, str]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Write bytes per second as `12.0 GB/s`, in units of 10^9 as usual for bandwidths."""
+    """Write bytes per second as `12.0 GB/s`, in units of 10^9, as is usual for bandwidths."""
     return f"{bytes_per_s / 1e9:,.1f} GB/s"
 
 
@@ -50,12 +50,12 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
-# A larger share of zero rows is reported, with the setting that drops them.
+# The largest share of zero rows that is not reported, and the setting that drops zero rows.
 MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 
 def zero_rows(fraction: float, of_rows: str) -> str:
-    """Write a share of zero rows as `40.0 % of all rows are zero, like padding`."""
+    """Write the share of zero rows as `40.0 % of all rows are zero, like padding`."""
     return f"{100 * fraction:.1f} % of {of_rows} are zero, like padding"
 
 
@@ -65,7 +65,7 @@ def number(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow it."""
+    """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow its changes."""
     # From these limits on, the smaller unit would round to four digits before the decimal point.
     for limit, one, unit in ((999_950_000, 1e9, "G"), (999_950, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
@@ -83,11 +83,11 @@ def share(value: float) -> str:
 
 
 def done(progress: float) -> str:
-    """Write a progress as a percentage: `100%` only if it is complete."""
+    """Write progress as a percentage: `100%` only if it is complete."""
     return f"{min(round(100 * progress), 100 if progress >= 1 else 99)}%"
 
 
 def bars(counts: Sequence[int]) -> str:
-    """Draw counts as blocks, scaled to the highest; every count above 0 is visible."""
+    """Draw counts as blocks, scaled to the highest count; every count above 0 is visible."""
     highest = max(counts, default=0) or 1
     return "".join(_BLOCKS[-(-(len(_BLOCKS) - 1) * n // highest)] for n in counts)

@@ -1,1 +1,1 @@
-"""Evaluates trained SAEs on held-out rows, and writes the figures with their standard errors to report cards."""
+"""Evaluates trained SAEs on held-out rows, and writes metrics with their standard errors to report cards."""

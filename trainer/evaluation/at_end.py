@@ -31,16 +31,16 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# The most rows to measure, equal to the most rows that are held out by default.
+# The maximum number of rows to measure, which equals the default maximum of held-out rows.
 MOST_ROWS = 32_768
-# At most one row is measured for this many training tokens; a row takes a third of the work that it takes in training.
+# The minimum number of training tokens per measured row. Measuring a row takes a third of the time of training on it.
 SHARE_OF_TOKENS = 20
-# Texts to keep for each latent: half the number that the command `eval` keeps, since fewer rows are read.
+# The number of texts to keep for each latent: half as many as the command `eval` keeps, since fewer rows are read.
 N_CONTEXTS = 10
 
 
 class Cards:
-    """Writes the report cards of a finished run; every rank creates one and makes the same calls."""
+    """Writes the report cards of a finished run; every rank creates a `Cards` and makes the same calls."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Cards:
         self._at = trainer.position
 
     def write(self) -> None:
-        """Write a report card next to every SAE that this rank has exported, and report it; never fail.
+        """Write and report a report card for every SAE that this rank has exported; never fail.
 
-        Ranks that only add tokens or latents to the SAEs of another rank write no card.
+        Ranks that only contribute tokens or latents to another rank's SAEs write no report card.
         """
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
         self._progress.heartbeat(JUDGING, self._at.step, self._at.tokens)
-        # Store all rows first: from here on, the run counts as finished even if it is killed.
+        # Store all metrics first: from here on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
             results = self._parallel.all_gather(self._own())
@@ -77,7 +77,7 @@ class Cards:
         self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Evaluate and write this rank's SAEs; return by label an event's level and message, and the FVU's error."""
+        """Evaluate this rank's SAEs; return by label the level and message of an event, and the error of the FVU."""
         results: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return results
@@ -118,10 +118,10 @@ class Cards:
         return write_card(folder, card)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
-        """Find the texts on which the latents of an SAE fire most, in as many rows as are measured.
+        """Find the texts in which each latent fires most, among as many rows as are measured.
 
-        Return None if the tokens of the data are unknown, or if the SAE has too many latents for its training time:
-        each latent is compared with all others, which takes as long as reading `d_sae` rows.
+        Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time:
+        comparing each latent with all others takes as long as reading `d_sae` rows.
         """
         learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
         if not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
@@ -130,20 +130,20 @@ class Cards:
         def acts_of(x: Tensor) -> Acts:
             if self._stop.is_set():
                 raise StopAsked("a stop was requested")
-            # At the scale of the training, as in the command `eval`.
+            # Use the scale of the training, like the command `eval`.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
         return contexts_of(acts_of, texts_of(data, most), self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
 
     def _held_out(self) -> TrainingData:
-        """Return the data with the held-out rows of all ranks, or for a stream the held-out rows of this rank."""
+        """Return the data with the held-out rows of all ranks or, for a stream, of this rank."""
         if isinstance(self._source, StreamSource):
             return self._trainer.data
         return open_data(self._source, self._job, Parallel(self._parallel.device))
 
 
 def most_rows(tokens: int, world_size: int) -> int:
-    """Return the number of rows to measure, few enough to take only a small share of the run's time."""
+    """Return the number of rows to measure, such that this takes only a small share of the run's time."""
     return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
 
 

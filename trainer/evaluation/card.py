@@ -1,4 +1,4 @@
-"""Writes the report card of an SAE next to its weights, as JSON and as a model card."""
+"""Writes an SAE's report card next to its weights, as JSON and as a model card."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def write_card(
 ) -> Card:
     """Merge new measurements into the report card next to an SAE's weights, and return the merged card.
 
-    Earlier measurements of the same weights stay unless they were repeated. The same holds for `tensors`: the texts
-    that latents fire on and the tokens that they promote. The previous one becomes an older version, unless the same
-    evaluation wrote it (`replaces`). Only one process writes at a time, and each file is written atomically. Raise
-    `UserError` if the disk fails or the weights have changed. A README.md that `eval` did not write stays.
+    Earlier measurements of the same weights are kept unless they were repeated. The same holds for `tensors`: the texts
+    that latents fire on and the tokens that they promote. The previous report card becomes an older version, unless the
+    same evaluation wrote it (`replaces`). Only one process writes at a time, and each file is written atomically. A
+    README.md that `eval` did not write is kept. Raise `UserError` if the disk fails or the weights have changed.
     """
     try:
         with locked(folder):
@@ -89,7 +89,7 @@ def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> 
 
 
 def timer(step: int, device: torch.device) -> Callable[..., Part]:
-    """Start timing a part; the returned function takes the fields of `Part` from `n` on and returns the timed part."""
+    """Start timing a part; return a function that takes the remaining fields of `Part` and returns the timed part."""
     began = time.monotonic()
 
     def part(n: int, unit: str, **fields: Any) -> Part:
@@ -137,7 +137,7 @@ Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 
 
 def _left_out(data: EvaluationData) -> str:
-    """Return the part of a sentence that lists the rows left out of all figures."""
+    """Return the part of a sentence that lists the rows that are left out of all metrics."""
     others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
@@ -148,7 +148,7 @@ def _left_out(data: EvaluationData) -> str:
 
 
 def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
-    """Yield the lines of a table of the latents with their texts."""
+    """Yield the lines of a table with the latents and their texts."""
     if not latents:
         return
     yield f"\n{len(latents)} random latents that fire, and where each fires most:\n\n"
@@ -164,5 +164,5 @@ def _with_bold(text: str) -> str:
 
 
 def _in_table(text: str) -> str:
-    """Escape a figure for a table cell: it may contain a foreign name, which must not end the cell or be HTML."""
+    """Escape a value for a table cell: it may contain an untrusted name, which must not end the cell or be HTML."""
     return re.sub(r"([\\|<`])", r"\\\1", printable(text))

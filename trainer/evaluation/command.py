@@ -1,4 +1,4 @@
-"""The command `eval`: writes the report cards of SAEs next to their weights, and returns them as lines and as JSON."""
+"""The command `eval`: writes report cards next to the weights of SAEs, and returns them as lines and JSON."""
 
 from __future__ import annotations
 
@@ -58,15 +58,14 @@ def evaluate(
     keeps_rows: bool = False,
     allows_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
+    """Measure the SAEs of a run, of a checkpoint or in a folder on rows of `data`.
 
-    A transcoder in a folder is measured against `targets`; `given` corrects the settings in the files of the folder.
-    Return for each SAE its `card`, the text of the report card as `lines`, and the folder that it was `written_to`.
-    A job file may ask for a language model's own Python code, which runs only if `allows_code`.
-    With `keeps_rows`, rows are measured only if the report card has no figures on rows for these weights.
-    With `is_probed`, the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
-    Cards, and up to `n_contexts` (20) texts on which each latent fires, are written if the run has exported the SAE.
-    Raise `UserError` if something cannot be read.
+    For a transcoder in a folder, `targets` are its targets; `given` corrects settings in the folder's files. Return for
+    each SAE its report card (`card`), its text (`lines`), and the folder that it was written to (`written_to`). A job
+    file may request a language model's own Python code, which runs only if `allows_code` is set. With `keeps_rows`,
+    rows are measured only if the report card has no such measurement for these weights. With `is_probed`, the SAEs of a
+    run are probed on `n_sets` (12) sets of texts that `model` reads. Report cards, and up to `n_contexts` (20) texts
+    for each latent, are written if the run has exported the SAE. Raise `UserError` if something cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: needs --model; give both, or leave it out")
@@ -95,7 +94,7 @@ def evaluate(
     if data and RunPaths(path).job_file.exists():
         raise UsageError(f"--data: takes the folder of an SAE, and {path} is a run, which is measured on its own data")
     if data:
-        # Raise the error that names the missing files.
+        # This raises an error that names the missing files.
         in_folder(path)
     if model not in (None, "auto"):
         refuse_code(to_table(load_extraction(model)), allows=allows_code)
@@ -128,7 +127,7 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
-    """Write the report card of an exported SAE after each part, so a stop loses only the current part."""
+    """Write an exported SAE's report card after each part, so that a stop loses only the current part."""
     notes, written = [], None
     for card in one.cards:
         if card.parts and exported_tokens(one.folder) == card.tokens:
@@ -151,7 +150,7 @@ def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card |
     has_rows, is_there = ROWS in card.parts, (one.folder / FEATURES).exists()
     if not has_rows and is_there:
         n_contexts = 0
-    # Promoted tokens are only shown next to the latents' texts, so they are not written if there is no features file.
+    # Promoted tokens are only shown next to the latents' texts, so do not write them without a features file.
     tensors, parts = one.features(n_contexts) if n_contexts or (is_there and not has_rows) else ({}, {})
     if written and not tensors:
         return written
@@ -160,7 +159,7 @@ def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card |
 
 
 def is_folder_of_saes(path: Path) -> bool:
-    """Return whether a folder holds exported SAEs, and is not a run."""
+    """Return whether a folder contains exported SAEs and is not a run."""
     return bool(saes_in(path)) and not RunPaths(path).job_file.exists()
 
 

@@ -31,12 +31,12 @@ from trainer.saes.sparse_acts import Acts, SparseActs
 from trainer.sharing.base import Firings
 from trainer.training.learner import Learner
 
-# Tokens of a context before and after the one on which a latent fires most.
+# The number of tokens in a context before and after the token on which a latent fires most.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# Tokens of a context in a cache for other tools: a multiple of 32 and 64, the lengths that tools show at once.
+# The number of tokens in a context for other tools: a multiple of 32 and 64, which these tools show at once.
 CACHE_CONTEXT = 256
-# The most rows to read, from the first shards.
+# The maximum number of rows to read, from the first shards.
 MOST_ROWS = 2**18
 N_BINS = 16
 N_NEAREST = 5
@@ -51,7 +51,7 @@ class TokenRows(NamedTuple):
 
 
 class ActivationEntries(NamedTuple):
-    """All nonzero activations, as tensors [n] sorted by latent and then row, and the number of rows that count."""
+    """All nonzero activations, as tensors [n] sorted by latent and then by row, and the number of rows."""
 
     latents: Tensor
     rows: Tensor
@@ -60,7 +60,7 @@ class ActivationEntries(NamedTuple):
 
 
 def acts_of(learner: Learner, x: Tensor) -> Acts:
-    """Return the activations of raw rows x [n, d_in], at the scale of the training."""
+    """Return the activations for raw rows x [n, d_in], at the scale of the training."""
     sae = learner.sae
     scaled = x.to(sae.W_dec.device) * sae.x_scale
     return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
@@ -87,7 +87,7 @@ def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
 
 
 class Contexts:
-    """Collects, text by text, the contexts in which each latent of an SAE fires most, at most one for each document.
+    """Collects, text by text, the contexts in which each latent fires most, at most one per document.
 
     `n_contexts` is the number of contexts to keep for each latent.
     """
@@ -109,7 +109,7 @@ class Contexts:
         latents = entries.latents[which]
         best, token_ids, all_acts = _no_contexts(self._d_sae, self._n_contexts)
         best[latents, rank], token_ids[latents, rank], all_acts[latents, rank] = entries.values[which], ids, acts
-        # Keep the best contexts of the texts so far and of this one.
+        # Keep the best contexts of all texts so far.
         both = torch.cat([self._best, best], 1).sort(dim=1, descending=True, stable=True)
         self._best, order = (one[:, : self._n_contexts] for one in both)
         wide = order[:, :, None].expand(-1, -1, WIDTH)
@@ -117,7 +117,7 @@ class Contexts:
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """Return the tensors that `trainer.contract.runs.features` reads; `tokens` has the bytes of each token by id.
+        """Return the tensors that `trainer.contract.runs.features` reads; `tokens` contains each token's bytes, by id.
 
         `moved` is the result of `spliced.moved_tokens`, if known.
         """
@@ -151,9 +151,9 @@ class Contexts:
 def contexts_of(
     acts_of: Callable[[Tensor], Acts], texts: Iterable[TokenRows], outliers: Outliers, d_sae: int, n_contexts: int
 ) -> Contexts | None:
-    """Return the contexts in which latents fire most, or None if there is no text.
+    """Return the contexts in which latents fire most, or None without texts.
 
-    Outliers and rows that are not finite are left out.
+    Outliers and non-finite rows are left out.
     """
     contexts = None
     for text in texts:
@@ -163,14 +163,14 @@ def contexts_of(
 
 
 def _no_contexts(d_sae: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors for `n` contexts of each latent: largest activations, token ids, and activations on them."""
+    """Return empty tensors for `n` contexts per latent: largest activations, token ids, and activations per token."""
     ids = torch.full((d_sae, n, WIDTH), NO_TOKEN, dtype=torch.int32)
     return torch.zeros(d_sae, n), ids, torch.zeros(d_sae, n, WIDTH)
 
 
 @torch.no_grad()
 def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> ActivationEntries:
-    """Return the nonzero activations on rows [n, d_in] of one text, without outliers and rows that are not finite."""
+    """Return the nonzero activations on rows [n, d_in] of one text, without outliers and non-finite rows."""
     parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
     n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):
@@ -217,12 +217,13 @@ def _best_by_document(entries: ActivationEntries, document: Tensor, d_sae: int, 
 
 
 def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens around entries, [n, WIDTH], and the activation of the entry's latent on each token."""
+    """Return the tokens around each entry, [n, WIDTH], and the activation of the entry's latent on each token."""
     n_rows, here = len(origin.token_ids), entries.rows[which][:, None]
     offsets = torch.arange(-BEFORE, AFTER + 1)
     at = (here + offsets).clamp(0, n_rows - 1)
     apart = origin.positions[at] - origin.positions[here]
-    # Positions skip the rows that were left out. A step backwards or a large step leads to another piece of text.
+    # Positions skip rows that were left out. If a position goes backwards or jumps far ahead, another piece of text
+    # begins.
     follows = (apart.sign() == offsets.sign()) & (apart.abs() <= 2 * WIDTH)
     is_same = follows & (origin.document[at] == origin.document[here]) & (at == here + offsets)
     ids = origin.token_ids[at].where(is_same, NO_TOKEN).int()
@@ -247,12 +248,12 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
     """Complete `tensors` for `write_features` from an older file of the same weights.
 
-    Either may lack the texts of the latents, or the tokens that they promote. Return {} if both lack the texts. A
+    Each of them may lack the latents' texts or the tokens that the latents promote. Return {} if both lack the texts. A
     damaged older file counts as missing.
     """
     before: dict[str, Tensor] = {}
     if older is not None:
-        # A damaged file fails in safetensors or in the checks of its tensors.
+        # With a damaged file, safetensors or the checks of its tensors fail.
         with contextlib.suppress(OSError, UserError, SafetensorError, ValueError):
             Features(older)
             before = load_file(older)
@@ -266,7 +267,7 @@ def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, T
 
 
 def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return promoted tokens with their texts, to be merged with the result of an earlier `Contexts.tensors`."""
+    """Return promoted tokens with their texts, for merging with an earlier result of `Contexts.tensors`."""
     ids = [one.flatten() for one in moved.values() if one.dtype == torch.int32]
     return {**moved, **_texts(torch.cat(ids), tokens)} if ids else {}
 
@@ -282,7 +283,7 @@ def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]
 
 @torch.no_grad()
 def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each latent the latents with the most similar decoder directions, [d_sae, n], and their cosines."""
+    """Return for each latent the n latents with the most similar decoder directions, [d_sae, n], and their cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
     nearest = []
@@ -316,13 +317,13 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
     pairs = (token_ids[known].long() * d_sae + latents[known]).unique()
-    # Tokens whose bytes are unknown have the largest ids, so they come after all others.
+    # Tokens with unknown bytes have the largest ids, so they come after all others.
     ends = torch.searchsorted(pairs, (text_ids.long() + 1) * d_sae)
     return {"index_ends": ends, "index_latents": (pairs[: int(ends[-1]) if len(ends) else 0] % d_sae).int()}
 
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
-    """Return a function that finds where the latents of a job's SAE fire, or None if the data records no tokens."""
+    """Return a function that finds where a learner's latents fire in the job's data, or None if it has no tokens."""
     folders = [folder_of(settings) for settings in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None

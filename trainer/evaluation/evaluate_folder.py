@@ -1,4 +1,4 @@
-"""Makes the report card of an SAE from the files that a run or another tool has written."""
+"""Creates the report card of an SAE from files that a run or another tool has written."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def cards_in(
     *,
     allows_code: bool = False,
 ) -> Iterator[tuple[Path, Card]]:
-    """Measure the SAE in a folder, or the SAEs in its subfolders; yield the folder and the report card of each.
+    """Measure the SAE in a folder, or the SAEs in its subfolders; yield each SAE's folder and report card.
 
     An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`.
-    Without `data`, they are measured on the held-out rows of their run. `given` corrects the settings in their files.
-    Raise `UserError` if there is neither `data` nor a run, or a file cannot be read.
+    Without `data`, the held-out rows of the SAEs' run are used. `given` corrects settings in the SAEs' files. Raise
+    `UserError` if there is neither `data` nor a run, or if a file cannot be read.
     """
     folders = saes_in(path)
     run = None if data else _run_beside(path)
@@ -72,12 +72,12 @@ def cards_in(
 
 
 def saes_in(path: Path) -> list[Path]:
-    """Return the folder itself if it holds an SAE, or else its subfolders that hold one, as in a sweep."""
+    """Return the folder itself if it contains an SAE, otherwise its subfolders that do, as in a sweep."""
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
 def _job_on(data: str, targets: str | None) -> JobConfig:
-    """Return a job whose data is all rows of a folder."""
+    """Return a job whose data is all rows in a folder."""
     stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
     job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:
@@ -106,7 +106,7 @@ def card_of(
     step: int = 0,
     is_trained_on: bool = True,
 ) -> Card:
-    """Measure the SAE in a folder on rows of a source; raise `UserError` if it does not fit these rows."""
+    """Measure an SAE from a folder on rows of a source; raise `UserError` if the rows do not fit the SAE."""
     _refuse_other_rows(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
     figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, is_trained_on=is_trained_on)
@@ -130,7 +130,7 @@ def card_of(
 
 
 def _refuse_other_rows(sae: ExportedSae, source: Source, folder: Path) -> None:
-    """Raise `UserError` if the rows have another width, or if a transcoder lacks targets or an SAE has some."""
+    """Raise `UserError` if the rows have the wrong width, a transcoder has no targets, or an SAE has targets."""
     if sae.is_transcoder and source.d_out is None:
         raise UsageError(f"--targets: is missing: {folder} is a transcoder; give the targets of the rows")
     if source.d_out is not None and not sae.is_transcoder:

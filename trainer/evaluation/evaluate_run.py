@@ -1,4 +1,4 @@
-"""Makes the report cards of the SAEs of a run, or of one of its checkpoints."""
+"""Creates the report cards of the SAEs in a run or in one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, le
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
 
-# Number of rows that a language model computes again from the text, by device. On a CPU this takes a minute or two.
+# The number of rows that a language model recomputes from the text, by device. On a CPU this takes a minute or two.
 ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
 class Evaluation(NamedTuple):
-    """The lazy evaluation of an SAE, and the `folder` of its card.
+    """The lazy evaluation of an SAE, and the `folder` of its report card.
 
-    `cards` yields the card after each part, at least once; `card.parts` lists the parts measured so far. `features(n)`
-    returns the tensors that `trainer.contract.runs.features` reads, with `n` texts for each latent, and their parts;
-    with n = 0 only the tokens that latents promote. Both are empty if the tokens of the data are unknown.
+    `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured so far.
+    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, with `n` texts for each latent, and
+    their parts; with n = 0, only the tokens that latents promote. Both are empty if the tokens of the data are unknown.
     """
 
     folder: Path
@@ -90,12 +90,12 @@ def evaluations_of(
     keeps_rows: bool = False,
     allows_code: bool = False,
 ) -> Iterator[Evaluation]:
-    """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
+    """Evaluate each SAE of a run's latest or best checkpoint, or of the checkpoint `path`, one after the other.
 
     `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
-    it. If given, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and probed
-    on `n_sets` sets of texts that the model reads. With `keeps_rows`, rows are not measured again if the card in the
-    folder has figures on rows for the same weights. Raise `UserError` if something cannot be read.
+    it. With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and
+    probed on `n_sets` data sets that the model reads. With `keeps_rows`, rows are not measured again if the report card
+    in the folder has such a measurement for the same weights. Raise `UserError` if something cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
@@ -130,7 +130,7 @@ def evaluations_of(
 
 
 class _Hooks:
-    """Provides the language model, dense probes and rows with tokens of each hook, which all its SAEs share.
+    """Provides for each hook the language model, dense probes and rows with tokens, which all SAEs of a hook share.
 
     Each is created on first use. The SAEs of a hook are evaluated one after another, so only the latest model and
     probes stay in memory.
@@ -167,7 +167,7 @@ class _Hooks:
         return SplicedModel(extraction, at, self._device, hook_out, only_reads=bool(self._sets))
 
     def _train_probes(self, hook: int) -> DenseProbes | None:
-        """Return probes of the raw rows of each set of texts, or None without --probe."""
+        """Return probes on the raw rows of each data set, or None without --probe."""
         model = self.model(hook)
         if model is None or not self._sets:
             return None
@@ -187,7 +187,7 @@ class _PartTimer:
         self._learner, self._rows, self._hooks, self._begin = learner, rows, hooks, begin
 
     def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
-        """Yield the card with these facts after each part; with `kept`, take its figures on rows."""
+        """Yield the report card, including `facts`, after each part; if `kept` is given, reuse its metrics on rows."""
         learner, hooks = self._learner, self._hooks
         if kept:
             yield (card := Card(**facts, data=kept.data, figures=kept.figures))
@@ -212,7 +212,7 @@ class _PartTimer:
             yield _with(card, PROBES, part, probing=probing)
 
     def features(self, n_contexts: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
-        """Return tensors with the latents' texts and, with a language model, their promoted tokens; and the parts."""
+        """Return tensors with the latents' texts and, with a language model, promoted tokens; also return the parts."""
         learner, path = self._learner, self._hooks.texts(self._learner.hook)
         if path is None or not path.is_dir():
             return {}, {}
@@ -273,10 +273,10 @@ def _probe(dense: DenseProbes, learner: Learner) -> Probing:
 
 @contextlib.contextmanager
 def _folder_with_tokens(settings: SourceSettings, device: torch.device) -> Iterator[Path | None]:
-    """Yield the folder of the data, or None if it has no folder or several.
+    """Yield the data folder, or None if there is no folder or more than one.
 
-    For a language model's stream, read the beginning of its text again, store the rows in a temporary folder, and
-    delete it afterwards. Raise `UserError` if this fails.
+    For a stream from a language model, read the beginning of its text again, store the rows in a temporary folder, and
+    delete this folder afterwards. Raise `UserError` if this fails.
     """
     if not isinstance(settings, ModelSettings):
         yield folder_of(settings)

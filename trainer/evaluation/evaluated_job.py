@@ -1,4 +1,4 @@
-"""Reads the job file of a run to evaluate. It may belong to another user, so it cannot allow code to run."""
+"""Reads the job file of a run to evaluate. The file may belong to another user, so it cannot allow code to run."""
 
 from __future__ import annotations
 

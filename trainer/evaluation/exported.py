@@ -18,7 +18,7 @@ from trainer.training.thresholds import OF_HALVES
 
 
 class ExportedSae:
-    """An SAE that runs on raw rows in fp32, with its `architecture` and its number of `tokens` in training."""
+    """An SAE that runs on raw rows in fp32; `tokens` is the number of tokens that it was trained on."""
 
     def __init__(self, shared: SharedSae, device: torch.device) -> None:
         self.metadata = shared.metadata
@@ -29,13 +29,13 @@ class ExportedSae:
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
         self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
         scales = scales_in(shared.metadata, shared.d_out)
-        # The dimension scales [d_out] of its training; None: all 1.
+        # The dimension scales [d_out] used in training, or None if all are 1.
         self.dimension_scales = None if scales is None else scales.to(device)
         self._of_halves = _thresholds_in(shared.metadata)
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Use the threshold for one half of the run's held-out rows, set on the other half, while the context lasts."""
+        """While the context lasts, measure one half of the held-out rows with the threshold from the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
@@ -56,13 +56,13 @@ class ExportedSae:
         return self.W_dec if self.dimension_scales is None else self.W_dec * self.dimension_scales
 
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
-        """Return the activations and the reconstruction [n, d_out] of rows x [n, d_in]; ignore `y`."""
+        """Return the activations and the reconstruction [n, d_out] for rows x [n, d_in]; `y` is ignored."""
         acts = self.encode(x)
         x_hat = acts.values @ self.W_dec + self._b_dec
         return acts, x_hat + x @ self._weights["W_skip"].T if "W_skip" in self._weights else x_hat
 
     def encode(self, x: Tensor) -> DenseActs:
-        """Return the activations [n, d_sae] of rows [n, d_in]."""
+        """Return the latent activations [n, d_sae] for rows [n, d_in]."""
         own = self._weights
         product = (x if self.is_transcoder else x - self._b_dec) @ own["W_enc"]
         if self._form == "gated":

@@ -1,4 +1,4 @@
-"""Measures an SAE on rows of activations by the definitions of SAELens and SAEBench, with all sums in float64."""
+"""Measures an SAE on rows with the metrics that SAELens and SAEBench define; all sums are in float64."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from trainer.saes.sparse_acts import Acts
 # Takes inputs [n, d_in] and targets [n, d_out]; returns the activations and the reconstruction of the targets.
 Reconstruct = Callable[[Tensor, Tensor], tuple[Acts, Tensor]]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-# The most decoder directions that are compared with all others.
+# The maximum number of decoder directions that are compared with all others.
 MOST_COMPARED = 2048
 _AT_ONCE = 256
 
 
 class Grouped(NamedTuple):
-    """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` says what a group is."""
+    """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` is the kind of group."""
 
     error: Tensor
     spread: Tensor
@@ -48,7 +48,7 @@ class RowFigures(msgspec.Struct, frozen=True):
 
 
 class Rebuilt:
-    """Sums over rows of targets and their reconstructions, all in float64."""
+    """Sums over rows of targets and reconstructions, all in float64."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -99,11 +99,11 @@ def measure(
     grouped: Callable[[Tensor, Tensor], Grouped] | None = None,
     scales: Tensor | None = None,
 ) -> Figures:
-    """Measure an SAE with `w_dec` [d_sae, d_out] on the rows of `batches()`, which must yield the same rows twice.
+    """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
-    `grouped` sums errors and spreads [n] over groups of dependent rows; without it all rows count as independent.
-    `scales` [d_out] are the dimension scales of the training: all figures but `fvu_all_dimensions` use scaled targets.
-    Raise `ValueError` if there is no row.
+    `grouped` sums errors and spreads [n] over groups of dependent rows; without it, all rows count as independent.
+    `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
+    targets. Raise `ValueError` if there are no rows.
     """
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
@@ -170,7 +170,7 @@ def _figures(rows: RowFigures, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: 
 
 
 def by_label(labels: Indices, values: Tensor) -> Tensor:
-    """Return the sums, float64 [n_labels], of the values [n] with each label, in the order of the labels."""
+    """Return the sum of the values [n] for each label, float64 [n_labels], in the order of the labels."""
     _, places = torch.from_numpy(labels).unique(return_inverse=True)
     sums = torch.zeros(int(places.max()) + 1 if len(places) else 0, dtype=torch.float64)
     return sums.index_add(0, places, values.double().cpu())
@@ -213,7 +213,7 @@ def largest_cosines(w_dec: Tensor, seed: int = 0) -> float:
 
 @torch.no_grad()
 def recovered(features: Tensor, w_dec: Tensor) -> float:
-    """Return the MMCS: the mean, over known features [n, d_out], of the largest cosine with a decoder direction.
+    """Return the MMCS: the mean over known features [n, d_out] of the largest cosine with a decoder direction.
 
     Sharkey et al. 2022, "Taking features out of superposition with sparse autoencoders".
     """

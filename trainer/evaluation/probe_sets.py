@@ -1,6 +1,6 @@
-"""Reads the labelled texts that probes are trained on from the files of the package sae-probes.
+"""Reads labelled texts for training probes from the files of the package sae-probes.
 
-Only its folder of tables is needed. Importing the package would also load SAELens, TransformerLens and XGBoost.
+Only its folder of tables is needed; importing the package would also load SAELens, TransformerLens and XGBoost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PACKAGE = "sae_probes"
 _NEEDED = {PACKAGE: "sae-probes", "sklearn": "scikit-learn", "zstandard": "zstandard"}
 _TABLES = "data/cleaned_data"
 _ENDING = ".csv.zst"
-# The most texts of each class to use, from the beginning of a table.
+# The maximum number of texts per class, taken from the beginning of a table.
 PER_CLASS = 192
-# With fewer texts, the validation set that decides on the penalty would have only a dozen texts.
+# With fewer texts, the validation set that selects the penalty would have only a dozen texts.
 _FEWEST_PER_CLASS = 64
-# Sets of short texts on as many subjects as possible, with labels that a human reader would give too.
+# Data sets of short texts on as many subjects as possible, with labels that a human reader would also assign.
 DEFAULTS = (
     "5_hist_fig_ismale",
     "7_hist_fig_ispolitician",
@@ -42,7 +42,7 @@ DEFAULTS = (
 
 
 class TextSet(NamedTuple):
-    """Texts of two classes, the same number of each; `labels` are 0 or 1."""
+    """Texts from two classes, the same number from each; `labels` are 0 or 1."""
 
     name: str
     texts: list[str]
@@ -50,7 +50,7 @@ class TextSet(NamedTuple):
 
 
 def read_sets(n: int) -> list[TextSet]:
-    """Return `n` sets: the `DEFAULTS` first, then other sets with two classes, ordered by number.
+    """Return `n` data sets: first the `DEFAULTS`, then other sets with two classes, in numerical order.
 
     Raise `UserError` if a package is not installed, a set cannot be read, or there are fewer than `n` sets.
     """
@@ -88,14 +88,14 @@ def _number(name: str) -> int:
 
 
 def _read(file: Path) -> TextSet | None:
-    """Return a set, or None if it does not have two classes, or has too few texts of one."""
+    """Return a data set, or None if it does not have two classes with enough texts."""
     try:
         by_label: dict[str, list[str]] = {}
         for row in _rows(file):
             if (text := row["prompt"]) and row["target"]:
                 by_label.setdefault(row["target"], []).append(text)
     except Exception as error:
-        # A damaged file may fail in zstd, in decoding UTF-8, in parsing the table, or for a missing column.
+        # With a damaged file, zstd, UTF-8 decoding or parsing the table may fail, or a column may be missing.
         raise UserError(f"--probe: {file} cannot be read ({first_line(error)}); {_again()}") from None
     n = min(map(len, by_label.values()), default=0)
     if len(by_label) != 2 or n < _FEWEST_PER_CLASS:

@@ -1,7 +1,7 @@
-"""k-sparse probing: measures how well a few latents classify texts, compared with a probe of the raw activations.
+"""k-sparse probing: measures how well a few latents classify texts, compared with a probe on the raw activations.
 
 The definitions follow sae-probes (Kantamneni et al. 2025, "Are sparse autoencoders useful? A case study in sparse
-probing"), including its choice of latents and of the penalty of a logistic regression. Unlike there, columns are
+probing"), including its choice of latents and of the logistic regression penalty. Unlike in sae-probes, columns are
 standardised, since the raw rows of some models have a few columns that are far larger than all others.
 """
 
@@ -32,16 +32,16 @@ Encode = Callable[[Tensor], Tensor]
 KS = (1, 16)
 SEEDS = (0, 1, 2)
 TEST_SHARE = 1 / 3
-# Candidates for the inverse of the L2 penalty; the AUC on the last part of the training texts decides.
+# Candidates for the inverse L2 penalty; the one with the best AUC on the last part of the training texts is used.
 _STRENGTHS = np.logspace(1, -5, 7)
 _VALIDATION_SHARE, _MOST_VALIDATION = 0.2, 100
 _ROWS_AT_ONCE = 1024
-# Tokens in one forward pass of the model.
+# The number of tokens in one forward pass of the model.
 TOKENS_AT_ONCE = 4096
 
 
 class LabelledRows(NamedTuple):
-    """A model's rows [n, d_in] at a hook, one for the last token of each text of a set, with labels 0 or 1."""
+    """A model's rows [n, d_in] at a hook for the last token of each text in a data set, with labels 0 or 1."""
 
     name: str
     rows: Tensor
@@ -49,14 +49,14 @@ class LabelledRows(NamedTuple):
 
 
 class DenseProbes(NamedTuple):
-    """Sets of rows with the AUCs [n_sets, n_seeds] of probes of the raw rows, which are the same for every SAE."""
+    """Rows of several data sets, and the AUCs [n_sets, n_seeds] of probes on the raw rows, the same for every SAE."""
 
     sets: list[LabelledRows]
     aucs: Floats
 
 
 def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
-    """Train a probe on the raw rows of each set for every seed."""
+    """Train a probe on the raw rows of each data set for every seed."""
     with _one_thread():
         aucs = [
             [_auc_of(one.rows.double().numpy(), _split(one.labels, seed)) for seed in SEEDS]
@@ -66,7 +66,7 @@ def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
 
 
 def probe(dense: DenseProbes, encode: Encode) -> Probing:
-    """Train probes on an SAE's latents for every set, seed and k."""
+    """Train probes on an SAE's latents for every data set, seed and k."""
     with _one_thread():
         aucs = np.array([_of_latents(one, encode) for one in track(dense.sets, PART_TITLES[PROBES])])
     names = [one.name for one in dense.sets]
@@ -87,7 +87,7 @@ def _one_thread() -> Any:
 
 
 def _of_latents(one: LabelledRows, encode: Encode) -> list[list[float]]:
-    """Return the AUCs [n_seeds, n_ks] of an SAE on a set."""
+    """Return an SAE's AUCs [n_seeds, n_ks] on a data set."""
     acts = _sparse(one.rows, encode)
     aucs = []
     for seed in SEEDS:
@@ -106,7 +106,7 @@ def _sparse(rows: Tensor, encode: Encode) -> Any:
 
 
 def by_difference(acts: Any, labels: Ints) -> Ints:
-    """Return the latents ordered by the difference between their means in the two classes, the largest first.
+    """Return the latents ordered by the difference of their class means, the largest first.
 
     `acts` is a sparse matrix [n, d_sae]. A latent's difference is divided by the mean of its nonzero activations, since
     the scale of a latent has no meaning.
@@ -118,7 +118,7 @@ def by_difference(acts: Any, labels: Ints) -> Ints:
 
 
 class ProbeSplit(NamedTuple):
-    """The indices of the training rows of a probe, in random order, and of its test rows, with their labels."""
+    """The indices of a probe's training rows, in random order, and test rows, with their labels."""
 
     train: Ints
     test: Ints
@@ -127,7 +127,7 @@ class ProbeSplit(NamedTuple):
 
 
 def _split(labels: Sequence[int], seed: int) -> ProbeSplit:
-    """Split a balanced set into training and test rows, which are balanced too."""
+    """Split a balanced data set into training and test rows, which are also balanced."""
     generator, y = np.random.default_rng(seed), np.array(labels)
     of_classes = [generator.permutation(np.flatnonzero(y == label)) for label in (0, 1)]
     n_test = round(len(of_classes[0]) * TEST_SHARE)
@@ -175,11 +175,11 @@ def _summary(names: list[str], aucs: Floats) -> Auc:
 def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tensor:
     """Return the rows [n, d] of the texts' last tokens at the model's first hook, fp32 on the CPU.
 
-    The tokenizer's special tokens surround each text, but the row is for the last token of the text itself. A text of
-    more than `context` tokens loses its beginning.
+    The tokenizer's special tokens surround each text, but the row belongs to the last token of the text itself. A text
+    of more than `context` tokens is truncated at its beginning.
     """
     pieces, places = _pieces(model.tokenizer, texts, context)
-    # Batches of texts of equal length need no padding, which would change the rows of some models.
+    # Batches of texts with equal length need no padding, which would change the rows of some models.
     groups = list(_of_one_length(pieces))
     rows: dict[int, Tensor] = {}
     for numbers in groups:
@@ -206,7 +206,7 @@ def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[l
 
 
 def _of_one_length(pieces: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield the indices of pieces of equal length that are read together."""
+    """Yield the indices of pieces that have the same length and are read together."""
     by_length = sorted(range(len(pieces)), key=lambda number: len(pieces[number]))
     for length, numbers in itertools.groupby(by_length, key=lambda number: len(pieces[number])):
         remaining = iter(numbers)

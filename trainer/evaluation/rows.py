@@ -1,4 +1,4 @@
-"""The rows on which an SAE is measured; each pass over them yields the same rows."""
+"""The rows on which an SAE is measured; every pass yields the same rows."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.training.row_sample import RowSampler
 
-# Rows in one forward pass of an SAE.
+# The number of rows in one forward pass of an SAE.
 BATCH = 1024
-# The number of values of a row that are hashed, enough to identify it. Hashing all values would take seconds.
+# The number of values per row that are hashed, enough to identify the row. Hashing all values would take seconds.
 _HASHED = 32
 
 
 class StopAsked(UserError):
-    """A stop was requested while an SAE was measured."""
+    """A stop was requested while an SAE was being measured."""
 
 
 class EvaluationRows:
-    """The held-out rows of a run, or about `most` of them, evenly spaced; a sample of all rows if none are held out.
+    """A run's held-out rows, or about `most` of them, evenly spaced; if none are held out, a sample of all rows.
 
-    Each pass of `batches` leaves out and counts outliers and rows that are not finite. It raises `StopAsked` once
-    `stop` is set.
+    Each pass of `batches` leaves out and counts outliers and non-finite rows. It raises `StopAsked` once `stop` is set.
     """
 
     def __init__(
@@ -60,10 +59,11 @@ class EvaluationRows:
         self.outliers, self._data, self._job, self._device = outliers, data, job, device
         self._stop = stop or threading.Event()
         self.n_held_out = data.n_held_out
-        # Take every n-th row: held-out rows are in text order, and the beginning of a text differs from the rest.
+        # Take every n-th row, because held-out rows are in text order, and the beginning of a text differs from its
+        # end.
         self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
-        # From the last pass: the label of the text or block of each row, and a hash of rows and labels.
+        # From the last pass: each row's label of its text or block, and a hash of rows and labels.
         self._labels: list[Indices] = []
         self._digest = hashlib.sha256()
         self._of = ""
@@ -71,7 +71,7 @@ class EvaluationRows:
 
     @classmethod
     def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[EvaluationRows]:
-        """Return the rows of a job's data for each of its hooks."""
+        """Return the evaluation rows of a job's data for each hook."""
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
         found = [RowSampler(one, device).find_outliers(job) for one in hooks]
@@ -83,9 +83,9 @@ class EvaluationRows:
     def batches(
         self, measuring_half: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
     ) -> Iterator[Pair]:
-        """Yield inputs and targets in fp32 on the device; every call yields the same.
+        """Yield inputs and targets in fp32 on the device; every call yields the same rows.
 
-        The context `measuring_half(half)` is active while the held-out rows of a half are yielded.
+        The context `measuring_half(half)` is active while the held-out rows of that half are yielded.
         """
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
@@ -113,7 +113,7 @@ class EvaluationRows:
     def measure(
         self, sae: Sae | ExportedSae, reconstruct: Reconstruct, w_dec: Tensor, place: str, *, is_trained_on: bool = True
     ) -> tuple[Figures, EvaluationData]:
-        """Measure an SAE on the rows, and describe them; raise `UserError` if there is no row."""
+        """Measure an SAE on the rows, and describe the rows; raise `UserError` if there are no rows."""
         try:
             batches = partial(self.batches, sae.measuring_half)
             figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales)
@@ -122,12 +122,12 @@ class EvaluationRows:
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
 
     def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
-        """Sum the errors and spreads [n] of the last pass for each text, or for each block of neighbouring rows.
+        """Sum the errors and spreads [n] of the last pass over each text or each block of neighbouring rows.
 
         Store the sums as `sums`, to compare SAEs that were measured on the same rows.
         """
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
-        # Labels are renumbered from 0 first, so that the hash does not depend on the numbers of the texts.
+        # First renumber labels from 0, so that the hash does not depend on text numbers.
         self._digest.update(labels.astype(np.int64).tobytes())
         of_texts = Grouped(by_label(labels, error), by_label(labels, spread), self._of)
         places = np.arange(len(of_texts.error))
@@ -139,7 +139,7 @@ class EvaluationRows:
     def describe(
         self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True
     ) -> EvaluationData:
-        """Describe the rows; `scales` [d_out] are the dimension scales of the SAE's training."""
+        """Describe the rows; `scales` [d_out] are the dimension scales that the SAE was trained with."""
         inputs, targets = _RunningMoments(), _RunningMoments()
         for x, y in self.batches():
             inputs.add(x)
@@ -172,7 +172,7 @@ class EvaluationRows:
     def _stored(
         self, measuring_half: Callable[[int], AbstractContextManager[None]]
     ) -> Iterator[tuple[Tensor, Tensor, Indices]]:
-        """Yield inputs, targets and the labels of their texts or blocks; held-out rows come half by half."""
+        """Yield inputs, targets and the labels of their texts or blocks; held-out rows come in two halves."""
         seed = self._job.train.seed
         clusters = self._data.clusters() if self.n_held_out else self._data.clusters_of_sample(seed)
         self._of = clusters.of
@@ -194,7 +194,7 @@ class EvaluationRows:
 
 
 class _RunningMoments:
-    """Accumulates the mean and the variance of each dimension of rows that arrive in parts."""
+    """Accumulates the mean and variance of each dimension over rows that arrive in batches."""
 
     def __init__(self) -> None:
         self.n_rows = 0

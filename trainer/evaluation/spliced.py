@@ -1,9 +1,9 @@
-"""Measures how much worse a language model gets when an SAE's reconstructions replace the rows at a hook.
+"""Measures how much worse a language model becomes if an SAE's reconstructions replace the rows at a hook.
 
 The definitions follow SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
-spliced in, and with the hook's rows set to zero. A score is the share of the loss added by this ablation that the SAE
-avoids. The main figures replace and count only rows like the training rows, so they may leave out first
-tokens, for example. `all_tokens` replaces and counts every row, as SAELens does.
+spliced in, and with the hook's rows set to zero. A score is the share of the loss added by this zero ablation that the
+SAE avoids. The main metrics replace and count only rows like the training rows, so they may leave out first tokens, for
+example. `all_tokens` replaces and counts every row, as SAELens does.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from trainer.extraction.language_model import LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, ContextBatch, batches
 from trainer.extraction.state import ExtractionState
 
-# Tokens in one forward pass. Two copies of their logits are held in fp32.
+# The number of tokens in one forward pass. Two copies of their logits are held in fp32.
 TOKENS_AT_ONCE = 1024
-# Sites in the residual stream, or with rows that are added to it. The input of an MLP is excluded: it is normalised.
+# Sites in the residual stream, or whose rows are added to it. The input of an MLP is excluded, since it is normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
-# Tokens to keep of each kind, promoted and suppressed.
+# The number of promoted and of suppressed tokens to keep.
 N_MOVED = 10
-# The most logits of decoder directions to hold in memory at once, in fp32.
+# The maximum number of decoder direction logits in memory at once, in fp32.
 _LOGITS_AT_ONCE = 2**25
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
 
-# Returns new rows [n, d_out], from the rows [n, d_in] at the hook that is read and the rows [n, d_out] to replace.
+# Returns new rows [n, d_out], given the rows [n, d_in] at the hook that is read and the rows [n, d_out] to replace.
 Change = Callable[[Tensor, Tensor], Tensor]
 
 
 class LossSums:
-    """Cross-entropy and KL divergence, summed over the tokens that count."""
+    """Cross-entropy and KL divergence, summed over the counted tokens."""
 
     def __init__(self) -> None:
-        # For each batch: the text number and the value of each token that counts.
+        # For each batch: the text number and the value of each counted token.
         self._ce, self._kl = [_NOTHING], [_NOTHING]
         self._n_ce = self._n_kl = 0
 
@@ -97,13 +97,13 @@ def _with_texts(values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the sums [n_texts] of the values of each text, in the order of the text numbers."""
+    """Return the sum of the values for each text, [n_texts], in the order of the text numbers."""
     documents, values = (torch.cat(column) for column in zip(*parts, strict=True))
     return by_label(documents.numpy(), values)
 
 
 class ReadContexts(NamedTuple):
-    """A batch of contexts that the unchanged model has read, [n_contexts, n_tokens] each.
+    """A batch of contexts after a pass of the unchanged model; tensors are [n_contexts, n_tokens].
 
     `counts` marks rows like the extracted rows. `predicts` [n_contexts, n_tokens - 1] marks the counted rows whose next
     token belongs to the same document. `log_probabilities` is [n_contexts, n_tokens, n_ids].
@@ -117,9 +117,10 @@ class ReadContexts(NamedTuple):
 
 
 class PatchedSums:
-    """The sums for one choice of counted rows: for the unchanged model, for each change, and for the rows themselves.
+    """Sums for one choice of counted rows: for the unchanged model, for each change, and for the rows themselves.
 
-    `known` has the sums of changes that were measured with another SAE on the same text. They are not measured again.
+    `known` contains sums for changes that were measured with another SAE on the same text; these are not measured
+    again.
     """
 
     def __init__(
@@ -166,10 +167,10 @@ class PatchedSums:
 
 
 class SplicedModel:
-    """A language model with its unembedding, whose rows at one hook can be replaced while it reads.
+    """A language model with its unembedding; its rows at one hook can be replaced during a forward pass.
 
-    The rows at `hook` are replaced by new rows that are computed from them. With `hook_out`, the rows at `hook_out` are
-    replaced instead. A model that predicts no next token raises `NoLoss`, or has `has_loss` False if it `only_reads`.
+    New rows are computed from the rows at `hook`, and replace them or, if given, the rows at `hook_out`. For a model
+    that predicts no next token, `NoLoss` is raised, or `has_loss` is False if it `only_reads`.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class SplicedModel:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        # For each number of tokens: the text, and the sums of its ablations for both views.
+        # For each number of tokens: the text, and the sums of its ablations for both choices of counted rows.
         self._texts: dict[int, tuple[list[ContextBatch], bool]] = {}
         self._ablated: dict[int, tuple[dict[str, LossSums], dict[str, LossSums]]] = {}
         try:
@@ -196,16 +197,16 @@ class SplicedModel:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the extraction that affect the figures."""
+        """The extraction settings that affect the metrics."""
         return {"context": self._job.text.context, "skip_first": self._job.extract.skip_first}
 
     @torch.inference_mode()
     def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> PatchedModel:
-        """Measure an SAE on about `n_tokens` tokens: first replace the extracted rows, then all rows as in SAELens.
+        """Measure an SAE on about `n_tokens` tokens: first replace the extracted rows, then all rows, as in SAELens.
 
-        `reconstruct` takes rows [n, d_in] in fp32 and their targets; `mean` [d_out] is the mean of the targets, the
-        same in each call. The default of `n_tokens` is `MODEL_TOKENS` of the device. Ablations are measured in the
-        first call only: later calls take three passes instead of six. Raise `UserError` if no row counts.
+        `reconstruct` takes rows [n, d_in] in fp32 and their targets. `mean` [d_out] is the mean of the targets; it must
+        be the same in each call. The default of `n_tokens` is `MODEL_TOKENS` for the device. Ablations are measured
+        only in the first call, so later calls take three passes instead of six. Raise `UserError` if no row is counted.
         """
         names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
         wanted = n_tokens or MODEL_TOKENS[self._model.device.type]
@@ -253,14 +254,14 @@ class SplicedModel:
         return " and ".join(names)
 
     def _splice(self, view: PatchedSums, batch: ContextBatch, reading: ReadContexts) -> None:
-        """Run the model on a batch with each change of a view."""
+        """Run the model on a batch once for each change of a view."""
         for name, change in view.changes.items():
             with self._model.replacing(partial(_replaced, reading.counts, change)):
                 view.of_each[name].add(reading, self._model.logits(batch))
             advance()
 
     def _everything(self, reading: ReadContexts, batch: ContextBatch) -> ReadContexts:
-        """Return the reading with every token counted."""
+        """Return the same reading, but with every token counted."""
         counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
         return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
 
@@ -277,9 +278,9 @@ class SplicedModel:
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
     def _batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
-        """Return batches of about `n_tokens` tokens, and whether their text was not extracted.
+        """Return batches with about `n_tokens` tokens in total, and whether their text was not extracted.
 
-        They come from after the extracted part of the text, or from its beginning if no text is left.
+        The batches come from the text after the extracted part or, if no text is left, from its beginning.
         """
         output = self._job.extract.output
         state = read_json(Path(output) / STATE, ExtractionState) if output else None
@@ -304,7 +305,7 @@ class SplicedModel:
 
 
 def _predicts(counts: Tensor, documents: Tensor) -> Tensor:
-    """Return a mask [n_contexts, n_tokens − 1] of the counted rows whose next token is of the same document."""
+    """Return a mask [n_contexts, n_tokens − 1] of counted rows whose next token belongs to the same document."""
     return counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
 
 
@@ -323,7 +324,7 @@ def _replaced(counts: Tensor, change: Change, read: Tensor, written: Tensor) -> 
 def job_of_data(folder: Path) -> ExtractJob:
     """Return the extraction that wrote a folder of shards; raise `UserError` if it is unknown.
 
-    The folder may come from another user, so it cannot allow a model's own code to run; only a job file can.
+    The folder may come from another user, so it cannot allow a model's own code to run; only a job file can do this.
     """
     output = folder.parent
     state = read_json(output / STATE, ExtractionState)
@@ -343,7 +344,7 @@ def job_of_data(folder: Path) -> ExtractJob:
 
 
 def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
-    """Return the job's name for the hook of data with this meta.json; raise `UserError` if the job does not read it."""
+    """Return the job's name for the hook in a meta.json; raise `UserError` if the job does not read this hook."""
     written = str(meta.get("hook") or meta.get("hook_name") or "")
     with contextlib.suppress(ValueError):
         for hook in job.model.hooks:
@@ -356,7 +357,7 @@ def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
 
 @torch.inference_mode()
 def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
-    """Return the tokens that each direction promotes and suppresses most (the logit lens), and their logits.
+    """Return the tokens that each decoder direction promotes and suppresses most (the logit lens), and their logits.
 
     nostalgebraist 2020, "interpreting GPT: the logit lens"; applied to decoder directions as in SAEDashboard and
     Neuronpedia: W_dec @ W_U. Here W_U includes the weight of the model's final norm, as with TransformerLens'

@@ -1,4 +1,4 @@
-"""Runs a model's chat template, an untrusted program, with limits on its time and on the size of its values."""
+"""Runs a model's chat template, which is an untrusted program, with limits on its time and on the size of values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainer.contract.errors import UserError, first_line
 
 # Seconds. A template normally takes milliseconds, but a bad one may never end.
 _LIMIT_S = 3.0
-# Limits on the result of an operator: bits of an integer, and characters of a text or entries of a list. The last limit
-# is for integers passed to filters and to methods of texts or integers, such as a width.
+# Limits on an operator's result: bits of an integer, and characters of a text or entries of a list. The last limit
+# applies to integers, such as a width, that are passed to filters and to methods of texts or integers.
 _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
 _HUGE = "it creates a huge number or text"
 
@@ -39,9 +39,9 @@ def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
 
 @functools.cache
 def _bound_templates() -> None:
-    """Make transformers run templates in a sandbox that refuses huge values.
+    """Make transformers run chat templates in a sandbox that refuses huge values.
 
-    A value such as 9**9**9 is computed in a single C call, which no time limit can interrupt.
+    A value such as 9**9**9 is computed in a single C call, which a time limit cannot interrupt.
     """
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -85,7 +85,7 @@ def _are_huge(arguments: Iterable[Any]) -> bool:
 
 
 def _makes_huge(operator: str, left: Any, right: Any) -> bool:
-    """Return whether an operator's result would be huge, or slow to compute because an operand is huge."""
+    """Return whether an operator's result would be huge, or slow to compute because of a huge operand."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length(), right.bit_length()
         return (bits[0] * max(right, 0) if operator == "**" else sum(bits)) > _MOST_BITS
@@ -101,14 +101,14 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
 
 
 class TookTooLong(BaseException):
-    """The code did not end in time. This is no `Exception`, since the code might catch that."""
+    """The code did not end in time. This is not a subclass of `Exception`, since the code might catch that."""
 
 
 @contextlib.contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Raise `TookTooLong` in the body of the context after this time, at the next Python instruction.
+    """Raise `TookTooLong` in the body of the context after the given time, at the next Python instruction.
 
-    A call of C code is not interrupted. A signal would work only in the main thread.
+    A call to C code is not interrupted. A signal would work only in the main thread.
     """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
@@ -124,6 +124,6 @@ def ended_after(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        # Once `is_over` is set under the lock, the timer cannot raise the exception any more.
+        # Once `is_over` is set under the lock, the timer can no longer raise the exception.
         with lock:
             is_over = True

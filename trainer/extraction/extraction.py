@@ -1,4 +1,4 @@
-"""Runs an extraction: reads batches with the model, selects rows, writes shards, and resumes after the last shard."""
+"""Runs an extraction: reads batches with the model, selects rows, writes shards, and can resume after a shard."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class ExtractionResult(msgspec.Struct):
-    """The result of an extraction: a folder for each hook, the rows in each, and the rows left out by reason.
+    """The result of an extraction: a folder for each hook, its number of rows, and the numbers of rows left out, by
+    reason.
 
     `tokens_per_s` is the reading speed since this process started. When the extraction has finished, rank 0 counts the
     tokens of all ranks.
@@ -62,7 +63,7 @@ class ExtractionResult(msgspec.Struct):
 
 
 class BatchToRead(NamedTuple):
-    """A batch to read, with its number, the tokens whose rows are kept, and the origin of these rows."""
+    """A batch to read, its number, the tokens whose rows are kept, and the origin of these rows."""
 
     number: int
     batch: ContextBatch
@@ -71,7 +72,7 @@ class BatchToRead(NamedTuple):
 
 
 class RowsInTransfer(NamedTuple):
-    """A batch whose rows [n, d_in] and norms [n] for each hook are being copied from the device."""
+    """A batch whose rows [n, d_in] and norms [n] at each hook are being copied from the device."""
 
     asked: BatchToRead
     rows: list[HostCopy]
@@ -79,14 +80,14 @@ class RowsInTransfer(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """The rows of a batch for each hook [n, d_in], the indices of the kept rows (None: all), and their origin."""
+    """The rows of a batch at each hook [n, d_in], the indices of the kept rows (None: all), and their origin."""
 
     rows: list[Tensor]
     at: Tensor | None
     origin: RowOrigin
 
     def cut(self, first: int, last: int) -> KeptRows:
-        """Return the kept rows from `first` up to, but not including, `last`."""
+        """Return the kept rows from `first` to `last` - 1."""
         origin = RowOrigin(*(one[first:last] for one in self.origin))
         if self.at is not None:
             return KeptRows(self.rows, self.at[first:last], origin)
@@ -94,7 +95,7 @@ class KeptRows(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """A shard of each hook that is being written, and the `ExtractionState` to save once it is written."""
+    """The shards, one per hook, that are being written, and the `ExtractionState` to save afterwards."""
 
     shards: ShardsBegun
     batch: int
@@ -105,7 +106,7 @@ class Writing(NamedTuple):
 def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[[str], object]) -> ExtractionResult:
     """Run or resume an extraction and return its result; `tell` is called with progress messages.
 
-    With several processes, each reads its share of the text. Raise `UserError` with a remedy if something fails.
+    If there are several processes, each reads its share of the text. Raise `UserError` with a remedy on failure.
     """
     state = stored_state(job, peers.size)
     if state.is_finished:
@@ -128,7 +129,7 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
 
 
 def contexts_of(job: ExtractJob, model: LanguageModel) -> Iterator[ContextBatch]:
-    """Yield the contexts of a job's text, each as a batch of one; every call yields the same contexts."""
+    """Yield the contexts of a job's text, each as a batch with one context; every call yields the same contexts."""
     tokens = model.tokenizer.tokens(documents(job.text))
     return (pack if model.packs else separate)(tokens, job.text.context)
 
@@ -157,11 +158,12 @@ class Extraction:
         rank = peers.rank if peers.size > 1 else None
         self._blocks = ShardBuffer(folders, job.extract.shard_rows, job.extract.seed, rank)
         self._share = share_of(job.extract.n_tokens, peers.rank, peers.size)
-        # Batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each batch at once.
+        # The number of batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each at
+        # once.
         self._ahead = 0 if device.type == "cpu" else 1
         self._n_kept, self._n_shards = 0, 0
         self._writing: Writing | None = None
-        # The rows that this process adds because other processes lack them; None until known.
+        # The number of rows that this process adds for processes whose text has ended; None until known.
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
 
@@ -188,7 +190,7 @@ class Extraction:
         if not state.n_stored:
             forget_parts(self._job)
         if self._peers.size > 1:
-            # Without this file, a restart would refuse the folder's shards as files of something else.
+            # Without this file, a restart would refuse the folder, because its shards would look like unrelated files.
             write_state(self._output, state)
 
     def _open(self, locks: contextlib.ExitStack) -> None:
@@ -210,11 +212,11 @@ class Extraction:
             raise UsageError(f"extract.output: {was}; continue on the device that made them, or choose another folder")
 
     def _read(self) -> bool:
-        """Read until this process has its rows or its text ends; return False if it must stop before that."""
+        """Read until this process has all its rows or its text ends; return False if it must stop earlier."""
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
-                # Checked only after a batch: after a resumption, the first batch is not yet in the counts.
+                # Check only after a batch: when resuming, the counts do not include the first batch yet.
                 if self._n_missing <= 0:
                     return True
         self._note_written()
@@ -226,7 +228,7 @@ class Extraction:
         return True
 
     def _coming(self, batches: Iterator[BatchToRead]) -> Iterator[RowsInTransfer]:
-        """Yield the model's rows for each batch while it reads the next ones; end early if a stop is requested."""
+        """Yield the model's rows for each batch while it reads the next batches; end early if a stop is requested."""
         ahead: deque[RowsInTransfer] = deque()
         for asked in batches:
             if self._peers.is_stopped:
@@ -242,7 +244,7 @@ class Extraction:
         return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
     def _read_batch(self, coming: RowsInTransfer) -> None:
-        """Keep the rows of a batch that this process's share still needs, then the rows that other processes lack."""
+        """Keep the rows of a batch that this process still needs, then rows that other processes lack."""
         number, kept = coming.asked.number, coming.asked.kept
         if self._writing and self._writing.shards.is_done:
             self._note_written()
@@ -263,7 +265,7 @@ class Extraction:
         return self._share + (self._extra or 0) - self._n_kept
 
     def _batches(self) -> Iterator[BatchToRead]:
-        """Yield this process's batches with their numbers, from the saved position on; every call yields the same."""
+        """Yield this process's numbered batches from the saved position on; every call yields the same batches."""
         own = enumerate(self._all_batches(self._peers.rank, self._peers.size))
         for number, batch in itertools.islice(own, self._first[0], None):
             kept = kept_places(batch, self.model.tokenizer.special, self._job.extract)
@@ -301,7 +303,7 @@ class Extraction:
         return fits
 
     def _first_norms(self) -> list[Tensor]:
-        """Return the norms of the text's first rows, so that all processes use the limits that a single one would."""
+        """Return the norms of the text's first rows, so that all processes use the same limits as a single process."""
         for batch in self._all_batches():
             places = kept_places(batch, self.model.tokenizer.special, self._job.extract).places
             if len(places):
@@ -324,7 +326,7 @@ class Extraction:
         return limits
 
     def _take(self, number: int, chosen: KeptRows, first: int) -> int:
-        """Add rows of a batch, from index `first` on, until no more are needed; store each full shard.
+        """Add rows from a batch, from index `first` on, until no more are needed; store each full shard.
 
         Return the index after the last added row.
         """
@@ -335,25 +337,25 @@ class Extraction:
         self._blocks.add(own.rows, own.origin, own.at)
         self._n_kept += last - first
         while self._blocks.is_full:
-            # All rows that remain after this shard come from this batch.
+            # All rows that are left after this shard come from this batch.
             self._store(number, last - (self._blocks.n_waiting - self._blocks.shard_rows))
         return last
 
     def _store(self, batch: int, offset: int) -> None:
-        """Begin to write a shard of each hook, after waiting for the previous one."""
+        """Begin to write a shard for each hook, after the previous shards are written."""
         self._note_written()
         shards = self._blocks.begin_write(self._n_shards)
         self._writing = Writing(shards, batch, offset, dict(self._state.left_out))
         self._n_shards += 1
 
     def _note_written(self) -> None:
-        """Wait for the shard that is being written, and save this process's progress."""
+        """Wait for the shards that are being written, and save this process's progress."""
         if writing := self._writing:
             self._take_up(writing)
             write_state(self._folder, msgspec.structs.replace(self._state, left_out=writing.left_out))
 
     def _take_up(self, writing: Writing) -> None:
-        """Wait for a shard of each hook, and add it to the state."""
+        """Wait until the shards are written, and add them to the state."""
         self._writing = None
         written = writing.shards.end()
         self._state.batch, self._state.offset = writing.batch, writing.offset
@@ -371,8 +373,8 @@ class Extraction:
     def _complete(self) -> None:
         """Write the last shard of this process.
 
-        The state file records it together with the end of the extraction. If it were recorded before, a resumed
-        extraction would read its batch again.
+        The state file records this shard together with the end of the extraction. If it were recorded earlier, a
+        resumed extraction would read the shard's last batch again.
         """
         self._note_written()
         if self._blocks.n_waiting:
@@ -385,10 +387,10 @@ class Extraction:
             write_state(self._folder, self._state)
 
     def _finish(self) -> ExtractionResult:
-        """Wait for the other processes; rank 0 also writes the metadata of all rows next to them."""
+        """Wait for the other processes; rank 0 also writes the metadata of all rows."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
-        # The rate excludes the work below, such as hashing the model, since its time does not depend on the rows.
+        # Measure the rate before the work below, such as hashing the model, whose time does not depend on the rows.
         rate = self._rate()
         if self._peers.rank:
             return result_of(self._job, self._state, "finished", rate)

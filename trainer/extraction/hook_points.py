@@ -1,4 +1,4 @@
-"""Finds the modules of hooks in a model, and reads or replaces the activations there."""
+"""Finds the modules that hooks refer to, and reads or replaces their activations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HookPoint(NamedTuple):
 
 
 class BlockList(NamedTuple):
-    """The blocks of a model: the path of their list, and their number."""
+    """The blocks of a model: the path of the list that contains them, and their number."""
 
     path: str
     n: int
@@ -60,7 +60,7 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
     """Return the module at which a hook reads; raise `UserError` if the model has no such module."""
     if hook.path:
         paths = dict(model.named_modules())
-        # A model with an unembedding contains the base model as a module.
+        # A model with an unembedding contains its base model as a module.
         nested = f"{getattr(model, 'base_model_prefix', '')}.{hook.path}"
         if hook.path not in paths and nested not in paths:
             raise UserError(f"model.hooks: the model has no module {show(hook.path)}; it has {_examples(model)}")
@@ -82,8 +82,8 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
 def _branch(block: nn.Module, site: str) -> str | None:
     """Return the path, inside a block, of the module whose input or output is the site, or None if there is none.
 
-    The output of a branch is its term in the residual stream. If the block normalises it first, this is the output
-    of the norm.
+    The output of a branch is the tensor that is added to the residual stream. If the block normalises it first, this is
+    the output of the norm.
     """
     children = dict(block.named_children())
     if "post_feedforward_layernorm" in children and site in ("attn_out", "mlp_out"):
@@ -100,16 +100,16 @@ def _is_berts(block: nn.Module) -> bool:
 
 
 def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
-    """Return TransformerLens's name for a hook in this model, or our own name if TransformerLens has none."""
+    """Return TransformerLens's name for a hook in this model, or our own name if TransformerLens has no name."""
     if hook.site == "resid_post" and _is_berts(model.get_submodule(f"{blocks.path}.{hook.layer}")):
         return f"blocks.{hook.layer}.{POST_NORM}"
     return hook.transformer_lens or hook.name
 
 
 def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[], object]) -> list[str | None]:
-    """Return for each point the path of a module whose output is the tensor there, or None if no module outputs it.
+    """Return for each point the path of a module that outputs the tensor at this point, or None.
 
-    `read()` must run the model. It is called if a point is the input of a module, to find the module that produces
+    `read()` must run the model. It is called only if a point is the input of a module, to find the module that produces
     this tensor.
     """
     paths: list[str | None] = [None if point.of_input else point.path for point in points]
@@ -137,7 +137,7 @@ def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[
 def taking(model: nn.Module, points: Sequence[HookPoint], take: Taken) -> Iterator[None]:
     """Call `take(number, tensor)` with the tensor at each point while the context lasts.
 
-    The model continues with the same tensor, and may change it once `take` has returned.
+    The model continues with the same tensor, and may modify it once `take` has returned.
     """
     handles = [_watch(model.get_submodule(point.path), point, number, take) for number, point in enumerate(points)]
     try:
@@ -186,7 +186,7 @@ def replacing(model: nn.Module, point: HookPoint, change: Callable[[Tensor], Ten
 
 
 def drop_blocks_above(model: nn.Module, blocks: BlockList, points: Sequence[HookPoint]) -> int:
-    """Remove the blocks above the highest point, and return the number of blocks left.
+    """Remove the blocks above the highest point, and return the number of remaining blocks.
 
     Remove none if a point lies outside the blocks.
     """

@@ -1,4 +1,4 @@
-"""Selects the tokens of a batch whose rows are kept; skips special tokens and the first tokens of each document."""
+"""Selects the tokens whose rows are kept; skips special tokens and the first tokens of each document."""
 
 from __future__ import annotations
 

@@ -41,33 +41,33 @@ from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Limit for the difference between the rows of a packed document and of the same document alone. Rounding alone changes
-# the rows: after 30 blocks in bf16 by 0.01 of their norm on average, and by 0.015 at most.
+# The largest allowed difference between the rows of a packed document and of the same document alone. Rounding alone
+# changes the rows: after 30 blocks in bf16 by 0.01 of their norm on average, and by at most 0.015.
 _ROUNDING = 0.05
-# The most that a document's rows may change when only its neighbour's tokens change. Both runs have the same layout and
-# round alike, except in a mixture of experts, where the tokens decide which rows are multiplied together.
+# The largest allowed change of a document's rows if only its neighbour's tokens change. Both runs have the same layout
+# and rounding, except in a mixture of experts, where the tokens determine which rows are multiplied together.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
-# The start of the second document in each context of the probe, and the length of these contexts. The probe has two
-# contexts because some kernels handle only one.
+# The start of the second document in each context of the probe batch, and the length of these contexts. There are two
+# contexts because some kernels separate documents in only one.
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
-# Exceptions that models raise if they need more than token ids, or do not accept positions that restart.
+# Exceptions that models raise if they need more inputs than token ids, or do not accept positions that restart.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
 class NoLoss(UserError):
-    """Logits are needed from a model that predicts no next token."""
+    """Logits were requested from a model that predicts no next token."""
 
 
 class _AllHooksRead(Exception):
-    """Ends a forward pass early, once all hooks have their rows."""
+    """Ends a forward pass early, once the rows of all hooks have been read."""
 
 
 class LanguageModel:
     """A model on a device, with its tokenizer; it reads contexts and returns the rows of its hooks.
 
-    It has neither an unembedding nor the blocks above the last hook, unless it is `whole`: then it can return logits.
+    Unless it is `whole`, it has no unembedding and no blocks above the last hook, so it cannot return logits.
     """
 
     def __init__(self, job: ExtractJob, device: torch.device, *, whole: bool = False) -> None:
@@ -79,7 +79,7 @@ class LanguageModel:
         self.window_before = _window_before(model.config, job.text.context)
         self._blocks = find_blocks(model)
         self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
-        # The names of the hooks in TransformerLens.
+        # TransformerLens's names for the hooks.
         self.names = [name_of(model, self._blocks, hook) for hook in job.hooks]
         self._is_whole = whole
         if whole:
@@ -93,7 +93,7 @@ class LanguageModel:
         self.config = model.config
         self._accepted = {*inspect.signature(model.forward).parameters}
         self._n_ids = int(model.get_input_embeddings().num_embeddings)
-        # Whether several documents can share a context without influencing each other.
+        # True if several documents can share a context without affecting each other.
         self.packs = self._keeps_documents_apart()
 
     @property
@@ -108,7 +108,7 @@ class LanguageModel:
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """For each hook, the module of an `AutoModelForCausalLM` whose output is its rows, or None."""
+        """For each hook, the module of an `AutoModelForCausalLM` that outputs its rows, or None."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]
@@ -126,15 +126,15 @@ class LanguageModel:
     def rows(self, batch: ContextBatch, places: Tensor) -> list[Tensor]:
         """Read a batch and return for each hook its rows [n, d] at `places`, indices into the flattened batch.
 
-        Raise `UserError` for ids that the model does not know, and for a hook without one row for each token.
+        Raise `UserError` if the model does not know a token id, or if a hook does not have one row per token.
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)
-        # Copied once here, rather than for each hook.
+        # Copy the indices once, rather than for each hook.
         places = queued_copy(places, self.device)
 
         def take(number: int, tensor: Tensor) -> None:
-            # Copies the rows at once, since the model may overwrite the tensor.
+            # This copies the rows immediately, since the model may overwrite the tensor.
             try:
                 taken[number] = rows_of(tensor, places, batch.ids.shape)
             except ValueError as error:
@@ -158,7 +158,7 @@ class LanguageModel:
     def unembedding(self) -> Tensor | None:
         """Return the matrix [d_model, n_ids] that maps a direction at the last block's output to logits.
 
-        Return None if there is more than one norm in between. Only a `whole` model has an unembedding; see
+        Return None if there is more than one norm between them. Only a `whole` model has an unembedding; see
         `unembedding.folded`.
         """
         ending = find_ending(self._model, self._blocks, self._read_a_little)
@@ -174,7 +174,7 @@ class LanguageModel:
         taken: dict[int, Tensor] = {}
 
         def take(number: int, tensor: Tensor) -> None:
-            # Cloned, since the model may overwrite the tensor.
+            # Clone the tensor, since the model may overwrite it.
             taken[number] = tensor.clone()
 
         def changed(written: Tensor) -> Tensor:
@@ -194,8 +194,8 @@ class LanguageModel:
         is_token = batch.documents != PADDING
         given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
         if packed:
-            # When positions restart, transformers masks the tokens before. Without packing, the model chooses the
-            # positions itself: RoBERTa positions start at 2.
+            # When positions restart, transformers masks all earlier tokens. Without packing, let the model choose the
+            # positions: those of RoBERTa start at 2.
             given["position_ids"] = self._tensor(batch.positions)
         elif not is_token.all():
             given["attention_mask"] = self._tensor(is_token.astype(np.int64))
@@ -210,7 +210,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _keeps_documents_apart(self) -> bool:
-        """Return whether the rows of a packed document are independent of the tokens of its neighbour.
+        """Return whether the rows of a packed document are independent of its neighbour's tokens.
 
         Raise `UserError` if the model cannot read even a single document.
         """
@@ -246,7 +246,7 @@ def _change(rows: Tensor, others: Tensor) -> float:
 
 
 def _prefix_of(model: Any) -> str:
-    """Return the name of the base model's attribute in the model with an unembedding."""
+    """Return the attribute name of the base model inside a model with an unembedding."""
     import transformers
 
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
@@ -261,9 +261,9 @@ def _require_context(config: Any, context: int) -> None:
 
 
 def _window_before(config: Any, context: int) -> int | None:
-    """Return the length above which a batch's longest context changes the position embeddings of all its contexts.
+    """Return the context length above which one context changes the position embeddings of its complete batch.
 
-    Return None if the model has no such length, or no context is longer.
+    Return None if the model has no such length, or if `context` is not longer.
     """
     of_text = config.get_text_config()
     rope = getattr(of_text, "rope_parameters", None) or getattr(of_text, "rope_scaling", None) or {}
@@ -273,7 +273,7 @@ def _window_before(config: Any, context: int) -> int | None:
 
 
 def _require_weights(model: Any, blocks: BlockList, missing: set[str]) -> None:
-    """Raise `UserError` if the files lack parameters of the blocks, which would be random."""
+    """Raise `UserError` if parameters of the blocks are missing in the files, since they would be random."""
     present = {name for name, _ in model.named_parameters()}
     lacking = sorted(name for name in missing & present if blocks.number(name) is not None)
     if lacking:
@@ -303,7 +303,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         raise UserError(f"model.path: reading a language model needs `{install('hf')}`") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    # If the hub cannot be reached, it logs each of ten attempts.
+    # If the hub cannot be reached, the library logs each of ten attempts.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name, extra = settings.path, {}
     if settings.path.endswith(".gguf"):
@@ -320,7 +320,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         refuse_odd_config(config, Path(name), allows_code=settings.remote_code)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
         dtype = _dtype(settings, device, transformers.AutoConfig.from_pretrained(name, **common))
-        # The progress bar for unpacking a GGUF file ignores the setting above.
+        # The progress bar for decoding a GGUF file ignores the setting above.
         quiet = contextlib.redirect_stderr(io.StringIO()) if extra else contextlib.nullcontext()
         with warnings.catch_warnings(), quiet:
             warnings.simplefilter("ignore")
@@ -329,7 +329,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     except UserError as error:
         raise UserError(f"model.path: {show(settings.path)} cannot be loaded: {error}") from None
     except Exception as error:
-        # Damaged or unknown models, the hub and the network raise many kinds of exceptions.
+        # Damaged or unknown models, the hub and the network cause many kinds of exceptions.
         raise UserError(f"model.path: {_reason(settings, error)}") from None
     return model, tokenizer, set(loading["missing_keys"])
 
@@ -377,7 +377,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def spread(model: Any) -> Any:
-    """Place a model's blocks in order on the GPUs of this process, with about the same number of bytes on each.
+    """Distribute a model's blocks in order over this process's GPUs, with about the same number of bytes on each.
 
     Raise `UserError` if the GPUs have too little free memory.
     """
@@ -395,7 +395,7 @@ def places(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
 
     gpus = {gpu: n_bytes for gpu, n_bytes in capacity.items() if gpu != "cpu"}
     whole = sorted(getattr(model, "_no_split_modules", None) or [])
-    # Modules that fit on no GPU are assigned to "cpu" or "disk"; their weights would be copied for every batch.
+    # Modules that fit on no GPU are assigned to "cpu" or "disk", and their weights would be copied for every batch.
     balanced = get_balanced_memory(model, {**gpus, "cpu": 0}, no_split_module_classes=whole)
     chosen: dict[str, int] = infer_auto_device_map(model, balanced, no_split_module_classes=whole)
     if not set(chosen.values()) <= gpus.keys():

@@ -1,4 +1,4 @@
-"""Collects the metadata of stored activations for their `meta.json`, with hashes that identify model and tokenizer."""
+"""Collects metadata for the `meta.json` of stored activations, with hashes that identify model and tokenizer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.extraction.packing import Tokenizer
 from trainer.extraction.shard_writer import DimensionSums, ShardFile
 from trainer.extraction.text import is_data_set
 
-# Up to this total size in bytes, a model's files are hashed completely, which takes a second or two. Of larger models,
-# only pieces of each file are hashed.
+# The maximum total size in bytes up to which a model's files are hashed completely, which takes a second or two. For
+# larger models, only pieces of each file are hashed.
 WHOLE_BYTES = 2 * 2**30
 _PIECES, _PIECE_BYTES = 64, 2**16
-# Patterns of weight files; the first that matches is used, as in transformers.
+# Patterns for weight files; the first pattern that matches any file is used, as in transformers.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -86,15 +86,15 @@ def facts_of_hook(
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return the SHA-256 of all that determines the ids of a text: vocabulary, merges, rules and chat template."""
+    """Return a SHA-256 of everything that determines token ids: vocabulary, merges, rules and chat template."""
     return hashlib.sha256(json.dumps(tokenizer.rules(), sort_keys=True).encode()).hexdigest()
 
 
 def weights_facts(path: str) -> dict[str, Any]:
     """Return the hashes of a local model's files by name, or {} for a hub model, which its revision identifies.
 
-    `weights_sha256` has the hashes of complete files. Models above `WHOLE_BYTES` have `weights_sample_sha256` instead:
-    for each file the hash of its size and of 64 pieces of 64 KiB, spread evenly over the file.
+    `weights_sha256` contains the hashes of complete files. Models above `WHOLE_BYTES` have `weights_sample_sha256`
+    instead: for each file, a hash of its size and of 64 evenly spaced pieces of 64 KiB.
     """
     files = _files(Path(path))
     if not files:
@@ -108,7 +108,7 @@ def weights_facts(path: str) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the configuration and weight files of a folder, or the single file that holds both."""
+    """Return a folder's configuration and weight files, or the single file that contains both."""
     if path.is_file():
         return [path]
     weights = next((found for pattern in _WEIGHTS if (found := sorted(path.glob(pattern)))), [])

@@ -13,21 +13,22 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.declare import show
 
-# Bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB. A tokenizer_config.json has 180
-# bytes for each added token: 12 MB for the 65,000 tokens of some speech models.
+# The maximum file sizes in bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB. A
+# tokenizer_config.json has 180 bytes per added token: 12 MB for the 65,000 tokens of some speech models.
 _LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
 _CONFIGS = ("config.json", "generation_config.json")
-# Each block is built as a separate module, as are most experts; millions would take hours and all memory. The largest
-# known models have 200 blocks and 512 experts. Doge has 16,384 experts, but each is only a row of an embedding.
+# The maximum numbers of blocks and experts. Each block, and most experts, are built as separate modules; millions of
+# them would take hours and all memory. The largest known models have 200 blocks and 512 experts. Doge has 16,384
+# experts, but each is only a row of an embedding.
 _MOST_LAYERS, _MOST_EXPERTS = 2048, 2**15
 _WEIGHTS = "model.safetensors"
-# Settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but not
-# block_size.
+# Matches settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but
+# not block_size.
 _COUNTS = re.compile(r"(?:.*\.)?(?:(?:n|num)_\w*|\w*)(?:layers?|blocks|depths?|experts?|layer_types)", re.IGNORECASE)
 
 
 def refuse_odd_files(folder: Path) -> None:
-    """Raise `UserError` if files of a model's folder are too large, or point outside it."""
+    """Raise `UserError` if files in a model's folder are too large or refer to files outside the folder."""
     for file in sorted(folder.glob("*.json")):
         largest = _LARGEST_CONFIG if file.name in _CONFIGS else _LARGEST_JSON
         if file.stat().st_size > largest:
@@ -37,20 +38,20 @@ def refuse_odd_files(folder: Path) -> None:
 
 
 def _refuse_outside(index: Path) -> None:
-    """Raise `UserError` if the index of weights names a file outside its folder."""
+    """Raise `UserError` if a weight index names a file outside its folder."""
     for name in _files_in(index):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"{index} names weights outside its folder, {show(name)}; download the model again")
 
 
 def _files_in(index: Path) -> set[str]:
-    """Return the names of the files in an index of weights; an empty set if it is missing or not valid."""
+    """Return the file names in a weight index, or an empty set if the index is missing or invalid."""
     names = (read_json(index, dict[str, Any]) or {}).get("weight_map")
     return set(map(str, names.values())) if isinstance(names, dict) else set()
 
 
 def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: bool) -> None:
-    """Raise `UserError` if a configuration asks for code from the hub, or for impossibly many blocks or experts."""
+    """Raise `UserError` if a configuration requires code from the hub, or impossibly many blocks or experts."""
     n_weights = _n_weights(folder)
     for name, value in _facts(config):
         asks_for_code = ("implementation" in name and "/" in str(value)) or (name.endswith("use_kernels") and value)
@@ -69,10 +70,10 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
 
 
 def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the settings, including settings of nested parts such as a vision model."""
+    """Yield all settings, including those of nested models such as a vision model."""
     for name, value in config.items():
         if isinstance(value, Mapping) and depth < 4:
-            # Each part of a model may name an implementation.
+            # Each nested model may name its own implementation.
             yield from ((f"{name}.{inner}", one) for inner, one in _facts(value, depth + 1))
         elif isinstance(value, list) and _COUNTS.fullmatch(str(name)):
             yield str(name), max([len(value), *(one for one in value if isinstance(one, int))])
@@ -82,13 +83,13 @@ def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
 
 def _n_weights(folder: Path) -> int:
     """Return the number of tensors in a model's safetensors files, or 0 if unknown."""
-    # A folder may also hold safetensors files of something else, such as an adapter or an SAE of the model.
+    # A folder may also contain other safetensors files, such as an adapter or an SAE of the model.
     names, n = {_WEIGHTS} if (folder / _WEIGHTS).exists() else _files_in(folder / f"{_WEIGHTS}.index.json"), 0
     try:
         for name in names:
             with safe_open(folder / name, "pt") as tensors:
                 n += len(tensors.keys())
     except Exception:
-        # Loading the weights reports the error.
+        # Loading the weights will report the error.
         return 0
     return n

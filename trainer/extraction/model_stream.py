@@ -36,8 +36,8 @@ class ModelStream(StreamSource):
     """A stream of rows from forward passes; part r of n reads the contexts r, r + n, r + 2n and so on of the text.
 
     A rank has one model on its training device, or one on each of its `own_devices`, which then read ahead. If several
-    ranks need the same part, they take turns to read its batches, and exchange the rows. The rows and their order do
-    not depend on the devices. To resume, the text is tokenized again from its start, but not read again by the model.
+    ranks need the same part, they take turns reading its batches and exchange the rows. The rows and their order do not
+    depend on the devices. A resumed run tokenizes the text again from its start, but the model does not read it again.
     """
 
     is_divided = True
@@ -76,10 +76,11 @@ class ModelStream(StreamSource):
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
         self._job = job_of_stream(self._settings, self._hooks)
-        # Loaded one after the other, so that host memory holds the weights of only one model at a time.
+        # Load models one after the other, so that host memory holds only one model's weights at a time.
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
-        # Batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each batch at once.
+        # The number of batches queued on a GPU before the host waits for the rows of the oldest; a CPU runs each at
+        # once.
         self._ahead = 0 if device.type == "cpu" else 1
         self._models = [
             _BatchReader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models
@@ -89,7 +90,7 @@ class ModelStream(StreamSource):
         self.restore({"batch": 0})
 
     def _told_by_model(self, number: int) -> dict[str, Any]:
-        """Return the metadata of a hook's rows that only the model knows, by its keys in an extraction's meta.json."""
+        """Return metadata about a hook's rows that only the model knows, with the keys of an extraction's meta.json."""
         model, target = self._model, self.n_hooks + number
         facts = {
             "hook_name": model.names[number],
@@ -162,7 +163,7 @@ class ModelStream(StreamSource):
         self._own_batches = self._noting_documents(self._batches)
 
     def _noting_documents(self, batches: Iterator[ContextBatch]) -> Iterator[ContextBatch]:
-        """Yield the batches, and record the documents of their rows."""
+        """Yield the batches and record the documents of their rows."""
         for batch in batches:
             places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
             self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[places])
@@ -174,7 +175,7 @@ class ModelStream(StreamSource):
 
 
 def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
-    # A model's custom kernels run on the current device, which otherwise is the rank's training device.
+    # A model's custom kernels run on the current device, which would otherwise be the rank's training device.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return LanguageModel(job, device)
 
@@ -192,7 +193,7 @@ class _StreamRows(NamedTuple):
 
 
 class _BatchReader(NamedTuple):
-    """Reads batches with a language model, and returns the rows of all inputs, and of all targets if there are any."""
+    """Reads batches with a language model; returns the rows of all inputs and, if there are any, all targets."""
 
     model: LanguageModel
     job: ExtractJob
@@ -215,7 +216,7 @@ class _BatchReader(NamedTuple):
         return _StreamRows(HostCopy(x), None if y is x else HostCopy(y))
 
     def rows_on_cpu(self, batch: ContextBatch) -> Pair:
-        """Read a batch in the thread of this model's device, and return its rows on the CPU.
+        """Read a batch in the thread for this model's device, and return its rows on the CPU.
 
         Raise `UserError` if the device runs out of memory, since a smaller SAE or training batch would not help.
         """

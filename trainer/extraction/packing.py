@@ -15,9 +15,9 @@ from trainer.extraction.text import Document, mended
 from trainer.extraction.token_bytes import token_bytes
 
 Ids = NDArray[np.int64]
-# The value in `positions` and `documents` of padding.
+# The value of padding in `positions` and `documents`.
 PADDING = -1
-# Documents in one call of a tokenizer, which distributes them over the cores.
+# The number of documents in one tokenizer call, which distributes them over the cores.
 _AT_ONCE = 64
 
 
@@ -32,8 +32,8 @@ class Tokens(NamedTuple):
 class ContextBatch(NamedTuple):
     """A batch of contexts, as arrays of int64 [n_contexts, n_tokens].
 
-    `positions` restart at 0 with each document, and `documents` are the documents' numbers; padding has `PADDING` in
-    both.
+    `positions` restart at 0 in each document, and `documents` contains document numbers; in both, padding has the value
+    `PADDING`.
     """
 
     ids: Ids
@@ -47,7 +47,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.name = type(tokenizer).__name__
-        # Prevents warnings: documents may be longer than the model's window, since they are cut into contexts later.
+        # Prevent warnings: documents may be longer than the model's window, since they are later cut into contexts.
         tokenizer.model_max_length = 10**12
         bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
         start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)
@@ -55,7 +55,7 @@ class Tokenizer:
             raise UserError("model.path: the tokenizer next to it splits no text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
-        # The number of texts in which unpaired surrogates were replaced.
+        # The number of texts whose unpaired surrogates were replaced.
         self.n_mended = 0
 
     def require_context(self, context: int) -> None:
@@ -78,7 +78,7 @@ class Tokenizer:
                     yield Tokens(list(one), [], [])  # type: ignore[arg-type]
 
     def _whole(self, document: Document) -> Document:
-        """Return a document with unpaired surrogates replaced; count it if this changes it."""
+        """Return a document with unpaired surrogates replaced; count the documents that this changes."""
         is_chat = not isinstance(document, str) and bool(document) and isinstance(document[0], dict)
         if not is_chat and (not isinstance(document, str) or document.isascii()):
             return document
@@ -87,11 +87,11 @@ class Tokenizer:
         return whole
 
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each token by id, including a space before a word."""
+        """Return the bytes of each token by id, including the space before a word."""
         return token_bytes(self._tokenizer)
 
     def rules(self) -> list[Any]:
-        """Return everything that determines the ids of a text, as JSON-compatible values."""
+        """Return everything that determines token ids, as JSON-compatible values."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
         return [own, self.before, self.after, self._tokenizer.chat_template]
@@ -104,7 +104,7 @@ class Tokenizer:
 
 
 def pack(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]:
-    """Yield contexts of `length` tokens, each as a batch of one, filled with pieces of documents end to end.
+    """Yield contexts of `length` tokens, each as a batch of one, filled with consecutive pieces of documents.
 
     The last context may be shorter.
     """

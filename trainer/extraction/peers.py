@@ -1,7 +1,7 @@
 """Exchanges counts between the processes of an extraction through files.
 
-Each process reads its own contexts. The processes synchronise only at the start and the end, hours apart. Connections
-between processes are not designed for such long pauses.
+Each process reads its own contexts. The processes synchronise only at the start and at the end, hours apart, and
+connections between processes are not designed for such long pauses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 class Alone:
-    """A single process that extracts everything; it calls `advance(n)` with the number of rows kept so far."""
+    """A single process that extracts all rows; it calls `advance(n)` with the number of rows kept so far."""
 
     rank, size = 0, 1
 
@@ -35,7 +35,7 @@ class Alone:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether to stop after the batch that is being read."""
+        """True if the process should stop after the current batch."""
         return self._stop.is_set()
 
     def begin(self, prepare: Callable[[], object]) -> None:
@@ -47,23 +47,24 @@ class Alone:
         self._advance(n)
 
     def extra(self, lacking: int) -> int:
-        """Report how many rows are missing from this rank's share; return how many rows it must add for other ranks.
+        """Report how many rows of this rank's share are missing; return how many rows it must add for other ranks.
 
-        Rows are missing if the rank's text has ended. The first ranks that still have text add them, one after another.
+        Rows are missing if the rank's text has ended. The first ranks that still have text add the missing rows, one
+        after another.
         """
         return 0
 
     def end(self, given: int, n_read: int) -> int:
-        """Report how many rows beyond its share this rank has, and how many tokens it has read.
+        """Report how many rows this rank has beyond its share, and how many tokens it has read.
 
-        Rank 0 waits for all ranks and returns the tokens read by all. The other ranks return the tokens read by
-        themselves.
+        Rank 0 waits for all ranks and returns the number of tokens that all of them have read. The other ranks return
+        only their own number.
         """
         return n_read
 
 
 class Peers(Alone):
-    """One of several processes that communicate through a folder; each start of the extraction uses a new folder."""
+    """One of several processes that communicate through a folder; each start of an extraction uses a new folder."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Peers(Alone):
         if (now := time.monotonic()) < self._told_at + TELL_EVERY_S:
             return
         self._told_at = now
-        # If the disk is full, writing the next shard reports it.
+        # If the disk is full, writing the next shard will report it.
         with contextlib.suppress(OSError):
             self._write(f"kept-{self.rank}", n, durable=False)
         self._advance(self._sum_kept() if self.rank == 0 else n)
@@ -123,7 +124,7 @@ class Peers(Alone):
         return self._n_kept + sum(others)
 
     def _await(self, name: str) -> int:
-        """Wait for a rank's value and return it; raise `Stopped` if a stop is requested before."""
+        """Wait until a rank has written the value `name`, and return it; raise `Stopped` if a stop is requested."""
         while (value := self._read(name)) is None:
             if self.is_stopped:
                 raise Stopped

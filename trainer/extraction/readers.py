@@ -11,18 +11,18 @@ from concurrent.futures import Future
 from trainer.activations.base import Pair
 from trainer.extraction.packing import ContextBatch
 
-# Batches that each device reads in advance: one that it is reading, and one that is done.
+# The number of batches that each device reads in advance: one that is being read, and one that is done.
 AHEAD = 2
 Read = Callable[[ContextBatch], Pair]
 _Tasks = queue.SimpleQueue[tuple[ContextBatch, Future[Pair]] | None]
 
 
 class Readers:
-    """Reads batch i of a text with function i mod n of `reads`, each in a thread; returns the results in text order.
+    """Reads batch i of a text with function i mod n of `reads`, each in its thread; returns results in text order.
 
     Each function reads at most `AHEAD` batches in advance. The rows do not depend on which function reads a batch.
-    Batches are made in the caller's thread. The threads end with the text, on an error, on `close`, or when this object
-    is deleted. They are daemon threads, which do not keep the process alive.
+    Batches are created in the caller's thread. The threads end at the end of the text, on an error, on `close`, or when
+    this object is deleted. They are daemon threads, so they do not keep the process alive.
     """
 
     def __init__(self, reads: Sequence[Read], batches: Iterator[ContextBatch]) -> None:
@@ -50,7 +50,7 @@ class Readers:
             raise
 
     def close(self) -> None:
-        """End the threads after their current batches; from then on they do not use the models."""
+        """End the threads after their current batches; from then on, they do not use the models."""
         self._end()
         for thread in self._threads:
             thread.join()

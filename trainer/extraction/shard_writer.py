@@ -1,7 +1,7 @@
-"""Shuffles rows of several hooks in blocks and writes them as shards, in the same order for each hook.
+"""Shuffles the rows of several hooks in blocks and writes them as shards, in the same order for each hook.
 
-Threads do all work on the bytes of rows while the model reads, without holding Python's GIL. A row is copied once when
-it arrives and once into its shuffled position. Each piece of a shard is written, hashed and summed in parallel.
+Threads process the bytes of rows while the model reads, without holding Python's GIL. A row is copied once when it
+arrives and once into its shuffled position. Pieces of a shard are written, hashed and summed in parallel.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from trainer.contract.settings.shards import TENSOR
 
 # Rows as bytes, [n, bytes], of any dtype.
 Raw = NDArray[np.uint8]
-# Bytes of a shard that are shuffled, hashed, summed and written at a time.
+# The number of bytes of a shard that are shuffled, hashed, summed and written at a time.
 _PIECE_BYTES = 2**22
-# Rows that are summed at a time, few enough to fit into a core's cache in float64. With 4096 rows, which do not fit,
-# the sums took half of the time of an extraction without its model.
+# The number of rows that are summed at a time, few enough to fit into a core's cache in float64. With 4096 rows, which
+# do not fit, the sums took half of the time of an extraction, excluding the model.
 _ROWS_AT_ONCE = 256
-# The most numbers that torch converts in the calling thread. For more, it starts extra threads for each calling thread.
+# The largest number of values that torch converts in the calling thread. For more values, it starts extra threads.
 _NUMBERS_ALONE = 2**15 - 1
-# Bytes of a row's token id, position and document number.
+# The number of bytes of a row's token id, position and document number.
 _BYTES_BESIDE = 12
 _MOST_THREADS = 16
 
@@ -50,7 +50,7 @@ class RowOrigin(NamedTuple):
 
 
 class DimensionSums(msgspec.Struct):
-    """The sum and the sum of squares of each dimension over all rows of a hook, in float64."""
+    """The sum and sum of squares of each dimension over all rows of a hook, in float64."""
 
     n: int
     total: list[float]
@@ -80,7 +80,7 @@ class Block:
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
         self.origins: list[RowOrigin] = []
-        # Copies of rows that may still be in progress.
+        # Copies that may still be in progress.
         self.coming: list[Future[None]] = []
 
     @property
@@ -93,14 +93,14 @@ class Block:
 
 
 class ShardsBegun:
-    """A shard of each hook that is being written."""
+    """The shards, one per hook, that are being written."""
 
     def __init__(self, writing: list[Future[tuple[ShardFile, DimensionSums]]], free: Callable[[], object]) -> None:
         self._writing, self._free = writing, free
 
     @property
     def is_done(self) -> bool:
-        """Whether `end` would return without waiting."""
+        """True if `end` would return without waiting."""
         return all(one.done() for one in self._writing)
 
     def end(self) -> list[tuple[ShardFile, DimensionSums]]:
@@ -119,15 +119,15 @@ class ShardBuffer:
     def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
         self._folders, self.shard_rows, self._seed, self._rank = folders, shard_rows, seed, rank
         self._waiting: deque[Block] = deque()
-        # The memory of written shards, which new shards reuse.
+        # Memory of written shards, for reuse by new shards.
         self._free: list[list[Raw]] = []
         self.n_waiting = 0
-        # Two pools, since writers wait for the workers that copy, hash and sum.
+        # Use two pools, since writers wait for the workers that copy, hash and sum.
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
     def add(self, rows: list[Tensor], origin: RowOrigin, chosen: Tensor | None = None) -> None:
-        """Add rows [n, d_in] of each hook, for the same tokens; the caller must not change them any more.
+        """Add rows [n, d_in] of each hook, for the same tokens; the caller must not modify them afterwards.
 
         If indices `chosen` [n] are given, add only these rows. `origin` covers only the added rows.
         """
@@ -149,11 +149,11 @@ class ShardBuffer:
         return self.n_waiting >= self.shard_rows
 
     def row_bytes(self, rows: list[Tensor]) -> int:
-        """Return the bytes that one row of all hooks takes on the disk."""
+        """Return the number of bytes on disk for one row of all hooks."""
         return sum(of_hook.shape[1] * of_hook.element_size() + _BYTES_BESIDE for of_hook in rows)
 
     def write(self, number: int) -> list[tuple[ShardFile, DimensionSums]]:
-        """Write the next shard of each hook, and return them with the sums of their rows.
+        """Write the next shard of each hook, and return the shards with the sums of their rows.
 
         Raise `UserError` if a shard cannot be written; then none with this number may be used.
         """
@@ -215,15 +215,15 @@ def _pieces(raw: Raw, order: NDArray[np.int64]) -> Iterator[Raw]:
     memory = np.empty((min(n, len(order)), raw.shape[1]), np.uint8)
     for first in range(0, len(order), n):
         numbers = order[first : first + n]
-        # With the default mode, "raise", NumPy would make another copy.
+        # With the default mode, "raise", NumPy would make a second copy.
         yield np.take(raw, numbers, axis=0, out=memory[: len(numbers)], mode="clip")
 
 
 def order_of_shard(seed: int, name: str, n: int) -> Tensor:
     """Return the order [n] in which a shard stores its rows: stored row i is row `order[i]` in text order.
 
-    The seed and the shard's name determine it. The name has the number of the shard and, with several processes, the
-    number of the process.
+    It depends on the seed and the shard's name, which contains the number of the shard and, if there are several, of
+    the process.
     """
     numbers = [int(one) for one in re.findall("[0-9]+", name)]
     return torch.from_numpy(np.random.default_rng([seed, *numbers]).permutation(n))
@@ -234,7 +234,7 @@ def _write(
 ) -> ShardFile:
     """Write a safetensors file atomically and sync it to disk; return its name, number of rows and SHA-256.
 
-    It has the tensors of `like`, except that its rows come from `pieces`.
+    The file contains the tensors of `like`, except that its rows come from `pieces`.
     """
     temporary = file.with_name(f".{file.name}.new")
     digest, n = hashlib.sha256(), len(like["token_ids"])
@@ -281,7 +281,7 @@ def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
 
 
 def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
-    """Write all bytes, since one call may write only some of them, and hash them if there is a digest."""
+    """Write all bytes, since one `write` may write only some of them, and hash them if a digest is given."""
     left = memoryview(values).cast("B")
     if digest:
         digest.update(left)

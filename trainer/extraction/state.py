@@ -1,4 +1,4 @@
-"""The saved progress of an extraction, per process and in total."""
+"""The saved progress of an extraction, for each process and in total."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class ExtractionState(msgspec.Struct):
     """The progress of an extraction, saved after each shard; with several processes, each saves its own.
 
     The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` counts the rows
-    left out before that batch, by reason. `limits` are the largest norms of kept rows by hook; `dtype` is the type of
-    the rows. `lacking` is the number of rows missing from a process's share because its text has ended.
+    that were left out before this batch, by reason. `limits` are the largest norms of kept rows, by hook; `dtype` is
+    the dtype of the rows. `lacking` is the number of rows that are missing in a process's share because its text has
+    ended.
     """
 
     job: dict[str, Any]
@@ -46,7 +47,7 @@ class ExtractionState(msgspec.Struct):
 
 
 def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
-    """Return this job's progress in its output folder; raise `UsageError` if the folder holds another extraction.
+    """Return the job's progress from its output folder; raise `UsageError` if the folder has another extraction.
 
     With several processes, this is the sum of their progress.
     """
@@ -92,7 +93,7 @@ def write_state(folder: Path, state: ExtractionState) -> None:
 
 
 def merged(parts: list[ExtractionState]) -> ExtractionState:
-    """Return the state of several processes together."""
+    """Return the combined state of several processes."""
     hooks = range(len(parts[0].shards))
     sums: list[DimensionSums | None] = [None for _ in hooks]
     for part, hook in itertools.product(parts, hooks):
@@ -102,7 +103,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
         job=parts[0].job,
         dtype=next((part.dtype for part in parts if part.dtype), ""),
         limits=next((part.limits for part in parts if part.limits), []),
-        # The number that a single process would have: all contexts read so far lie before the end of this batch.
+        # The batch number that a single process would have: this batch ends after all contexts that have been read.
         batch=len(parts) * (max(part.batch for part in parts) + 1) - 1,
         offset=0,
         left_out={reason: sum(part.left_out[reason] for part in parts) for reason in parts[0].left_out},
@@ -135,7 +136,7 @@ def _new_state(asked: dict[str, Any], n_ranks: int) -> ExtractionState:
 
 
 def _refuse_other_users(job: ExtractJob) -> None:
-    """Raise `UsageError` if a hook's folder holds unknown shards, whose rows would mix with the new ones."""
+    """Raise `UsageError` if a hook's folder contains unknown shards, which would mix with the new ones."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             message = f"{folder} holds other shards; choose another folder or delete them"

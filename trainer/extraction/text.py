@@ -1,4 +1,4 @@
-"""Reads the documents of a text, from local files or a data set on the hub, always in the same order."""
+"""Reads the documents of a text from local files or a data set on the hub, always in the same order."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from trainer.contract.settings.language import TEXT_SUFFIXES, TextSettings, lack
 Document = str | list[dict[str, Any]] | list[int]
 # The columns that "auto" tries, in this order.
 COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
-# The column next to token ids that is 0 for padding.
+# The column that accompanies token ids and is 0 for padding.
 MASK = "attention_mask"
-# The roles of chat templates for ShareGPT's names of speakers.
+# Maps ShareGPT's speaker names to the roles of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant"}
-# Bytes. A longer text file is cut at ends of lines into several documents, so that it need not fit into memory.
+# The maximum document size in bytes. A longer text file is split at line ends into several documents, so that it need
+# not fit into memory.
 _LONGEST = 2**20
-# Bytes or characters. A longer row is refused, since tokenizing keeps several copies of it in memory.
+# The maximum row size in bytes or characters. Longer rows are refused, since tokenizing keeps several copies in memory.
 _LONGEST_ROW = 16 * 2**20
-# Bytes. A JSON file is loaded into memory completely.
+# The maximum size of a JSON file in bytes, since it is loaded into memory completely.
 _LARGEST_JSON = 256 * 2**20
-# Rows of Parquet or Arrow that are read at once. Up to this size in bytes, they are converted to Python together.
-# Larger rows are converted one by one, since expanding a dictionary can multiply the size by the number of rows.
+# The number of Parquet or Arrow rows that are read at a time. Up to `_BYTES_AT_ONCE`, they are converted to Python
+# together. Larger rows are converted singly, since expanding a dictionary can multiply the size by the number of rows.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
-# A column of a row group may take this many bytes in memory, or this multiple of its stored bytes if that is more. A
-# few bytes can encode billions of equal numbers.
+# The maximum size of a row group's column in memory: in bytes, or as a multiple of its stored bytes if that is larger.
+# A few bytes can encode billions of equal numbers.
 _LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
 _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; split it into several lines"
 
@@ -52,9 +53,9 @@ def documents(text: TextSettings) -> Iterator[Document]:
 
 
 def mended(value: Any) -> Any:
-    """Return a text or a chat with each unpaired surrogate replaced by U+FFFD.
+    """Return a text or chat with each unpaired surrogate replaced by U+FFFD.
 
-    JSON texts that were cut within a character can contain such surrogates, and no tokenizer accepts them.
+    JSON texts that were truncated within a character can contain unpaired surrogates, which no tokenizer accepts.
     """
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -64,7 +65,7 @@ def mended(value: Any) -> Any:
 
 
 def is_data_set(path: str) -> bool:
-    """Return whether `save_to_disk` of the datasets library has written a folder."""
+    """Return whether a folder was written by `save_to_disk` of the datasets library."""
     return any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
@@ -102,11 +103,11 @@ def _of_file(file: Path, text: TextSettings) -> Iterator[Document]:
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    # Decodes incrementally, since a long line may be cut within a character.
+    # Decode incrementally, since a long line may be split within a character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_plain(file) as stream:
         while lines := stream.read(_LONGEST) + stream.readline(_LONGEST_ROW):
-            # Editors on Windows put a byte order mark before a text.
+            # Windows editors write a byte order mark before the text.
             yield decoder.decode(lines).removeprefix("\ufeff")
         decoder.decode(b"", final=True)
 
@@ -140,7 +141,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
     parquet = pyarrow.parquet.ParquetFile(file)
     texts = [column.path for column in parquet.schema if column.physical_type == "BYTE_ARRAY"]
-    # Keep dictionary encoding: expanded, the repeated values of a 2 kB file could take all memory.
+    # Keep dictionary encoding: if expanded, the repeated values of a 2 kB file could take all memory.
     parquet = pyarrow.parquet.ParquetFile(file, read_dictionary=texts)
     wanted = {*COLUMNS} if column == "auto" else {column}
     names = [name for name in parquet.schema_arrow.names if name in wanted]
@@ -153,11 +154,11 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
-    """Raise `UserError` if numbers in these columns (None: all) take far more bytes in memory than in the row group."""
+    """Raise `UserError` if the numbers in some columns (None: all) take far more bytes in memory than on disk."""
     columns = [group.column(place) for place in range(group.num_columns)]
     if names is not None:
         columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]
-    # Sum over these columns, since an attention mask of ones takes almost no bytes, unlike its token ids.
+    # Use the sum over all columns, since an attention mask of ones takes almost no bytes on disk, unlike its token ids.
     stored = max(1, sum(one.total_uncompressed_size for one in columns))
     for column in columns:
         taken = 8 * column.num_values
@@ -184,7 +185,7 @@ def _as_python(rows: Any) -> list[Any]:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """Return an Arrow type with bytes in place of texts, nested ones included."""
+    """Return an Arrow type in which bytes replace texts, including nested texts."""
     import pyarrow
 
     types = pyarrow.types
@@ -201,7 +202,7 @@ def _as_bytes(kind: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a value with texts in place of bytes."""
+    """Return a value in which texts replace bytes."""
     if isinstance(value, dict):
         return {name: _decoded(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -215,17 +216,17 @@ def _decoded(value: Any) -> Any:
 
 
 def _hub_rows(text: TextSettings) -> Iterator[Any]:
-    """Yield the rows of a data set on the hub while it is downloaded, without storing it."""
+    """Yield the rows of a data set on the hub while downloading it, without storing it."""
     datasets = _load_datasets()
     try:
         yield from datasets.load_dataset(text.dataset, text.subset, split=text.split, streaming=True)
     except Exception as error:
-        # datasets raises dozens of exception classes for errors in a name, a split or the network.
+        # The datasets library raises dozens of exception classes for errors in a name, a split or the network.
         raise UserError(f"text.dataset: {text.dataset} cannot be read: {first_line(error)}") from None
 
 
 def _saved_rows(root: Path, text: TextSettings) -> Iterator[Any]:
-    """Yield the rows of a data set that `save_to_disk` of the datasets library has written."""
+    """Yield the rows of a data set that was written by `save_to_disk` of the datasets library."""
     datasets = _load_datasets()
     try:
         stored = datasets.load_from_disk(str(root))
@@ -249,7 +250,7 @@ def _load_datasets() -> Any:
 
 
 def _of_rows(rows: Iterator[Any], text: TextSettings, place: str) -> Iterator[Document]:
-    """Yield the document in the requested column of each row; skip rows with no value there."""
+    """Yield the document in the requested column of each row; skip rows without a value in this column."""
     column = None if text.column == "auto" else text.column
     for number, row in enumerate(rows):
         if isinstance(row, str) and column is None:

@@ -1,4 +1,4 @@
-"""The bytes of each token: in many tokenizers, a token may be only a part of a character and not valid text alone."""
+"""The bytes of each token; in many tokenizers, a token can be part of a character, so it is no valid text alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPACE = "\u2581"
 
 
 class Base64(msgspec.Struct):
-    """Bytes that are not UTF-8, for storage in JSON."""
+    """Bytes that are not valid UTF-8, for storage in JSON."""
 
     base64: bytes
 
@@ -30,7 +30,7 @@ def write_tokens(folder: Path, tokens: Sequence[bytes]) -> None:
 
 
 def read_tokens(folder: Path) -> list[bytes]:
-    """Return the bytes of each token by id, or an empty list if the file is missing or not valid."""
+    """Return the bytes of each token by id, or an empty list if the file is missing or invalid."""
     stored = read_json(folder / TOKENS, list[str | Base64]) or []
     return [one.encode() if isinstance(one, str) else one.base64 for one in stored]
 
@@ -43,10 +43,10 @@ def _stored(token: bytes) -> str | Base64:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of each token by id, including a space before a word.
+    """Return the bytes of each token by id, including the space before a word.
 
-    The tokenizer's decoder defines how to convert a name in the vocabulary to bytes. If it has steps that are not
-    supported here, each token is decoded alone.
+    The tokenizer's decoder defines how to convert a name in the vocabulary to bytes. If the decoder has unsupported
+    steps, each token is decoded alone.
     """
     numbers = list(range(len(tokenizer)))
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(numbers)]
@@ -108,7 +108,7 @@ _BYTES = _byte_characters()
 
 
 def _decoded_alone(tokenizer: Any, numbers: list[int], names: list[str]) -> Iterator[str]:
-    """Yield the text of each token decoded alone; add the space before a word, which such decoding drops."""
+    """Yield the text of each token decoded alone; add the space before a word, which this decoding drops."""
     texts = tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"

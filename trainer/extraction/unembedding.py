@@ -1,4 +1,4 @@
-"""Finds the layers between the last block of a language model and its logits: at most one norm, and the unembedding."""
+"""Finds the layers between a language model's last block and its logits: at most one norm, and the unembedding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from trainer.extraction.hook_points import BlockList
 
-# The size of the values in the rows that probe a norm, and a relative tolerance: a norm subtracts the mean if its
-# output changes by less than this when a constant is added to a row.
+# The size of the values in the rows that probe a norm, and a relative tolerance: if adding a constant to a row changes
+# the norm's output by less than this, the norm subtracts the mean.
 _SIZE, _ROUNDING = 64.0, 1e-2
 
 
 class Unembedding(NamedTuple):
-    """The final norm or None, and the weight [n_ids, d_model] of the unembedding."""
+    """The final norm or None, and the unembedding's weight [n_ids, d_model]."""
 
     norm: nn.Module | None
     weight: Tensor
@@ -26,7 +26,7 @@ class Unembedding(NamedTuple):
 def find_ending(model: Any, blocks: BlockList, read: Callable[[], object]) -> Unembedding | None:
     """Find the norm and the unembedding after the last block by observing a run of `read`.
 
-    Return None if there is more than a norm between the last block and the unembedding.
+    Return None if there is more than one norm between the last block and the unembedding.
     """
     unembedding = model.get_output_embeddings()
     weight = getattr(unembedding, "weight", None)
@@ -46,7 +46,7 @@ def find_ending(model: Any, blocks: BlockList, read: Callable[[], object]) -> Un
 
 
 def _scales(module: nn.Module) -> bool:
-    """Return whether all parameters of a module have one value for each dimension, as in a norm."""
+    """Return whether all parameters of a module have one value per dimension, as in a norm."""
     own = [*module.parameters(recurse=False)]
     return bool(own) and not [*module.children()] and all(one.ndim == 1 for one in own)
 
@@ -79,7 +79,7 @@ def folded(ending: Unembedding) -> Tensor:
     """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
 
     The result includes the norm's weight and its subtraction of the mean, if any, as in TransformerLens (`fold_ln`). It
-    does not include the division by the size of the row, which is unknown for a direction.
+    does not include the division by the size of the row, which is undefined for a direction.
     """
     w_u = ending.weight.detach().float().T
     if ending.norm is None:
@@ -90,7 +90,7 @@ def folded(ending: Unembedding) -> Tensor:
 
 
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
-    """Return the weight [d] of a norm, and whether it subtracts the mean.
+    """Return the weight [d] of a norm, and whether the norm subtracts the mean.
 
     Both are measured, since norms name their parameters differently. A norm scales a row of mean 0, multiplies it by
     the weight and adds the bias. The bias cancels in the difference from the output for the opposite row.
@@ -99,7 +99,7 @@ def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
     row[1::2] = -1
     if d % 2:
         row[-3:] = torch.tensor([1, 1, -2]).to(row)
-    # Large enough that the norm's epsilon, which prevents division by zero, has no effect.
+    # The row is so large that the norm's epsilon, which prevents division by zero, has no effect.
     row *= _SIZE
     up, down, moved = (norm(one[None])[0].float() for one in (row, -row, row + 3 * _SIZE))
     weight = (up - down) / 2 * row.float().square().mean().sqrt() / row.float()

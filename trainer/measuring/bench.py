@@ -1,4 +1,4 @@
-"""Measures the speed of a job's steps on this machine: starts ranks and formats their results, without torch."""
+"""Measures a job's step speed on this machine: starts ranks and formats their results, without importing torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.ranks.devices import torch_vendor
 
 POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
-# The data of a job that names none, as wide as the activations of GPT-2 small.
+# The data shape if the job names no data, as wide as the activations of GPT-2 small.
 DEFAULT = DataShape(d_in=768, d_out=None, n_tokens=10**9)
 PHASES = {
     "forward_encode": "forward, encoder",
@@ -46,7 +46,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
     has_data = "source" in raw.get("data", {})
     if not has_data:
         raw["data"] = {"path": "random"}
-    # The default batch size would depend on the length of the run, but a benchmark has none.
+    # The default batch size depends on the length of the run, which a benchmark does not have.
     raw.setdefault("train", {}).setdefault("batch_size", USUAL_BATCH)
     parsed, problems = parse_job(raw)
     if parsed is None:
@@ -59,7 +59,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the measurements of rank 0; raise `UserError` with the reason of the first rank that failed.
 
-    No language model runs, so `data.model_gpus = "auto"` counts as 0.
+    No language model runs, so `data.model_gpus = "auto"` means 0.
     """
     if job.parallel.mode == "dp":
         raise UserError('parallel.mode: only separate processes can be timed by phase; use "ddp"')
@@ -70,7 +70,7 @@ def measure(
 def run_ranks(
     module: str, arguments: Sequence[str], *, job: JobConfig | None, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Run `python -m MODULE SPEC.json ARGUMENTS` for each rank and return the content of rank 0's `found.json`.
+    """Run `python -m MODULE SPEC.json ARGUMENTS` for each rank, and return the content of rank 0's `found.json`.
 
     Raise `UserError` with the reason of the first rank that failed.
     """
@@ -98,7 +98,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start all ranks and yield them; kill ranks that still run when the context ends."""
+    """Start all ranks and yield them; kill ranks that are still running when the context ends."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(spec.n_processes):
@@ -128,7 +128,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _reason(paths: RunPaths, codes: list[int]) -> str:
-    """Return the last log line of the rank that failed first; later ones may only have lost their connection to it."""
+    """Return the last log line of the rank that failed first; others may have failed only because of it."""
     logs = sorted((paths.log(rank) for rank, code in enumerate(codes) if code), key=lambda log: log.stat().st_mtime_ns)
     lines = logs[0].read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"a rank ended with {next(filter(None, codes))}"

@@ -1,4 +1,4 @@
-"""One rank of a benchmark: takes steps on random data and times each phase. Run by `trainer.measuring.bench`."""
+"""One rank of a benchmark, started by `trainer.measuring.bench`: runs steps on random data and times each phase."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from trainer.training.graph_replay import PLAIN_STEPS, replay_for
 from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
-# Twice the number of steps until one is captured.
+# Twice the number of steps before a step is captured.
 WARM_UP_STEPS = 2 * (PLAIN_STEPS + 1)
 N_SAMPLE = 8192
-# Feature directions of the random rows, per dimension. With this structure, rows have sparse codes.
+# The number of feature directions per dimension in the random rows, which therefore have sparse codes.
 DIRECTIONS = 2
 
 
 class RepeatedStep:
-    """Repeats the step of a job, for all its SAEs, on one random batch."""
+    """Repeats a job's step, for all its SAEs, on one random batch."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._parallel, self._device = job, parallel, parallel.device
@@ -77,7 +77,7 @@ class RepeatedStep:
             learner.whole_steps = None
 
     def take(self, n_steps: int) -> None:
-        """Take steps like `Trainer`, but without reading data or reporting progress."""
+        """Run steps like `Trainer`, but without reading data or reporting progress."""
         for _ in range(n_steps):
             take_step(self.learners, self._parallel, self._n_taken % self._total_steps, self._batches())
             self._n_taken += 1
@@ -106,7 +106,7 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
 
 
 def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
-    """Return the milliseconds of each phase in a profile: kernel time if it contains kernels, else host time.
+    """Return the milliseconds of each phase in a profile: kernel time if there are kernels, otherwise host time.
 
     A kernel belongs to the phase during which any thread launched it; autograd's thread launches the kernels of the
     backward pass. A kernel has the id of the CUDA or HIP call that launched it, even if PyTorch did not make the call.
@@ -140,7 +140,7 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
     """Return the mean milliseconds of each phase over `n_steps` steps."""
     steps.take_plainly()
-    # torch.profiler.profile would first load torch's compiler, which takes two seconds.
+    # `torch.profiler.profile` would first load torch's compiler, which takes two seconds.
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(n_steps)
         synchronise(device)
@@ -148,7 +148,7 @@ def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> d
 
 
 def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
-    """Return the seconds of each step; on a GPU only their mean, since it is synchronised only at the end."""
+    """Return the seconds of each step; on a GPU, only their mean, since the GPU is synchronised only at the end."""
     if device.type == "cuda":
         return [seconds_of(lambda: steps.take(n_steps), device) / n_steps]
     return [seconds_of(lambda: steps.take(1), device) for _ in range(n_steps)]
@@ -157,7 +157,7 @@ def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[
 def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str, float]:
     """Return a lower bound of the step time in ms: the longer of the encoder's product and the memory traffic.
 
-    The traffic's time is its size divided by the measured bandwidth of a large copy.
+    The time of the memory traffic is its size divided by the measured bandwidth of a large copy.
     """
     micro_batches, precision = len(steps.cut.token_slices), resolve_precision(job.train.precision, device)
     product_s = traffic = 0.0
@@ -169,14 +169,14 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
             is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
                 factors, first_look.EXACT * first_look.n_seen(sae.k, sae.latents.group.size)
             )
-            # Cast and allocate in advance, so that only the product is timed.
+            # Convert and allocate in advance, so that only the product is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, steps.x, sae.W_enc))
             product = functools.partial(torch.addmm, *operands, out=pre_acts.to(narrow))
             product_s += micro_batches * fastest(product, device)
         # Pre-activations are written once and read once.
         traffic += micro_batches * 2 * pre_acts.nbytes
-        # Weights, gradients and the optimizer's state are each read once and written once.
+        # Weights, gradients and optimizer state are each read once and written once.
         for parameter in sae.parameters():
             state = [value for value in learner.optimizer.state[parameter].values() if value.numel() > 1]
             traffic += 2 * sum(value.nbytes for value in (parameter, parameter, *state))
@@ -191,7 +191,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
 
 
 def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
-    """Measure `n_steps` steps and return the figures that `bench` shows; every rank takes the same steps."""
+    """Measure `n_steps` steps and return the results that `bench` shows; every rank runs the same steps."""
     device, steps = parallel.device, RepeatedStep(job, d_in, d_out, parallel)
     time_steps(steps, device, WARM_UP_STEPS)
     sent_before = _sent_bytes(parallel)
@@ -226,7 +226,7 @@ def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, pa
 
 
 def _sent_bytes(parallel: Parallel) -> int | None:
-    """Return the bytes sent by this rank so far; None if one of its groups does not count them."""
+    """Return the bytes that this rank has sent so far; None if one of its groups does not count them."""
     counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
     return None if None in counts else sum(filter(None, counts))
 

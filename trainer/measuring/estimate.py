@@ -1,4 +1,4 @@
-"""Estimates the memory and time of a training before it runs; part of the `estimate` command."""
+"""Estimates the memory and time of a training before it runs, for the `estimate` command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.contract.wording import plural
 from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.devices import Device, gpus_here
 
-# From this number of runnable processes per core on, a job takes clearly longer.
+# The number of runnable processes per core from which a job takes clearly longer.
 _BUSY = 1.5
 
 
@@ -56,7 +56,7 @@ class Estimate(msgspec.Struct, frozen=True):
         return cls(place_model(job, shape, devices, name, read_box(box_file()), _capacity(job, gpus)), name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer for `--json`: memory in bytes, time, speed and resolved settings.
+        """Return the output for `--json`: memory in bytes, time, speed and resolved settings.
 
         `per_model_gpu` is None unless some GPUs only run the language model.
         """
@@ -74,7 +74,7 @@ class Estimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the answer as text: a table and a bar of the memory, warnings, and the time."""
+        """Yield the output as text: a table and a bar of the memory, warnings, and the time."""
         work = self.placed.settled.work
         of = f", for {len(work.members)} SAEs" if self.job.sweep else ""
         yield f"per {'process' if self.device_name == CPU else 'GPU'}, on {work.ranks}{of}:"
@@ -106,7 +106,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def busy_sentence(load: float, n_cores: int) -> str | None:
-    """Return a sentence on how much longer a job takes with this load average; None if it is too low to matter."""
+    """Return a sentence about how much a load average slows a job down; None if it is too low to matter."""
     times = load / n_cores
     if times < _BUSY:
         return None
@@ -114,7 +114,7 @@ def busy_sentence(load: float, n_cores: int) -> str | None:
 
 
 def _capacity(job: JobConfig, gpus: list[Device]) -> DeviceMemory:
-    """Return the total memory of the smallest GPU of a job; if the job names no GPUs, it gets the largest ones."""
+    """Return the total memory of a job's smallest GPU; a job that names no GPUs gets the largest ones."""
     named, devices = chosen_indices(job), wanted_devices(job)
     sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
     return DeviceMemory(total_bytes=sizes[devices - 1]) if len(sizes) >= devices else UNKNOWN_MEMORY

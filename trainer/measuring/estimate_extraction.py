@@ -1,4 +1,4 @@
-"""Estimates the memory, disk space and time of an extraction; part of the `estimate` command."""
+"""Estimates the memory, disk space and time of an extraction, for the `estimate` command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         return cls(job, look)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer for `--json`: memory and disk space in bytes, time, speed and mode."""
+        """Return the output for `--json`: memory and disk space in bytes, time, speed and mode."""
         look = self.outlook
         assert look.memory
         return {
@@ -55,7 +55,7 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the answer as text: a table and a bar of the memory, the disk space, and the time."""
+        """Yield the output as text: a table and a bar of the memory, the disk space, and the time."""
         look = self.outlook
         assert look.memory
         yield f"per {'GPU' if look.on_gpus else 'process'}, on {look.ranks}:"

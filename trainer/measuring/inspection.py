@@ -1,4 +1,4 @@
-"""Inspects stored activations before they are trained on: reports their size, statistics and problems."""
+"""Inspects stored activations before a training: reports their size, statistics and problems."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from trainer.parallel.group import Group
 from trainer.saes.initial_weights import LARGEST_SPREAD, SMALLEST_VALUE
 from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 
-# The most rows that are inspected; at d_in 4096 they take 1 GiB in fp32.
+# The maximum number of rows to inspect; at d_in 4096 they take 1 GiB in fp32.
 SAMPLE_ROWS = 65_536
-# Above this gamma, a mean that is not subtracted costs digits of the learnt features.
+# Above this gamma, the learnt features lose precision if the mean is not subtracted.
 LARGE_GAMMA = 3.0
-# A larger share of repeated rows cannot be explained by short texts.
+# The largest share of repeated rows that short texts can explain.
 MANY_DUPLICATES = 0.01
-# A larger share of subnormal values means that the data is scaled too small for its dtype.
+# If a larger share of the values is subnormal, the data is scaled too small for its dtype.
 MANY_SUBNORMAL = 0.5
-# Smaller fp16 values are subnormal: they have fewer than 11 significant bits.
+# Smaller fp16 values are subnormal, with fewer than 11 significant bits.
 _SMALLEST_FP16 = 2.0**-14
 _ROWS_AT_ONCE = 4096
 
 
 class InspectionFinding(msgspec.Struct, frozen=True):
-    """A fact or problem of the data, with a remedy; the remedy is "" if nothing needs to be done."""
+    """A fact about the data, or a problem with its remedy; the remedy is "" if nothing needs to be done."""
 
     severity: Literal["ok", "note", "warning", "error"]
     sentence: str
@@ -51,12 +51,12 @@ class InspectionFinding(msgspec.Struct, frozen=True):
 class Inspection(msgspec.Struct, frozen=True):
     """Statistics of stored activations, measured on a sample of `n_looked_at` rows.
 
-    `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are no outliers; `outliers` counts rows
-    with more than data.max_norm times the median norm. `duplicates` does not count zero rows. `heavy_dimensions` are a
-    few dimensions that hold the share `heavy_share` of the variance, more than half. `subnormal` is the share of fp16
-    values that are too small to keep all their digits. By default a training run holds out `n_held_out` rows by the
-    method `hold_out`, from `n_texts` texts if they are known; `copies` is the share of the checked held-out rows that
-    are also training rows.
+    `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are not outliers. `outliers` counts rows
+    with more than `data.max_norm` times the median norm. `duplicates` does not count zero rows. `heavy_dimensions` are
+    a few dimensions with a share `heavy_share`, more than half, of the variance. `subnormal` is the share of fp16
+    values that are too small for full precision. By default, a training holds out `n_held_out` rows by the method
+    `hold_out`, from `n_texts` texts if they are known; `copies` is the share of the checked held-out rows that are also
+    training rows.
     """
 
     n_tokens: int
@@ -188,7 +188,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
 def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
     """Yield problems with the magnitude of the values.
 
-    Training rescales the values, but in fp32. It cannot handle rows beyond the range of fp32, nor restore lost digits.
+    Training rescales the values in fp32, so it cannot handle rows beyond the range of fp32 or restore lost precision.
     """
     remedy = "multiply them by a constant before storing them"
     if facts.scale > LARGEST_SPREAD:
@@ -201,7 +201,7 @@ def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
 
 
 def _duplicates(rows: Tensor) -> int:
-    """Return the number of rows that repeat an earlier row, without zero rows."""
+    """Return the number of non-zero rows that repeat an earlier row."""
     n_zero = sum(int((part == 0).all(dim=1).sum()) for part in rows.split(_ROWS_AT_ONCE))
     n_all = len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()})
     return max(0, n_all - max(0, n_zero - 1))
@@ -214,7 +214,7 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _subnormal(rows: Tensor) -> float:
-    """Return the share of nonzero fp16 values that are subnormal; 0 for rows of another dtype."""
+    """Return the share of nonzero fp16 values that are subnormal; 0 for other dtypes."""
     if rows.dtype != torch.float16:
         return 0.0
     n_set = n_small = 0

@@ -1,4 +1,4 @@
-"""Formats the memory of a rank by part, as a dictionary or as a table with a bar."""
+"""Formats the memory parts of a rank as a dictionary, or as a table with a bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a probe: measures its own speed and the speed of exchanges. Run by `trainer.measuring.bench`."""
+"""One rank of a probe, started by `trainer.measuring.bench`: measures its speed and the speed of exchanges."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 def main(spec_file: Path, asked: str) -> None:
-    """Measure; rank 0 writes the figures of all ranks to `found.json`. `asked` is the job's precision, maybe "auto".
+    """Measure, and on rank 0 write the results of all ranks to `found.json`.
 
-    Raise `UserError` if a rank has too little memory.
+    `asked` is the job's precision, which may be "auto". Raise `UserError` if a rank has too little memory.
     """
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])

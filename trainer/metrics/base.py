@@ -1,6 +1,6 @@
 """The interface of a metric.
 
-Metrics are computed from sums: if ranks have different numbers of tokens, a ratio of sums is exact, but a mean of
+Metrics are computed from sums. If ranks have different numbers of tokens, a ratio of sums is exact, but a mean of
 per-rank ratios is not.
 """
 
@@ -25,9 +25,9 @@ class Observation:
 
     `y` (the target) and `x_hat` [n_tokens, d_out] are for this rank's tokens. `acts` and `dead` (bool [d_sae]) are for
     this rank's latents; `acts` covers the tokens of all ranks that share latents. `y_mean` [d_out] is fixed for the
-    run. Values that the forward pass already computes are passed in: `mse` is Σ‖y − x_hat‖², `counts` the number of
-    tokens on which each latent is active, float [d_sae], and `sums` the sums of errors and targets. Values that several
-    metrics need are computed once, as cached properties.
+    run. Values that the forward pass has already computed are passed in: `mse` is Σ‖y − x_hat‖², `counts` is the number
+    of tokens on which each latent is active, float [d_sae], and `sums` contains the sums of errors and targets. Values
+    that several metrics need are cached properties.
     """
 
     y: Tensor
@@ -41,12 +41,12 @@ class Observation:
 
     @cached_property
     def n_tokens(self) -> Tensor:
-        """The number of tokens, 0-dim; filled on the device, because a copy from the host would synchronise."""
+        """The number of tokens, 0-dim; created on the device, because a copy from the host would synchronise."""
         return self.y.new_full((), len(self.y))
 
     @cached_property
     def centred(self) -> Moments:
-        """The moments of y − y_mean; without centring, a mean far larger than the spread would cost fp32 precision."""
+        """The moments of y − y_mean, centred because a mean far larger than the spread would cost fp32 precision."""
         if self.sums and self.sums.centred:
             return self.sums.centred
         values = self.y - self.y_mean
@@ -69,27 +69,27 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity over a log interval, from sums over its batches on all ranks, or from its last batch only.
+    """A quantity over a log interval, computed from sums over its batches on all ranks, or only from its last batch.
 
-    `of_batch` must stay on the device, because reading a number on the host would stall the step.
+    `of_batch` must not read a number on the host, because this would stall the step.
     """
 
-    # Whether only the last batch counts.
+    # True if only the last batch counts.
     is_of_last = False
 
     @abstractmethod
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
-        """Return the sums of one batch, as 0-dim tensors and vectors; concatenated they are `sums` in other methods."""
+        """Return the sums of one batch, as 0-dim tensors and vectors; other methods get their concatenation, `sums`."""
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        """Combine the sums, float64 [n], of all ranks that share latents, so that they cover all latents and tokens."""
+        """Combine the sums, float64 [n], of ranks that share latents, so that they cover all latents and tokens."""
         return sum_of(sums, latents.group)
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:
-        """Return the quantity from sums [n] over all ranks."""
+        """Return the quantity, given sums [n] over all ranks."""
 
 
 def per_token(total: float, n_tokens: float) -> float:
-    """Return a mean, or NaN if every batch was left out, so that 0 is not mistaken for a result."""
+    """Return a mean, or NaN if all batches were left out, since 0 would be mistaken for a result."""
     return total / n_tokens if n_tokens else math.nan

@@ -1,4 +1,4 @@
-"""The share of dead latents."""
+"""The metric for dead latents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trainer.parallel.latents import Latents
 
 
 class DeadFraction(Metric):
-    """The share of latents that count as dead at the end of the interval.
+    """The share of latents that are dead at the end of the interval.
 
-    Ranks with the same latents agree on the dead ones, so the sum over these ranks does not change the share.
+    Ranks with the same latents agree on which of them are dead, so summing over these ranks does not change the share.
     """
 
     is_of_last = True

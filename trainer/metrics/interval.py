@@ -16,9 +16,9 @@ from trainer.runtime.triton_kernels import METRIC_SUMS
 
 
 class Interval:
-    """The registered metrics, or only some `entries`, and the named loss terms as means per token.
+    """The registered metrics, or only some `entries`, and the named loss terms, as means per token.
 
-    All sums are in one vector, because on a GPU an operation on a few numbers takes as long as on many.
+    All sums are in one vector, because on a GPU, an operation on few numbers takes as long as on many.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:
@@ -39,14 +39,14 @@ class Interval:
         if self._total is None:
             self._total = batch.new_zeros(len(batch), dtype=torch.float64)
             self._last = {name: tuple(map(torch.empty_like, of)) for name, of in last.items()}
-        # In place, so that the replay of a CUDA graph updates them too.
+        # Update in place, so that replaying a CUDA graph updates the sums too.
         add_if_finite(self._total, batch)
         for name, of_last in last.items():
             for kept, part in zip(self._last[name], of_last, strict=True):
                 kept.copy_(part)
 
     def sums(self, latents: Latents) -> dict[str, Tensor]:
-        """Return the sums by name, float64 [n], to be added over the ranks with the same latents; reset them to 0."""
+        """Return the sums by name, float64 [n], to be added over ranks with the same latents; reset them to 0."""
         assert self._total is not None, "a log interval has at least one batch"
         total = self._total.clone()
         self._total.zero_()
@@ -57,7 +57,7 @@ class Interval:
         return wholes | {"terms": sum_of(of_terms, latents.group)}
 
     def lasting(self) -> list[Tensor]:
-        """Return the tensors that hold the sums; after the first batch they are never replaced."""
+        """Return the tensors that contain the sums; after the first batch, they are never replaced."""
         return [*([] if self._total is None else [self._total]), *(one for of in self._last.values() for one in of)]
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
@@ -74,10 +74,10 @@ class Interval:
 def add_if_finite(total: Tensor, numbers: Tensor) -> None:
     """Add numbers [n] to a float64 `total` [n] in place, unless any of them is NaN or infinite.
 
-    Training skips batches with such values too.
+    Training also skips batches with such values.
     """
     if triton := METRIC_SUMS.on(total):
         triton.add_if_finite(total, numbers)
     else:
-        # The sum times 0 is NaN, which counts as True, if any number is NaN or infinite; otherwise it is 0, so False.
+        # If any number is NaN or infinite, the sum times 0 is NaN, which converts to True; otherwise it is 0, so False.
         total += numbers.masked_fill((numbers.sum(dtype=torch.float64) * 0).bool(), 0)

@@ -1,4 +1,4 @@
-"""Measures the speed of a run, its waiting times, and its memory."""
+"""Measures a run's speed, waiting times and memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from trainer.parallel.base import Parallel
     from trainer.parallel.waiting import Waits
 
-# The time constant of a `Rate`: much longer than a step, but short enough for a user to notice soon that a run has
-# become slower.
+# The time constant of a `Rate`: much longer than a step, but short enough that a user soon notices a slower run.
 WINDOW_S = 5.0
 # A long wait begins when all ranks have spent more than MUCH_WAIT of their time waiting for data for LASTING_S seconds,
 # and ends below LITTLE_WAIT. For example, if 8 GPUs share latents and each reads all rows, the host's memory bandwidth
-# allows one step per 9 ms, while a step takes 6 ms.
+# limits a run to one step per 9 ms, while a step takes 6 ms.
 MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 
 class Rate:
-    """An amount per second, as a moving average with exponential decay over `WINDOW_S`.
+    """An amount per second: a moving average with exponential decay over `WINDOW_S`.
 
     Amounts and seconds are summed separately with the same decay, so each interval has a weight equal to its length.
     """
@@ -42,8 +41,8 @@ class Rate:
         return self._amount / max(self._seconds, 1e-9)
 
 
-# The least share of an interval that counts as work. Work and waiting are timed separately, so the difference of both
-# can be 0 although the rank has worked.
+# The minimum share of an interval that counts as work. The interval and the waiting are timed separately, so their
+# difference can be 0 although the rank has worked.
 LEAST_BUSY = 0.01
 
 
@@ -65,7 +64,7 @@ class Pace:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._all, self._own = Rate(), Rate()
-        # After the first interval, GPU memory outside the allocator belongs to NCCL, the kernels and the CUDA context.
+        # After the first interval: GPU memory outside the allocator, used by NCCL, kernels and the CUDA context.
         self._foreign_at_first: int | None = None
         self.begin(0.0)
 
@@ -76,18 +75,18 @@ class Pace:
         self._on_core_before = time.thread_time()
 
     def end(self, n_tokens: int, n_steps: int, waited_for_data_s: float) -> Span:
-        """Stop the clocks after an interval's last step is queued; `n_tokens` counts this rank's tokens."""
+        """Stop the clocks after an interval's last step is queued; `n_tokens` is this rank's number of tokens."""
         self._watch.stop()
         on_core_s = time.thread_time() - self._on_core_before
         data_s = waited_for_data_s - self._waited_before
         return Span(self._watch, n_tokens, n_steps, data_s, self._parallel.take_waits(), on_core_s)
 
     def sums(self, span: Span) -> dict[str, Tensor]:
-        """Return this rank's values for a span, on the CPU, to be summed over all ranks; wait for the span's end."""
+        """Wait for a span's end and return this rank's values on the CPU; the caller sums them over all ranks."""
         n_tokens, n_steps, data_s, seconds = span.n_tokens, span.n_steps, span.data_s, span.watch.seconds()
         own_s = max(seconds - span.of_ranks.seconds(), LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
-        # Ranks that share latents, or train different SAEs, have the same tokens.
+        # Ranks that share latents or train different SAEs have the same tokens.
         with_same = self._parallel.world_size / self._parallel.data.size
         total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot
@@ -109,11 +108,11 @@ class Pace:
         return max(0, now - self._foreign_at_first)
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Return the tokens per second of all ranks, the share of time waiting for data, and the largest memory use."""
+        """Return the total tokens per second, the share of time spent waiting for data, and the largest memory use."""
         n_tokens, seconds, waited_s, ranks = totals["pace"].tolist()
         return {
             "tokens_per_s": self._all.add(n_tokens, seconds / ranks),
-            # The host starts to wait a little earlier than the GPU would, so the quotient may exceed 1.
+            # The host starts to wait slightly earlier than the GPU would, so the quotient may exceed 1.
             "data_wait": min(1.0, waited_s / max(seconds, 1e-9)),
             "memory_bytes": float(totals["rank_memory_bytes"].max()),
         }
@@ -126,16 +125,16 @@ STREAM_REMEDY = (
 
 
 class DataWait:
-    """Detects that all ranks wait for data; a single rank that waits longer than the others is a straggler instead."""
+    """Detects that all ranks wait for data; a single rank that waits longer than the others is a straggler."""
 
     def __init__(self) -> None:
         self._lasts_s = 0.0
         self._is_reported = False
 
     def look(self, share: float, seconds: float) -> bool | None:
-        """Check the share of time waited in a log interval; return True when a long wait begins, False when it ends.
+        """Check a log interval's share of waiting time; return True when a long wait begins, False when it ends.
 
-        Return None at all other times.
+        Otherwise return None.
         """
         self._lasts_s = self._lasts_s + seconds if share > MUCH_WAIT else 0.0
         if not self._is_reported and self._lasts_s >= LASTING_S:
@@ -165,7 +164,7 @@ def foreign_bytes(device: torch.device) -> int:
 def _reserved(device: torch.device) -> dict[str, int]:
     """Return the bytes that the allocator has reserved.
 
-    The usual functions of torch, such as `memory_reserved`, sort a hundred statistics at each call.
+    torch's usual functions, such as `memory_reserved`, sort a hundred statistics at each call.
     """
     of_all: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
     return of_all

@@ -1,4 +1,4 @@
-"""Metrics of reconstruction quality."""
+"""Reconstruction metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of sparsity: the number of active latents, their activations, and the share of dense latents."""
+"""Sparsity metrics: the number of active latents, their activations, and the share of dense latents."""
 
 from __future__ import annotations
 

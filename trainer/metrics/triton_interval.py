@@ -1,4 +1,4 @@
-"""`interval.add_if_finite` as one kernel, which takes as long as each of the four torch operations that it replaces."""
+"""`interval.add_if_finite` as one kernel, which is as fast as each of the four torch operations that it replaces."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PART = 1024
 
 
 def add_if_finite(total: Tensor, numbers: Tensor) -> None:
-    """Add numbers [n] to a float64 `total` [n], like `interval.add_if_finite`."""
+    """Add numbers [n] to a float64 `total` [n] in place, like `interval.add_if_finite`."""
     if n := len(total):
         together = numbers.sum(dtype=torch.float64)
         # Triton launches on the current device, which may not be the tensors' device.
@@ -22,7 +22,7 @@ def add_if_finite(total: Tensor, numbers: Tensor) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Test the kernel; pass on errors from Triton, and raise `RuntimeError` if the results are wrong."""
+    """Test the kernel; let errors from Triton propagate, and raise `RuntimeError` if the results are wrong."""
     total, numbers = torch.ones(2, dtype=torch.float64, device=device), torch.tensor([2.0, 3.0], device=device)
     add_if_finite(total, numbers)
     add_if_finite(total, numbers / 0)

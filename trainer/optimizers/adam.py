@@ -13,12 +13,12 @@ from trainer.optimizers.base import Optimizer, RowStep
 from trainer.optimizers.row_adam import RowAdam
 from trainer.optimizers.tiled import adam_step, betas_of
 
-# Unwrapped, since the wrapper that torch 2.6 to 2.13 put around `step` imports the compiler (see `Optimizer`).
+# Unwrapped, since in torch 2.6 to 2.13 the wrapper around `step` imports the compiler (see `Optimizer`).
 _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 
 class Adam(torch.optim.Adam, Optimizer):
-    """Adam in one fused kernel, which moves 28 bytes per parameter; separate kernels would move twice that.
+    """Adam in one fused kernel, which moves 28 bytes per parameter; separate kernels would move twice as many.
 
     The small eps is from Gao et al.: rare latents have gradients near 1e-8, and eps = 1e-8 would halve their steps.
 
@@ -36,7 +36,7 @@ class Adam(torch.optim.Adam, Optimizer):
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         if self._codec != "fp32":
             group = group | {"params": [one for one in group["params"] if one.dim() < 2]}
-        # On a CPU the fused kernel first copies non-contiguous tensors, such as W_enc.
+        # On a CPU, the fused kernel would first copy non-contiguous tensors, such as W_enc.
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(_as_it_lies, tensors)
@@ -50,7 +50,7 @@ class Adam(torch.optim.Adam, Optimizer):
         return {name: value if name == "step" else value.to(dtype) for name, value in state.items()}
 
     def by_rows(self) -> RowStep | None:
-        """Return a Triton row step if the latents are on a GPU on which its kernels work, else None."""
+        """Return a Triton row step if the latents are on a GPU that supports its kernels, otherwise None."""
         return RowAdam.of(self, self._codec)
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class Adam(torch.optim.Adam, Optimizer):
         _FUSED_STEP(self, closure)
 
     def _step_matrices(self) -> None:
-        """Update the matrices, whose moments are not in fp32."""
+        """Update the matrices if their moments are not in fp32."""
         for group, parameter, grad in self.with_gradient():
             if parameter.dim() > 1:
                 betas, axis = betas_of(group), self.latent_axes.get(parameter)

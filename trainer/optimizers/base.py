@@ -20,7 +20,7 @@ class Now(NamedTuple):
     skips: Tensor
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return a scaled copy of a gradient, or zeros if the step is skipped: a skipped step is computed too."""
+        """Return a scaled copy of a gradient, or zeros if the step is skipped, since skipped steps are computed too."""
         scaled = grad if self.grad_scale is None else grad / self.grad_scale
         return torch.where(self.skips, 0, scaled)
 
@@ -28,12 +28,12 @@ class Now(NamedTuple):
 def rate_of(group: dict[str, Any], like: Tensor) -> Tensor:
     """Return a group's learning rate, 0-dim on the device of `like`."""
     rate = group["lr"]
-    # Filled on the device: a copy from the host would block, and a Python float would be compiled in as a constant.
+    # Create it on the device: a copy from the host would block, and a Python float would be compiled in as a constant.
     return rate if isinstance(rate, Tensor) else like.new_full((), rate)
 
 
 class LatentAxis(NamedTuple):
-    """The latent dimension of a parameter, and the latents' indices in the SAE, int64 on the parameter's device."""
+    """A parameter's latent dimension, and the latents' indices in the SAE, int64 on the parameter's device."""
 
     dim: int
     ids: Tensor
@@ -47,35 +47,36 @@ class TiedParameter(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Σ‖g‖² over the weights of single latents, and over the weights that all latents share; fp64, 0-dim."""
+    """Σ‖g‖² over the weights of single latents, and over weights that all latents share; fp64, 0-dim."""
 
     of_latents: Tensor
     of_all: Tensor
 
 
 class RowStep(ABC):
-    """Updates matrices, in one pass over each latent's weights, and vectors.
+    """Updates vectors, and matrices in one pass over each latent's weights.
 
-    For unit-norm rows it removes the gradient component along the row before the step and normalizes the row after it.
-    Without a `RowStep` the caller of `step` does both. Followers are updated in the same pass as their leaders.
+    For unit-norm rows, it removes the gradient component along the row before the step and normalizes the row
+    afterwards. Without a `RowStep`, the caller of `step` does both. Followers are updated in the same pass as their
+    leaders.
     """
 
     @abstractmethod
     def allow_fused_norms(self) -> None:
-        """Let the code that sums a gradient also measure it.
+        """Allow the code that sums a gradient to measure its norms.
 
         Later changes to the gradient must go through torch, whose version counter detects them.
         """
 
     @abstractmethod
     def measure(self) -> Squares:
-        """Return the squared gradient norms; for unit-norm rows, of the component orthogonal to the row only."""
+        """Return the squared gradient norms; for unit-norm rows, only of the component orthogonal to the row."""
 
     @abstractmethod
     def step(self, taken: Tensor) -> None:
         """Update the measured parameters and set their gradients to None, so that the optimizer's `step` ignores them.
 
-        `taken` (fp32, 0-dim) is 0 if the step is skipped, else 1.
+        `taken` (fp32, 0-dim) is 0 if the step is skipped, otherwise 1.
         """
 
     @abstractmethod
@@ -86,10 +87,10 @@ class RowStep(ABC):
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, which checkpoints store.
 
-    `found_inf` (0-dim float on the device) is set before `step`. If it is 1, the step changes nothing, so the host
-    need not know whether the gradients were finite. The step divides gradients by `grad_scale` (0-dim float on the
-    device; None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have both
-    attributes too. The contents of the gradients after a step are undefined.
+    `found_inf` (0-dim float on the device) is set before `step`. If it is 1, the step changes nothing, so the host need
+    not know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim float on the device;
+    None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have both attributes too.
+    The contents of the gradients after a step are undefined.
     """
 
     found_inf: Tensor | None = None
@@ -98,41 +99,41 @@ class Optimizer(torch.optim.Optimizer):
     unit_rows: tuple[nn.Parameter, ...] = ()
     # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
-    # The follower of each leading parameter. Only the `by_rows` step applies it; else the caller of `step` does.
+    # The follower of each leading parameter. The `by_rows` step applies it; without one, the caller of `step` does.
     followers: Mapping[nn.Parameter, TiedParameter] = MappingProxyType({})
-    # If true, the learning rate is not decayed at the end of training.
+    # If True, the learning rate is not decayed at the end of training.
     is_schedule_free = False
 
-    # The wrappers of torch 2.6 to 2.13 import its compiler, which takes two seconds on a rank that never compiles.
+    # In torch 2.6 to 2.13, wrappers import the compiler, which takes two seconds on a rank that never compiles.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     def by_rows(self) -> RowStep | None:
-        """Return the one-pass step of matrices, if there is one; set the attributes above before the call."""
+        """Return the one-pass step for matrices, if there is one; set the attributes above before calling this."""
         return None
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert a parameter's state from a checkpoint to the dtypes of this optimizer."""
+        """Convert a parameter's checkpoint state to this optimizer's dtypes."""
         return state
 
     def use_trained_weights(self) -> None:
-        """Load the weights to evaluate and save into the parameters, if they differ from the weights being updated."""
+        """Load the weights for evaluation and saving into the parameters, if they differ from the updated weights."""
 
     def use_stepped_weights(self) -> None:
         """Undo `use_trained_weights`."""
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Clear the state of the latents (mask, bool [d_sae]) whose weights were replaced."""
+        """Clear the state of latents whose weights were replaced; `latents` is a mask, bool [d_sae]."""
         for parameter, (dim, _) in self.latent_axes.items():
             for remembered in self.state[parameter].values():
                 if remembered.shape == parameter.shape:
                     remembered.movedim(dim, -1).masked_fill_(latents, 0)
 
     def with_group(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        """Yield all parameters, each with the settings of its group."""
+        """Yield all parameters, each with its group's settings."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 yield group, parameter

@@ -1,4 +1,4 @@
-"""Adam's moments in less than fp32: bf16, or 8 bits with a scale for every block of a latent's weights.
+"""Stores Adam's moments in less than fp32: in bf16, or in 8 bits with a scale for every block of weights.
 
 The second moment decreases by at most 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128.
 Rounding to nearest would therefore never let it decrease. Dithered rounding, like stochastic rounding, rounds up in
@@ -14,14 +14,14 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-# Number of consecutive weights in a column of W_enc that share a scale.
+# The number of consecutive weights in a column of W_enc that share a scale.
 BLOCK = 64
 _TINY = 2.0**-126
 State = dict[str, Tensor]
 
 
 class Codec(ABC):
-    """A storage format for a matrix's two moments; the weights of one latent extend along dimension `dim`."""
+    """A storage format for a matrix's two moments; a latent's weights extend along dimension `dim`."""
 
     @abstractmethod
     def new(self, weight: Tensor, dim: int) -> State:
@@ -35,8 +35,8 @@ class Codec(ABC):
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
         """Store the moments; this may overwrite `m` and `v`.
 
-        The larger `dither` (int32, 0 to 2^16 - 1) is, the more values are rounded up. If it is 2^15, the moments
-        returned by `read` are stored bit for bit as they were.
+        The larger `dither` (int32, 0 to 2^16 - 1) is, the more values are rounded up. If it is 2^15, unchanged moments
+        from `read` are stored with the same bits as before.
         """
 
 
@@ -50,7 +50,7 @@ class Fp32(Codec):
         return state["exp_avg"], state["exp_avg_sq"]
 
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
-        """Do nothing: the moments were changed in place."""
+        """Do nothing, since the moments were changed in place."""
 
 
 class Bf16(Codec):
@@ -98,10 +98,10 @@ class Int8(Codec):
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
         size, up = m.abs(), dither * 2.0**-16
         scale = self._scale(state["exp_avg_scale"], size, dim)
-        # The conversion to integers truncates towards 0.
+        # The conversion to integers truncates towards 0, so `up` is added first.
         state["exp_avg"].copy_(size.div_(scale).sqrt_().mul_(127).add_(up).copysign_(m))
         scale = self._scale(state["exp_avg_sq_scale"], v, dim)
-        # At least 1: the step divides the first moment by the root of the second.
+        # Store at least 1, since the step divides the first moment by the root of the second.
         state["exp_avg_sq"].copy_(v.div_(scale).sqrt_().sqrt_().mul_(255).add_(up).clamp_min_(1))
 
     def _scale(self, stored: Tensor, size: Tensor, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles functions of many small operations on large tensors, so that fewer passes over memory are needed."""
+"""Compiles functions that run many small operations on large tensors, which saves passes over memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.contract.errors import first_line
 from trainer.runtime.triton_kernels import COMPILED_UPDATES
 
-# A pass over fewer values takes less time than its kernel launch.
+# The number of values below which a pass takes less time than its kernel launch.
 _SMALL = 2**16
 
 
@@ -38,7 +38,7 @@ class Compiled:
             self._compiled(first, *others)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # Triton, its compiler and the driver raise many types
+        except Exception as error:  # Triton, its compiler and the driver raise many types of exceptions
             warnings.warn(f"the optimizer runs uncompiled, and slower: {first_line(error)}", stacklevel=2)
             self._compiled = self._function
             self._function(first, *others)
@@ -47,7 +47,7 @@ class Compiled:
 def try_out(device: torch.device) -> None:
     """Compile a function and run it once.
 
-    Pass on the errors of torch.compile, and raise `RuntimeError` if the results are wrong.
+    Let errors from torch.compile propagate, and raise `RuntimeError` if the results are wrong.
     """
     values = torch.ones(_SMALL, device=device)
     torch.compile(_double, dynamic=True)(values)

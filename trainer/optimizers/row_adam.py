@@ -18,7 +18,7 @@ from trainer.runtime.triton_kernels import OPTIMIZER_STEPS
 
 
 class RowAdam(RowStep):
-    """Adam's step by Triton kernels; it keeps its state in the optimizer, in the same format as without kernels."""
+    """Adam's step in Triton kernels; the optimizer keeps the state, in the same format as without kernels."""
 
     def __init__(self, optimizer: Optimizer, codec: str, kernels: ModuleType) -> None:
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
@@ -26,8 +26,8 @@ class RowAdam(RowStep):
         self._matrices = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
         self._vectors = {one: group for one, group in groups.items() if self._takes(one)}
         self._measures: dict[nn.Parameter, RowMeasures] = {}
-        # Partial squared gradient norms of each vector, as views of the two buffers below. `_of_latents` also holds
-        # the norms of the matrix rows; `_of_all` has one value for each vector that all latents share.
+        # Partial squared gradient norms of each vector, as views of the two buffers below. `_of_latents` also contains
+        # the norms of matrix rows; `_of_all` has one value for each vector that all latents share.
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._of_latents = torch.empty(0)
         self._of_all = torch.empty(0)
@@ -45,13 +45,13 @@ class RowAdam(RowStep):
         return step
 
     def _may_have_all(self) -> bool:
-        """Return whether all matrices are fp32 with contiguous latents that fit into one Triton program."""
+        """Return whether all matrices are in fp32 and each latent's weights are contiguous and fit into one program."""
         rows = [self._by_latent(one, one) for one in self._matrices]
         fits = (one.is_contiguous() and self._kernels.fits(one.shape[1]) for one in rows)
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
     def _takes(self, one: nn.Parameter) -> bool:
-        """Return whether this steps a vector; a vector without latents must fit into one program, which measures it."""
+        """Return whether this updates a vector; one program must be able to measure a vector without latents."""
         is_vector = one.dim() == 1 and one.dtype == torch.float32 and one.is_contiguous()
         return is_vector and (one in self._optimizer.latent_axes or self._kernels.fits(len(one)))
 
@@ -94,7 +94,7 @@ class RowAdam(RowStep):
         return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
 
     def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
-        """Measure the rows of a matrix's gradient that were not measured while they were summed."""
+        """Measure the rows of a matrix's gradient that were not already measured during summation."""
         gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
         unsure = measures.take(gradient)
         # Two lists of rows per launch: latents whose sums were split over programs, and dead latents.
@@ -145,7 +145,7 @@ class RowAdam(RowStep):
         state, grad = self._optimizer.state[parameter], parameter.grad
         assert grad is not None
         if not state:
-            # The same layout as torch's Adam, which uses this state if there are no kernels.
+            # Use the same layout as torch's Adam, which uses this state if there are no kernels.
             state.update(step=parameter.new_zeros(()), **CODECS["fp32"].new(parameter, 0))
         rate = rate_of(self._vectors[parameter], parameter)
         return self._kernels.Vector(parameter.detach(), grad.contiguous(), state, state["step"], rate)
@@ -159,7 +159,7 @@ class RowAdam(RowStep):
         return self._by_latent(parameter, parameter.grad).contiguous()
 
     def _by_latent(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """Return a view, with latents as rows, of a tensor that has the parameter's shape."""
+        """Return a view with latents as rows; `tensor` has the shape of the parameter."""
         return tensor.T if self._dim(parameter) else tensor
 
     def _dim(self, parameter: nn.Parameter) -> int:

@@ -1,4 +1,4 @@
-"""Schedule-free Signum: steps by the sign of the gradient, weights averaged over steps.
+"""Schedule-free Signum: updates by the sign of the gradient, with weights averaged over steps.
 
 Bernstein et al. 2018 (arXiv 1802.04434) for the sign, Defazio et al. 2024 (arXiv 2405.15682) for the average.
 """
@@ -15,13 +15,13 @@ from trainer.optimizers.compiled import Compiled
 
 
 class Signum(Optimizer):
-    """The parameters are y = (1 − momentum)·z + momentum·x: steps update z, and x is the average of all z so far.
+    """Keeps parameters y = (1 − momentum)·z + momentum·x; a step updates z, and x is the average of all z so far.
 
-    Gradients are computed at y; x is evaluated and saved. The state is only z, 4 bytes per parameter.
+    Gradients are computed at y, while x is evaluated and saved. The state is only z, 4 bytes per parameter.
 
-    With unit-norm rows, only y is normalized. Rows of z grow (to length 2.9 after 150 steps with 3,072 latents), as the
-    sign of a gradient has a component along the row even if the gradient has none. The longer they are, the less a step
-    rotates them. Normalizing the rows of z as well made no difference: FVU was 0.104 both ways after 500 steps.
+    With unit-norm rows, only y is normalized. Rows of z grow (to length 2.9 after 150 steps with 3,072 latents),
+    because the sign of a gradient has a component along the row even if the gradient does not. The longer a row is, the
+    less a step rotates it. Also normalizing the rows of z made no difference: FVU was 0.104 both ways after 500 steps.
     """
 
     is_schedule_free = True
@@ -48,7 +48,7 @@ class Signum(Optimizer):
         """Load x into the parameters, with normalized rows if the rows of y are normalized."""
         for group, y in self.with_group():
             if "z" not in self.state[y]:
-                continue  # before the first step x is y
+                continue  # before the first step, x is y
             self._stepped[y] = y.data
             y.data = self.state[y]["z"].lerp(y, 1 / group["momentum"])
             if any(y is held for held in self.unit_rows):
@@ -61,7 +61,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Set z and x to the current weights for the latents (mask, bool [d_sae]) whose weights were replaced."""
+        """Set z and x to the current weights for latents whose weights were replaced (a mask, bool [d_sae])."""
         for y, (dim, _) in self.latent_axes.items():
             if "z" in self.state[y]:
                 z = self.state[y]["z"].movedim(dim, -1)
@@ -73,6 +73,6 @@ def _update(y: Tensor, z: Tensor, grad: Tensor, share: Tensor, now: Now, momentu
     """Step z and move x by `share` of its distance to the new z, in place; a skipped step adds 0."""
     rate = now.lr * ~now.skips
     sign = grad.sign().nan_to_num_(0)
-    # x is not stored: this is (1 − momentum)·z' + momentum·(x + share·(z' − x)) with x computed from y and z.
+    # This is (1 − momentum)·z' + momentum·(x + share·(z' − x)), with x, which is not stored, computed from y and z.
     y.lerp_(z, share).addcmul_(sign, rate * (1 - momentum * (1 - share)), value=-1)
     z.addcmul_(sign, rate, value=-1)

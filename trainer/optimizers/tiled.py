@@ -1,4 +1,4 @@
-"""Adam's step tile by tile, so that only one tile of the compressed moments is unpacked at a time."""
+"""Adam's step, tile by tile, so that only one tile of the compressed moments is unpacked at a time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from trainer.optimizers.base import LatentAxis, Now
 from trainer.optimizers.codecs import BLOCK, CODECS, Codec, State
 from trainer.optimizers.compiled import Compiled
 
-# Weights per tile. On a CPU the twenty passes over a tile stay in the cache. On a GPU the Triton row kernels step most
-# weights. Tiles remain for skip connections, for latents with more than 8,192 weights or a number that four does not
-# divide, and if Triton fails. In that case nothing is compiled either, and a step needs 200 MB of memory per tile.
+# The number of weights per tile. On a CPU, the twenty passes over a tile stay in the cache. On a GPU, the Triton row
+# kernels update most weights. Tiles are used for skip connections, for latents whose number of weights exceeds 8,192 or
+# is not divisible by four, and if Triton fails. If Triton fails, nothing is compiled either, and a step needs 200 MB of
+# memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
-# Multiples of these numbers are spread evenly modulo 2^16, and so are the dithers of a weight over its steps. They are
-# 2^16 divided by the plastic number, by its square (Roberts' R2 sequence), and by the golden ratio.
+# Multiples of these numbers are spread evenly modulo 2^16, and therefore a weight's dithers over its steps are too. The
+# numbers are 2^16 divided by the plastic number, by its square (Roberts' R2 sequence), and by the golden ratio.
 BY_STEP, BY_COLUMN, BY_ROW = 49471, 37345, 40503
 
 
@@ -30,7 +31,7 @@ class Betas(NamedTuple):
 
 
 def betas_of(group: dict[str, Any]) -> Betas:
-    """Return the constants of a group of torch's Adam."""
+    """Return the constants of a parameter group of torch's Adam."""
     beta1, beta2 = group["betas"]
     return Betas(beta1, beta2, group["eps"])
 
@@ -45,10 +46,10 @@ def adam_step(
     now: Now,
     latents: LatentAxis | None = None,
 ) -> None:
-    """Step one parameter; the first step creates its moments in `state`.
+    """Update one parameter; the first step creates its moments in `state`.
 
-    The moments of matrices are stored in the format `codec`. Vectors are only a thousandth of an SAE, so their moments
-    stay in fp32. Without `latents`, the longer dimension is the latent dimension.
+    The moments of matrices are stored in the format `codec`. The moments of vectors stay in fp32, since vectors are
+    only a thousandth of an SAE. Without `latents`, the longer dimension is the latent dimension.
     """
     how = CODECS[codec if weight.dim() > 1 else "fp32"]
     axis = latents if latents and weight.dim() > 1 else _longer(_as_matrix(weight))
@@ -59,7 +60,7 @@ def adam_step(
     whole, gradient = _as_matrix(weight), _as_matrix(grad)
     moments = {name: _as_matrix(moment) for name, moment in state.items() if name != "step"}
     correction1, correction2 = 1 - betas.beta1 ** step.double(), 1 - betas.beta2 ** step.double()
-    # Computed outside the compiled function, which would compute the float64 powers for every weight.
+    # Compute the float64 powers here, since the compiled function would compute them for every weight.
     rates = (~now.skips * now.lr / correction1).float(), correction2.sqrt().float()
     by_row, by_column = _dithers(whole, step, now.skips, axis)
     for rows, columns in _tiles(whole, dim):
@@ -76,7 +77,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
     """Yield the rows and columns of each tile; tiles never split a block along `dim`."""
     if not matrix.numel():
-        # A rank may hold no latents if there are more ranks than latents.
+        # A rank may have no latents if there are more ranks than latents.
         return
     n_rows, n_columns = matrix.shape
     size = _TILE[matrix.device.type]
@@ -102,7 +103,7 @@ def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -
     """Return int32 row offsets [n_rows, 1] and column offsets [n_columns]; their sums modulo 2^16 are the dither.
 
     If the step is skipped, the dither is 2^15 everywhere. It uses each latent's index in the full SAE, so it does not
-    depend on which rank holds the latent.
+    depend on which rank has the latent.
     """
     numbers = [torch.arange(size, device=matrix.device) for size in matrix.shape]
     numbers[latents.dim] = latents.ids
@@ -126,7 +127,8 @@ def _update(
 ) -> None:
     """Apply Kingma & Ba's algorithm 1 in place; a skipped step adds 0 to everything.
 
-    `rates` are the learning rate divided by the first moment's bias correction, and the root of the second moment's.
+    `rates` are the learning rate divided by the first moment's bias correction, and the root of the second moment's
+    bias correction.
     """
     beta1, beta2, eps = betas
     taken, grad = ~now.skips, now.gradient(grad)

@@ -1,10 +1,9 @@
 """Triton kernels for Adam's step, which read and write each latent's weights once.
 
-A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows the
-kernels remove the gradient component along the row before the step, and normalize the row after it. Vectors, such as
-biases, are split into parts of 1,024 values, one per program. torch's fused Adam uses parts of 65,536 values, each of
-which takes 0.07 ms on an H200.
-Sums are fp32 and have a fixed order: no two programs add to the same number.
+A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows, the
+kernels remove the gradient component along the row before the step, and normalize the row afterwards. Vectors, such as
+biases, are split into parts of 1,024 values, one per program. torch's fused Adam uses parts of 65,536 values, which
+take 0.07 ms each on an H200. Sums are fp32 and have a fixed order: no two programs add to the same number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,21 +21,21 @@ from torch import Tensor
 from trainer.optimizers.codecs import BLOCK
 from trainer.optimizers.tiled import BY_COLUMN, BY_ROW, BY_STEP, Betas
 
-# The widest row that fits into a program's registers, and the number of values per vectorized load.
+# The width of the widest row that fits into a program's registers, and the number of values per vectorized load.
 _WIDEST, _VECTOR = 2**13, tl.constexpr(4)
-# Values of a vector per program, eight for each thread.
+# The number of a vector's values per program, eight for each thread.
 _PART = 1024
-# Values of a row per thread, and the maximum number of warps (a warp on AMD has 64 threads).
+# The number of a row's values per thread, and the maximum number of warps (a warp on AMD has 64 threads).
 _PER_THREAD, _MOST_WARPS = 8, 16
 _BLOCK, _BY_STEP, _TINY = tl.constexpr(BLOCK), tl.constexpr(BY_STEP), tl.constexpr(2.0**-126)
 
 
 class Matrix(NamedTuple):
-    """A matrix to step: its weights and gradient [n_latents, width], and the moments in the codec's format.
+    """A matrix to update: its weights and gradient [n_latents, width], and the moments in the codec's format.
 
     The codec's scales are not transposed: they have latents along `latent_dim`, like the SAE's matrix. `n_steps`
     (0-dim) includes this step; `lr` (0-dim) is the learning rate. `dots` are the dot products of rows and gradients if
-    the rows have unit norm, else None. The kernel writes a 16-bit copy of the weights to `narrow` (same shape).
+    the rows have unit norm, otherwise None. The kernel writes a 16-bit copy of the weights to `narrow` (same shape).
     """
 
     weight: Tensor
@@ -50,7 +49,7 @@ class Matrix(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """A vector to step: weights, gradient and moments, all fp32 [n]; for `n_steps` and `lr` see `Matrix`."""
+    """A vector to update: weights, gradient and moments, all fp32 [n]; for `n_steps` and `lr` see `Matrix`."""
 
     weight: Tensor
     grad: Tensor
@@ -68,7 +67,7 @@ class Constants(NamedTuple):
 
 
 def fits(width: int) -> bool:
-    """Return whether a program can hold a row."""
+    """Return whether a row fits into a program."""
     return width <= _WIDEST and width % _VECTOR.value == 0
 
 
@@ -107,9 +106,10 @@ def measure_vector(grad: Tensor, squares: Tensor) -> None:
 
 
 def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | None = None, share: float = 0.0) -> None:
-    """Take Adam's step of a matrix; change no bit if `found_inf` is 1. `ids` (int64 [n_latents]) determine the dither.
+    """Apply Adam's step to a matrix; change no bit if `found_inf` is 1.
 
-    A `follower` of the same shape takes its own step, plus `share` times the change of the matrix.
+    `ids` (int64 [n_latents]) determine the dither. A `follower` of the same shape is updated by its own step plus
+    `share` times the change of the matrix.
     """
     n_rows, width = matrix.weight.shape
     followers = dict.fromkeys(_FOLLOWER) if follower is None else _arguments(follower, "follower_")
@@ -127,7 +127,7 @@ def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | N
 
 
 def step_vector(vector: Vector, constants: Constants) -> None:
-    """Take Adam's step of a vector; change no bit if `found_inf` is 1."""
+    """Apply Adam's step to a vector; change no bit if `found_inf` is 1."""
     if n := len(vector.weight):
         moments = vector.moments
         with torch.cuda.device_of(vector.weight):
@@ -145,7 +145,7 @@ def step_vector(vector: Vector, constants: Constants) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; pass on Triton's errors, and raise `RuntimeError` if the results are wrong."""
+    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
     weight, grad = torch.eye(2, 16, device=device), torch.ones(2, 16, device=device)
     squares, dots, one = torch.empty(2, device=device), torch.empty(2, device=device), torch.ones((), device=device)
     parts = torch.empty(1, device=device, dtype=torch.float64)
@@ -236,7 +236,7 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, 
         unit = tl.load(unit_rows + start + columns, mask=inside, other=0)
         dot = tl.sum(g * unit, axis=0)
         tl.store(out_dots + row, dot, mask=row >= 0)
-        # Subtracted before squaring: a difference of two squares would cancel the digits of a small result.
+        # Subtract before squaring: if the result is small, a difference of two squares would lose all its digits.
         g -= dot * unit
     tl.store(out_squares + row, tl.sum(g * g, axis=0), mask=row >= 0)
 
@@ -268,7 +268,7 @@ def _step_rows(
         scale = tl.load(divisor)
         latent = tl.load(ids + row) & 0xFFFF
         columns = (tl.arange(0, BLOCKS) * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :]
-        # The row's offset needs 64 bits, the columns only 32, so they are added to the pointers separately.
+        # The row's offset needs 64 bits and the columns only 32, so add them to the pointers separately.
         start, inside = row * width, columns < width
 
         weight = tl.load(inout_weight + start + columns, mask=inside, other=0)
@@ -358,13 +358,14 @@ def _change(
         size = tl.abs(m)
         largest = _largest(size, ONE_SCALE)
         tl.store(inout_m_scale + scales_at, largest, mask=has_scale)
-        # The conversion to integers truncates towards 0. The minimum is needed, as a quotient can slightly exceed 1.
+        # The conversion to integers truncates towards 0. The minimum is needed because a quotient can slightly exceed
+        # 1.
         code = tl.minimum(tl.sqrt(size / tl.maximum(largest, _TINY)) * 127 + up, 127)
         tl.store(inout_m + start + columns, tl.where(m < 0, -code, code).to(tl.int8), mask=inside)
         largest = _largest(v, ONE_SCALE)
         tl.store(inout_v_scale + scales_at, largest, mask=has_scale)
         code = tl.sqrt(tl.sqrt(v / tl.maximum(largest, _TINY))) * 255 + up
-        # At least 1: the step divides the first moment by the root of the second.
+        # Store at least 1, since the step divides the first moment by the root of the second.
         tl.store(inout_v + start + columns, tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8), mask=inside)
     elif inout_v.dtype.element_ty == tl.int16:
         tl.store(inout_m + start + columns, _upper_half(m, _to_nearest(m)), mask=inside)
@@ -394,14 +395,14 @@ def _to_nearest(numbers):
 
 @triton.jit
 def _dither(latent, n_steps, columns, BY_LATENT: tl.constexpr, BY_WEIGHT: tl.constexpr):
-    """Return the dither of one latent's weights, the same as in `tiled`."""
+    """Return the dither for one latent's weights, the same as in `tiled`."""
     of_latent = ((latent * BY_LATENT + n_steps.to(tl.int64) * _BY_STEP) & 0xFFFF).to(tl.int32)
     return (of_latent + columns * BY_WEIGHT) & 0xFFFF
 
 
 @triton.jit
 def _largest(sizes, ONE_SCALE: tl.constexpr):
-    """Return the maximum of each block [BLOCKS, 1], or with ONE_SCALE the maximum of the row for every block."""
+    """Return the maximum of each block [BLOCKS, 1] or, with ONE_SCALE, the maximum of the row for every block."""
     of_blocks = tl.max(sizes, axis=1)
     if ONE_SCALE:
         of_blocks = tl.zeros_like(of_blocks) + tl.max(of_blocks, axis=0)

@@ -1,1 +1,1 @@
-"""The ways in which ranks share the work; the registry in `trainer.contract.settings.catalog` names the modes."""
+"""The parallel modes, in which ranks share the work; `trainer.contract.settings.catalog` lists them."""

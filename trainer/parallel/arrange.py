@@ -1,4 +1,4 @@
-"""Decides how the ranks share the work: measures them, resolves the "auto" settings, and makes the plan."""
+"""Decides how the ranks share the work: measures the ranks, resolves "auto" settings, and makes the plan."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def arrange(
 ) -> Arranged:
     """Measure the ranks, resolve the open settings of `job`, and return the job, this rank's mode and the plan.
 
-    All ranks use the same measurements, so they return the same job and plan. `shape` holds the widths of the data,
-    `box_file` the speeds of earlier runs, `may_take` the memory limit of a rank in bytes, and `model_why` the reason
+    All ranks use the same measurements, so they return the same job and plan. `shape` contains the widths of the data,
+    `box_file` the speeds from earlier runs, `may_take` is a rank's memory limit in bytes, and `model_why` the reason
     for the placement of the language model.
     """
     precision, device = _precision_of_all(world, job.train.precision), world.device
@@ -56,21 +56,21 @@ def arrange(
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
     speeds = [box.speeds(name, precision, world.size)] * world.size
-    # Always measure several ranks: another process may be slowing one of them down.
+    # Always measure if there are several ranks, since another process may be slowing one of them down.
     if world.size > 1 or not speeds[0].is_measured:
         speeds = calibrate.measure(world, precision)
         if not all(one.is_measured for one in speeds):
             # One rank's assumed speeds are not comparable with another's measured speeds.
             speeds = [slowest(speeds)] * world.size
         elif box_file and world.group.index == 0:
-            # Read the file again to keep measurements that another run has written since.
+            # Read the file again to keep measurements that another run has written in the meantime.
             box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
     # Results do not depend on which rank reads a row.
     to_read_by = slowest(speeds)
     if job.train.deterministic:
-        # Measured speeds vary between runs, and the order of additions would vary with them. The assumed speeds are
-        # the same on heterogeneous GPUs, since all ranks must make the same decision.
+        # Measured speeds vary between runs, and the order of additions would vary with them. All ranks use the same
+        # assumed speeds, even on heterogeneous GPUs, since they must make the same decision.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     work = Workload(job, world.size, shape, _name_of_all(world, name))
     free = _free_of_all(world, work, may_take)
@@ -86,7 +86,7 @@ def arrange(
 
 
 def _precision_of_all(world: World, asked: str) -> str:
-    """Return the precision of matrix products; for "auto", the best one that is fast on all ranks.
+    """Return the precision for matrix products; for "auto", the best precision that is fast on all ranks.
 
     Ranks need the same precision: gradients with different loss scales cannot be added.
     """
@@ -98,7 +98,7 @@ def _precision_of_all(world: World, asked: str) -> str:
 
 
 def _name_of_all(world: World, own: str) -> str:
-    """Return the name of the slowest device; all ranks use it to estimate memory, so that they decide alike."""
+    """Return the name of the slowest device; all ranks use it to estimate memory, so that their decisions agree."""
     return hardware.slowest(name.decode() for name in gather_bytes(world.group, own.encode(), world.device))
 
 
@@ -124,7 +124,7 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], capacity: list[float] | 
 
 
 def _capacity(settled: Settled, free: Sequence[int]) -> list[float] | None:
-    """Return the fraction of all latents that fits into each rank's memory; None if every rank holds all latents."""
+    """Return the fraction of all latents that fits into each rank's memory; None if every rank has all latents."""
     n_columns = settled.work.latent_ranks
     beside = memory.outside_pytorch(settled.held)
     whole = n_columns * max(1, settled.needs_bytes - beside)
@@ -132,7 +132,7 @@ def _capacity(settled: Settled, free: Sequence[int]) -> list[float] | None:
 
 
 def _most_tokens(settled: Settled, place: PlannedResources) -> int:
-    """Return the largest micro-batch in tokens that fits into a rank's memory: 4 to 1 times an even share."""
+    """Return the largest micro-batch in tokens, at most 4 times an even share, that fits into a rank's memory."""
     even_share = settled.work.micro_batch
     for times in (4.0, 3.0, 2.0, 1.5, 1.25):
         larger = settled.work.with_settings("train", batch_size=round(times * even_share), global_batch_size=None)
@@ -145,10 +145,10 @@ def _most_tokens(settled: Settled, place: PlannedResources) -> int:
 def _free_of_all(world: World, work: Workload, may_take: int | None) -> list[int]:
     """Return the bytes that each rank may use on its device, at most `may_take`.
 
-    The result includes memory that is already allocated but is part of the estimate: the CUDA context and the NCCL
+    The result includes memory that is already allocated but belongs to the estimate: the CUDA context, and the NCCL
     connections between all ranks.
     """
-    # In hybrid mode the row and column groups are not connected yet.
+    # In hybrid mode, the row and column groups are not connected yet.
     met = work.with_settings("parallel", mode="ddp") if work.mode == "hybrid" else work
     own = _free_bytes(world.device) / _processes_here(world) + memory.outside_pytorch(met)
     own = min(own, may_take or own)
@@ -163,7 +163,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _processes_here(world: World) -> int:
-    """Return the number of ranks that share the free memory reported by `_free_bytes`."""
+    """Return the number of ranks that share the free memory that `_free_bytes` returns."""
     return 1 if world.device.type == "cuda" else _ranks_on_this_host(world)
 
 

@@ -20,8 +20,8 @@ from trainer.parallel.waiting import HostWaits, Waiting, Waits
 class StepSums(NamedTuple):
     """The tensors to reduce over ranks at the end of a step.
 
-    `of_latents` are all-reduced over the ranks that hold the same latents. `sharded` are reduce-scattered over the same
-    ranks: each rank gets only the sums of its rows. `of_all` are all-reduced over all ranks.
+    `of_latents` are all-reduced over the ranks with the same latents. `sharded` are reduce-scattered over these ranks:
+    each rank gets only the sums of its rows. `of_all` are all-reduced over all ranks.
     """
 
     of_latents: list[Tensor]
@@ -35,10 +35,10 @@ class StepSums(NamedTuple):
 
 
 class Parallel:
-    """The ranks of one run as seen by one of them. This class itself is the mode for a single rank.
+    """The ranks of a run, from the point of view of one rank. This class itself is the mode for a single rank.
 
-    Ranks of `data` hold the same latents but process different tokens. Ranks in `latents` process the same tokens and
-    hold different latents. `world` contains all ranks.
+    Ranks in `data` have the same latents but process different tokens. Ranks in `latents` process the same tokens but
+    have different latents. `world` contains all ranks.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class Parallel:
         self.capacity: list[float] | None = None
         # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
         self.most_tokens: int | None = None
-        # Whether each rank of `latents` reads only some of the stored rows and receives the rest from the other ranks.
+        # True if each rank in `latents` reads only some of the stored rows and receives all others from the other
+        # ranks.
         self.reads_parts = False
 
     @property
@@ -73,12 +74,12 @@ class Parallel:
 
     @property
     def learns_alone(self) -> bool:
-        """Whether this rank's SAEs are on no other rank."""
+        """True if no other rank has this rank's SAEs."""
         return self.world_size == 1
 
     @property
     def peers(self) -> Group:
-        """The ranks that learn the same SAEs."""
+        """The ranks that train the same SAEs."""
         return Group() if self.learns_alone else self.world
 
     def neighbours_with_these_tokens(self) -> Group:
@@ -90,17 +91,17 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes checkpoints, metrics and the SAE."""
+        """True if this rank writes checkpoints, metrics and the SAE."""
         return self.rank == 0
 
     def sum_step_(self, several: Iterable[StepSums], requests: tuple[bool, ...]) -> tuple[bool, ...]:
         """Reduce the `StepSums` of all SAEs at the end of a step, and return which requests any rank has made."""
         if self.world_size == 1:
             return requests
-        # Filled on the device, since a copy from the host would synchronise.
+        # Create it on the device, since a copy from the host would synchronise.
         wanted = torch.stack([torch.full((), float(request), device=self.device) for request in requests])
         sums = StepSums.concatenate(several)
-        # Vectors are small, so they are all-reduced together with the other small tensors.
+        # Vectors are small, so all-reduce them together with the other small tensors.
         vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.sharded)
         of_world = [*([] if self.learns_alone else sums.of_all), wanted]
         with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices, are_parts=True) as sent_parts:
@@ -116,8 +117,8 @@ class Parallel:
     def _as_sent(self, tensors: list[Tensor], *, are_parts: bool = False) -> Iterator[list[Tensor]]:
         """Yield the tensors to send, with matrices in bfloat16 if so configured, and copy the sums back into `tensors`.
 
-        Vectors keep their type because they are cheap to send. With `are_parts` only this rank's rows are copied
-        back; the other rows of a sum are undefined.
+        Vectors keep their dtype because they are cheap to send. With `are_parts`, only this rank's rows are copied
+        back; the other rows are undefined.
         """
         sent = [self.as_sent(tensor) for tensor in tensors]
         yield sent
@@ -127,7 +128,7 @@ class Parallel:
                 own.copy_(of_total)
 
     def as_sent(self, tensor: Tensor) -> Tensor:
-        """Return a gradient in the type that replicas exchange: bfloat16 for matrices if so configured."""
+        """Return a gradient in the dtype that replicas exchange: bfloat16 for matrices if so configured."""
         is_narrow = self.sends_bf16 and self.data.size > 1 and tensor.dim() == 2
         return tensor.bfloat16() if is_narrow else tensor
 
@@ -140,13 +141,13 @@ class Parallel:
         return self.totals(parts, group).read()
 
     def totals(self, parts: Mapping[str, Tensor], group: Group) -> Totals:
-        """Start to sum vectors over a group in one exchange; they must all be on the device or all on the CPU."""
+        """Start to sum vectors over a group in one exchange; all of them must be on the device, or all on the CPU."""
         return Totals(parts, group, self.device)
 
     def all_gather(self, own: dict[str, Any]) -> dict[str, Any]:
         """All-gather values keyed by SAE label; each rank passes the values of its SAEs.
 
-        Values must be plain types that msgpack can encode.
+        msgpack must be able to encode the values.
         """
         return own
 
@@ -157,14 +158,14 @@ class Parallel:
     def slot(self, value: float) -> Tensor:
         """Return a vector [world_size] on the CPU that is `value` at this rank and 0 elsewhere.
 
-        Its sum over the ranks holds the value of every rank.
+        The sum of these vectors over the ranks contains the value of every rank.
         """
         values = torch.zeros(self.world_size, dtype=torch.float64)
         values[self.rank] = value
         return values
 
     def take_waits(self) -> Waits:
-        """Return the time this process has waited for other ranks since the last call; the result is read later."""
+        """Return a handle for the time that this process has waited for other ranks since the last call."""
         return self._waiting.take() if self._waiting else HostWaits()
 
 
@@ -172,7 +173,7 @@ class RequestReader(Protocol):
     """Reads summed flags; the result is the same on all ranks, since it depends only on the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
-        """Return for each of the n requests whether any rank has made it; `total` [n] has the sums of this step."""
+        """Return for each of the n requests whether any rank has made it; `total` [n] are the sums of this step."""
 
 
 class HostRequests:
@@ -183,7 +184,7 @@ class HostRequests:
 
 
 class CudaRequests:
-    """Reads the sums one step late: the previous copy ends while this step is queued, so no step waits for it."""
+    """Reads sums one step late: the previous copy ends while this step is queued, so no step waits for it."""
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []

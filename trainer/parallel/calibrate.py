@@ -1,4 +1,4 @@
-"""Measures the speed of every rank and of the bus between them at the start of a run, in about 0.3 s."""
+"""Measures the speed of every rank and of the bus between ranks at the start of a run, in about 0.3 s."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from trainer.runtime.precision import NARROW, autocast
 
 T = TypeVar("T")
 
-# (tokens, d_in, latents) of the matrix product, and the number of values to copy and to sum. The sizes make the call
-# overhead negligible and still take only milliseconds. Two CPU processes sum 2²¹ values, which fit into a cache, at
-# 10 GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
+# (tokens, d_in, latents) of the matrix product, and the number of values to copy and to sum. These sizes make the call
+# overhead negligible, but still take only milliseconds. Two CPU processes sum 2²¹ values, which fit into a cache, at 10
+# GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
 _PRODUCT = {"cpu": (512, 384, 2048), "cuda": (4096, 2048, 8192)}
 _COPIED = {"cpu": 2**24, "cuda": 2**25}
 _SUMMED = {"cpu": 2**23, "cuda": 2**24}
-# If memory is short, try half of the latents or values, then a quarter; anything smaller would fit into a cache.
+# If memory is short, try half of the latents or values, then a quarter; smaller sizes would fit into a cache.
 PARTS = (1, 2, 4)
 # Repeat runs for this many seconds and keep the fastest, since other programs rarely slow down every run.
 WINDOW_S = 0.06
@@ -33,12 +33,12 @@ N_TINY = 10
 def measure(world: World, precision: str) -> list[Speeds]:
     """Measure every rank and return one `Speeds` per rank, the same list on all ranks.
 
-    The bus speed is that of the slowest rank. `precision` must be resolved. A rank with too little memory for the full
+    The bus speed is the slowest of all ranks. `precision` must be resolved. A rank with too little memory for the full
     measurement counts as not measured; its speeds come from a smaller measurement or are assumed.
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
-        # Free the memory of the measurement and keep it out of the peak of the run.
+        # Free the memory of the measurement, and exclude it from the peak of the run.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return speeds
@@ -93,8 +93,8 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
     n_latents //= parts
     generator = torch.Generator(device).manual_seed(0)
-    # Use random operands: with constants a GPU draws less power and clocks higher than it does in training. Convert
-    # them beforehand, as training does once for several products.
+    # Use random operands: with constants, a GPU draws less power and clocks higher than in training. Convert them
+    # beforehand, since training also converts operands once for several products.
     x, weights = (
         torch.randn(shape, generator=generator, device=device).to(NARROW.get(precision, torch.float32))
         for shape in ((n_tokens, d_in), (d_in, n_latents))
@@ -132,7 +132,7 @@ def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
 
 
 def _with_room(n_values: int, device: torch.device) -> Tensor:
-    """Return the tensor to sum after checking that its transfer buffers also fit into memory.
+    """Return a tensor to sum, after checking that its transfer buffers also fit into memory.
 
     A rank that ran out of memory during the sum would leave the others waiting.
     """

@@ -13,13 +13,13 @@ from trainer.parallel.shares import Shares
 
 
 class Grid(Parallel):
-    """A grid of ranks: a row splits the latents, and the ranks of a column hold the same latents but split the tokens.
+    """A grid of ranks: ranks in a row split the latents; ranks in a column have the same latents and split the tokens.
 
-    `ddp` is a grid with one column: every rank holds a full replica. It uses explicit all-reduces in place of
+    `ddp` is a grid with one column: every rank has a full replica. It uses explicit all-reduces instead of
     DistributedDataParallel, since a sparse backward pass is too short to overlap with transfers. `tensor` is a grid
-    with one row: every rank processes the whole batch; ranks exchange top-k candidates and partial reconstructions, but
-    no weight gradients. `hybrid` has several rows and columns. Consecutive ranks split the latents: that exchange
-    is the larger one and consecutive ranks are on one machine.
+    with one row: every rank processes the complete batch; ranks exchange top-k candidates and partial reconstructions,
+    but no weight gradients. `hybrid` has several rows and columns. Consecutive ranks split the latents, because this
+    exchange is the larger one and consecutive ranks are on one machine.
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:

@@ -15,7 +15,8 @@ from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
 from trainer.runtime.out_of_memory import is_shortage
 
-# Tensors with fewer values are packed: a GPU copies 4 MB twice in a tenth of the start-up time of an all-reduce.
+# The number of values below which tensors are packed: a GPU copies 4 MB twice in a tenth of an all-reduce's start-up
+# time.
 SMALL = 2**20
 
 _coalescing: Any = dist.distributed_c10d._coalescing_manager
@@ -30,33 +31,33 @@ _OF_PEERS = r"remote process|system error"
 
 
 class PeerLost(UserError):
-    """Another rank has ended, so this one cannot go on."""
+    """Another rank has ended, so this rank cannot continue."""
 
 
 class Group:
     """A group of one rank, whose sums and gathers leave tensors unchanged."""
 
     size, index = 1, 0
-    # Whether all ranks are on one machine and exchange through its memory.
+    # True if all ranks are on one machine and exchange through its memory.
     is_on_one_machine = True
     # Bytes sent to other ranks since the start; None if the communication library does not report them.
     sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Start to replace every tensor by its sum over the group; return the transfers to pass to `finish`."""
+        """Start to replace every tensor by its sum over the group; return the transfers for `finish`."""
         return []
 
     def finish(self, transfers: list[Any]) -> None:
-        """Wait for transfers to end; raise `PeerLost` if another rank has ended."""
+        """Wait until transfers are complete; raise `PeerLost` if another rank has ended."""
 
     def sum_(self, *tensors: Tensor) -> None:
         """Replace every tensor by its sum over the group."""
         self.finish(self.start_sums(tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace this rank's rows of every tensor by their sum over the group; the other rows are then undefined.
+        """Replace this rank's rows of every tensor by their sum over the group; the other rows become undefined.
 
-        Rows are divided among ranks as `tensor_split` does along the first dimension.
+        Rows are divided among ranks like `tensor_split` does along the first dimension.
         """
 
     def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
@@ -75,11 +76,11 @@ class Group:
         return local_shard(total, self).clone()
 
     def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Start `part_of_sum`; return its result and the transfers that must finish before the result is valid."""
+        """Start `part_of_sum`; return its result, and the transfers that must finish before the result is valid."""
         return self.part_of_sum(tensor), []
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """All-gather in place: receive the rows that other ranks own, split as in `sum_parts_`."""
+        """All-gather in place: receive the rows that other ranks own; rows are split as in `sum_parts_`."""
 
     def start_spread(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Start `spread_parts_` and return the transfers to pass to `finish`."""
@@ -95,13 +96,14 @@ class Group:
         return self.gather(tensor), []
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        """Return every rank's version of the rows that this rank owns, [size, n_own, ...]; `tensor` holds all rows."""
+        """Return every rank's version of the rows that this rank owns, [size, n_own, ...]; `tensor` has all rows."""
         return tensor[None]
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         """Return [n_rows, ...], with each row from the rank that owns it.
 
-        `tensor` [size, n_own, ...] holds the rows that this rank computed for every rank, laid out as by `to_owners`.
+        `tensor` [size, n_own, ...] contains the rows that this rank computed for every rank, in the layout of
+        `to_owners`.
         """
         return tensor[0]
 
@@ -112,11 +114,11 @@ class Group:
         """Send a tensor to the first rank, which calls `receive_from`."""
 
     def receive_from(self, rank: int, into: Tensor) -> Tensor:
-        """Receive the next tensor from `rank` into `into` and return it; call this on the first rank only."""
+        """Receive the next tensor from `rank` into `into` and return it; call this only on the first rank."""
         return into
 
     def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-        """Return the tensors of all ranks on the CPU on the first rank, and an empty list on the others.
+        """On the first rank, return the tensors of all ranks on the CPU; on other ranks, return an empty list.
 
         `sizes` are the lengths of the ranks' tensors along `dim`.
         """
@@ -147,7 +149,7 @@ class Processes(Group):
 
 
 class DistributedGroup(Processes):
-    """A group of processes on any machines that uses the collectives of `torch.distributed`."""
+    """A group of processes, on one or more machines, that uses the collectives of `torch.distributed`."""
 
     sent_bytes: int | None = None
     is_on_one_machine = False
@@ -223,7 +225,7 @@ class DistributedGroup(Processes):
         return tensor.is_cuda and self._has_even_parts(tensor)
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Coalesce the GPU transfers of these tensors that start within the context."""
+        """Coalesce GPU transfers of these tensors that start within the context."""
         is_worth_it = len(tensors) > 1 and tensors[0].is_cuda
         return _coalescing(self._group) if is_worth_it else contextlib.nullcontext()
 
@@ -272,7 +274,7 @@ class DistributedGroup(Processes):
 
 
 class Pack(NamedTuple):
-    """Tensors of one type and their concatenated copies in `flat`."""
+    """Tensors of one dtype, and their concatenation, `flat`."""
 
     flat: Tensor
     tensors: list[Tensor]
@@ -286,7 +288,7 @@ class Pack(NamedTuple):
 
 
 def packs(tensors: Iterable[Tensor]) -> list[Pack]:
-    """Concatenate the tensors of each type into one."""
+    """Concatenate the tensors of each dtype into one tensor."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -294,7 +296,7 @@ def packs(tensors: Iterable[Tensor]) -> list[Pack]:
 
 
 def split_by(test: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Separate the tensors that pass a test from the rest."""
+    """Return the tensors that pass a test, and the tensors that do not."""
     passing: list[Tensor] = []
     others: list[Tensor] = []
     for tensor in tensors:
@@ -314,13 +316,13 @@ class _PackedSum(NamedTuple):
 
 
 def of_one_type(tensors: list[Tensor]) -> list[Tensor]:
-    """View contiguous tensors as bytes if their types differ, since coalesced transfers need a single type."""
+    """View contiguous tensors as bytes if their dtypes differ, since coalesced transfers need a single dtype."""
     is_needed = len({tensor.dtype for tensor in tensors}) > 1
     return [tensor.view(torch.uint8) for tensor in tensors] if is_needed else tensors
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a contiguous view: transpose a column-major matrix, since transfers need dense rows."""
+    """Return a contiguous view, which transposes a column-major matrix, since transfers need dense rows."""
     return tensor.T if tensor.dim() == 2 and not tensor.is_contiguous() else tensor
 
 
@@ -333,14 +335,14 @@ def exchanging(waiting: Waiting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Convert a failed exchange to `PeerLost` with `otherwise` and PyTorch's reason; pass on out-of-memory errors.
+    """Convert a failed exchange to `PeerLost` with `otherwise` and PyTorch's reason, except for out-of-memory errors.
 
     If NCCL itself fails on this rank, no connection was lost, so the message begins with `FAILED`.
     """
     try:
         yield
     except RuntimeError as error:  # includes dist.DistError
-        # NCCL allocates its own memory and has no out-of-memory error type.
+        # NCCL allocates memory itself and has no error type for out of memory.
         if is_shortage(error):
             raise
         reason = _reason(str(error))
@@ -356,12 +358,12 @@ def _reason(words: str) -> str:
 
 
 def wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Convert the tensor to its summation type: fp32, or its own type if that is wider."""
+    """Convert a tensor to the dtype for sums: fp32, or its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
 
 def sum_of(tensor: Tensor, group: Group) -> Tensor:
-    """Return the sum of the tensor over the group, without a gradient."""
+    """Return the sum of a tensor over the group, without a gradient."""
     if group.size == 1:
         return tensor
     total = tensor.detach().clone()
@@ -370,7 +372,7 @@ def sum_of(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
-    """Return the bytes of every rank on all ranks of a group; tensors on `device` carry them."""
+    """All-gather bytes of different lengths, as tensors on `device`."""
     sizes = group.gather(torch.tensor([len(own)], dtype=torch.int64, device=device)).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
@@ -379,7 +381,7 @@ def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
 
 
 def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Tensor]:
-    """Return, on all ranks, the rows [n, d] of every rank with `is_there`; n may differ between ranks."""
+    """Return on all ranks the rows [n, d] of every rank that has `is_there`; n may differ between ranks."""
     n_rows = group.gather(torch.tensor([len(own) if is_there else -1])).flatten().tolist()
     padded = own.new_zeros(max(0, *n_rows), *own.shape[1:])
     padded[: len(own)] = own
@@ -399,7 +401,7 @@ def local_shard(tensor: Tensor, group: Group) -> Tensor:
 def all_gather(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = None) -> Tensor:
     """All-gather rows [n, ...] from the ranks that own them; `part` is this rank's `local_shard`.
 
-    The rows are sent and returned in `dtype`, by default that of `part`.
+    The rows are sent and returned in `dtype`, by default the dtype of `part`.
     """
     if group.size == 1:
         return part if dtype is None else part.to(dtype)
@@ -410,11 +412,11 @@ def all_gather(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = N
 
 
 def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
-    """Reduce-scatter: return this rank's rows of the sum over the group, which splits later work on rows.
+    """Reduce-scatter: return this rank's rows of the sum over the group, so that ranks share later work on rows.
 
-    Ranks send fp32, since their types may differ: each rank chooses a dense 16-bit or a sparse 32-bit product by its
-    own number of active latents. The backward pass all-gathers the gradient in the type `read_in`, by default the
-    gradient's own type; it must be the same on all ranks.
+    Ranks send fp32, since their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit product,
+    depending on its number of active latents. The backward pass all-gathers the gradient in the dtype `read_in`, by
+    default the gradient's own dtype; it must be the same on all ranks.
     """
     if group.size == 1:
         return tensor

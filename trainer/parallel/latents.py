@@ -1,4 +1,4 @@
-"""Assigns latents to ranks, and converts between full tensors and local shards."""
+"""Assigns latents to ranks and converts between full tensors and local shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.parallel.group import Group
 class Latents:
     """The `n_total` latents of an SAE, sharded over a group in proportion to `shares` (default: evenly).
 
-    Latents are interleaved between ranks, so that every prefix, such as that of a Matryoshka SAE, is spread evenly.
+    Latents are interleaved between ranks, so that every prefix, such as a level of a Matryoshka SAE, is spread evenly.
     """
 
     def __init__(self, n_total: int, group: Group | None = None, shares: Sequence[float] | None = None) -> None:
@@ -52,7 +52,7 @@ class Latents:
         return values_of_all
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
-        """Return the full tensor on the CPU on the first rank and None on the others; call this on all ranks."""
+        """On the first rank, return the full tensor on the CPU; on other ranks, return None. Call this on all ranks."""
         parts = self.group.collect(own, self.sizes, dim)
         if not self.is_shared or not parts:
             return parts[0] if parts else None
@@ -65,7 +65,7 @@ class Latents:
 
 
 def shard_latents(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
-    """Return each rank's latent indices, ascending and interleaved; their number is in proportion to `shares`."""
+    """Return each rank's latent indices, ascending and interleaved; their numbers are in proportion to `shares`."""
     counts = apportion(n_total, shares)
     places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
     parts: tuple[Tensor, ...] = places.argsort(stable=True).argsort().split(counts)

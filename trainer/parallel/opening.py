@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from trainer.parallel.group import Group, PeerLost
 
-# Counted from the arrival of the last rank. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if direct transfers
+# Seconds after the arrival of the last rank. NCCL takes 3 to 10 s on eight GPUs, and hangs forever if direct transfers
 # between the GPUs get lost.
 LIMIT_S = 60.0
-# Time limit for all ranks to read the verdict.
+# The time within which all ranks must read the verdict (opened or hanging).
 READ_WITHIN_S = 10.0
 POLL_S = 0.05
 OPENED, HANGS = "opened", "hangs"
@@ -31,15 +31,15 @@ def open_connections(
     *,
     first_has_store: bool = False,
 ) -> None:
-    """Run each collective that training uses once, on a few values; call `on_hang` if that takes more than `LIMIT_S`.
+    """Run each collective that training uses once, on few values; call `on_hang` if this takes more than `LIMIT_S`.
 
-    NCCL allocates memory at the first use of each collective, up to 4 GB on eight GPUs. Allocating it later could fail,
+    NCCL allocates memory when each collective is first used, up to 4 GB on eight GPUs. A later allocation could fail,
     for example at the first checkpoint of a run that has filled its GPU.
 
-    Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` has to end
+    Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should end
     the process; if the main thread is stuck, another thread calls it. Wrong values count as a hang, since transfers can
-    get lost without an error. Raise `PeerLost` if the values were wrong and `on_hang` returns. `first_has_store` means
-    that rank 0 hosts the store, which closes when the process of rank 0 ends.
+    get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns. `first_has_store` means that
+    rank 0 hosts the store, which closes when the process of rank 0 ends.
     """
 
     def leave() -> None:
@@ -67,14 +67,14 @@ def open_connections(
 
 
 def _verdict(store: dist.Store, found: str) -> str:
-    """Return the verdict of the first rank that called this."""
+    """Return the verdict of the first rank that called this; `found` is this rank's verdict."""
     return bytes(store.compare_set("verdict", "", found)).decode()
 
 
 def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_early: bool = False) -> None:
     """Wait until all ranks are here or, with `ends_early`, there is a verdict; raise `PeerLost` after `limit_s`.
 
-    Poll instead of blocking: a blocking wait on a TCP store keeps other threads from using it.
+    Poll instead of blocking, since a blocking wait on a TCP store prevents other threads from using it.
     """
     store.set(f"{place} {group.index}", "")
     places = [f"{place} {rank}" for rank in range(group.size)]
@@ -85,7 +85,7 @@ def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_e
 def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) -> None:
     """On rank 0, wait until all ranks have read the verdict; on other ranks, until rank 0 has closed its store.
 
-    A rank that restarted earlier would try to meet the others in a store that is about to close.
+    A rank that restarted too early would try to meet the others in a store that is about to close.
     """
     with contextlib.suppress(RuntimeError):
         store.set(f"read {group.index}", "")
@@ -93,7 +93,7 @@ def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) ->
             readers = [f"read {rank}" for rank in range(group.size)]
             _poll(lambda: store.check(readers), READ_WITHIN_S)
         elif first_has_store:
-            # Raises once rank 0 has ended.
+            # This raises once rank 0 has ended.
             _poll(lambda: store.check(["closed"]), 2 * READ_WITHIN_S)
 
 

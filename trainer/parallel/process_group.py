@@ -1,4 +1,4 @@
-"""The connection of all ranks of a run, which is independent of how they divide the work."""
+"""The connection between all ranks of a run, independent of how they divide the work."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainer.parallel.opening import open_connections
 from trainer.parallel.shared_memory import SharedRanks, among_neighbours
 from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
-# Time limit for ranks to meet. It also applies to each exchange, unless the caller allows more time.
+# The time limit for ranks to meet, and for each exchange unless the caller allows more time.
 TIMEOUT = timedelta(minutes=10)
-# Time limit for ranks to disconnect after a run.
+# The time limit for ranks to disconnect after a run.
 CLOSES_WITHIN_S = 10.0
 CPU = torch.device("cpu")
 UNMET = "the ranks could not find each other"
@@ -38,7 +38,7 @@ class World:
         return self.group.size
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Connect the ranks of each of `groups`, and return the group of this rank; call this on all ranks together.
+        """Connect the ranks of each group in `groups`, and return this rank's group; call this on all ranks together.
 
         Return a group of only this rank if none of `groups` contains it.
         """
@@ -67,7 +67,8 @@ class Connected(World):
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         members = next(members for members in groups if self.group.index in members)
-        # A separate timer: another thread uses this group, and its waiting must not count as waiting time of a step.
+        # Use a separate timer: another thread uses this group, and its waiting must not count as waiting time of a
+        # step.
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
@@ -78,7 +79,7 @@ class Connected(World):
 
 
 class Neighbours(Connected):
-    """Ranks on the CPUs of one machine, which exchange through shared memory and therefore open no port."""
+    """CPU ranks on one machine, which exchange through shared memory and therefore open no port."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
@@ -107,7 +108,7 @@ class Joined(Connected):
         return own
 
     def close(self) -> None:
-        # NCCL may hang or fail here because other ranks have already left. All work is done by now.
+        # NCCL may hang or fail here because other ranks have already disconnected. All work is complete by now.
         closing = threading.Thread(target=_disconnect, name="disconnect", daemon=True)
         closing.start()
         closing.join(CLOSES_WITHIN_S)
@@ -146,7 +147,7 @@ def join(
     Ranks meet through the file `rendezvous`, which all of them can access. Without it they meet through torchrun's
     environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than `patience`.
     On GPUs, `on_hang` is called if the first exchanges hang. Ranks that restart afterwards need a new name, `attempt`,
-    to meet.
+    to meet again.
     """
     if world_size == 1:
         return World(device)
@@ -160,11 +161,11 @@ def join(
         if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time, patience):
             return Neighbours(device, store, group, time, patience)
         if rendezvous and on_one_host:
-            # Other hosts need no access. By default gloo looks up the host's name, which may not resolve.
+            # Other hosts need no access. By default, gloo looks up the host's name, which may not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         on_gpu = device.type == "cuda"
         # With `device_id`, NCCL connects the ranks once, and subgroups and pairs of ranks reuse these connections.
-        # Otherwise each of them would connect at its first exchange, which costs half a second and GPU memory.
+        # Otherwise each subgroup would connect at its first exchange, which takes half a second and GPU memory.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,
@@ -175,7 +176,7 @@ def join(
         )
         ranks = DistributedGroup(None, time)
         if _may_hang(device):
-            # With torchrun's variables, the store is hosted by torchrun's agent or, in older versions, by rank 0.
+            # With torchrun's variables, torchrun's agent or, in older versions, rank 0 hosts the store.
             first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             opening = dist.PrefixStore("open", store)
             open_connections(ranks, opening, device, on_hang, patience, first_has_store=first_has_store)
@@ -190,7 +191,7 @@ def _may_hang(device: torch.device) -> bool:
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
     """Return the store through which ranks exchange messages before they are connected."""
     if rendezvous:
-        # Created directly, since a # or ? in the path would truncate a file:// URL.
+        # Create it directly, since a # or ? in the path would truncate a file:// URL.
         store: dist.Store = dist.FileStore(str(rendezvous), world_size)
     else:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
@@ -199,7 +200,7 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raise `UserError` if the file system of `rendezvous` has no locks, which writing processes need."""
+    """Raise `UserError` if the file system of `rendezvous` has no locks, which processes need for writing."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

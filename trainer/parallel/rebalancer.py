@@ -1,4 +1,4 @@
-"""Finds ranks that keep the others waiting, reports them with the likely cause, and gives them less work."""
+"""Finds ranks that keep the others waiting, reports the likely cause, and gives these ranks less work."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.wording import gibibytes
 from trainer.parallel.shares import Shares, by_speed
 
-# A rank is reported after it has been late for this number of log intervals and seconds. The work is divided again only
-# if the expected gain is large enough over the same time.
+# A rank is reported after it has been late for this many log intervals and seconds. The work is divided again only if
+# the expected gain has been large enough for the same time.
 PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
-# The work is not divided again if no rank's share would grow by more than this factor.
+# The work is divided again only if some rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
-# Thresholds for blaming slow data (share of the time spent waiting for it) and a busy CPU core (share of the core).
+# Thresholds for blaming slow data (share of time spent waiting for data) and a busy CPU core (share of the core).
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
-# Threshold for blaming the amount of work, as a multiple of an even share.
+# The threshold for blaming the amount of work, as a multiple of an even share.
 MUCH_WORK = 1.1
 
 
@@ -42,14 +42,14 @@ class RebalanceDecision(NamedTuple):
 
 
 class Balancer:
-    """Evaluates every log interval; all ranks get the same measurements and reach the same decision.
+    """Evaluates every log interval; all ranks get the same measurements and make the same decision.
 
     `capacity` is the largest share of all latents that fits in each rank's memory.
     """
 
     def __init__(self, shares: Shares, *, rebalance: bool, capacity: Sequence[float] | None = None) -> None:
         self._shares, self._rebalance, self._capacity = shares, rebalance, capacity
-        # Per rank: the number of consecutive intervals in which it has been late, and their total seconds.
+        # For each late rank: the number of consecutive intervals in which it has been late, and their total seconds.
         self._late: dict[int, tuple[int, float]] = {}
         self._told: set[int] = set()
         self._seen: deque[tuple[float, list[float]]] = deque()
@@ -82,7 +82,7 @@ class Balancer:
         return [row * column / whole for row in tokens for column in latents]
 
     def _remember(self, seconds: float, speeds: list[float]) -> None:
-        """Keep the newest intervals: at least `PATIENCE` of them and `PATIENCE_S` seconds."""
+        """Keep the latest intervals: at least `PATIENCE` intervals and `PATIENCE_S` seconds."""
         self._seen.append((seconds, speeds))
         while len(self._seen) > PATIENCE and self._seen_s - self._seen[0][0] >= PATIENCE_S:
             self._seen.popleft()
@@ -92,7 +92,7 @@ class Balancer:
         return sum(seconds for seconds, _ in self._seen)
 
     def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[HistoryEvent]:
-        """Return an event for each rank that has now been late for long enough to report, or has caught up again."""
+        """Return an event for each rank that has now been late for long enough, or has caught up again."""
         typical, events = statistics.median_low(times), []
         for rank, time in enumerate(times):
             is_late = time > LATE * typical
@@ -109,9 +109,9 @@ class Balancer:
         return events
 
     def _better(self) -> Shares | None:
-        """Return better shares if the slowest rank takes at least `LEAST_GAIN` times as long as the mean, else None.
+        """Return better shares if the slowest rank takes at least `LEAST_GAIN` times the mean time, otherwise None.
 
-        Some of a step's time does not depend on a rank's share, so several changes may be needed to balance the ranks.
+        Part of a step's time does not depend on a rank's share, so several changes may be needed to balance the ranks.
         """
         if len(self._seen) < PATIENCE or self._seen_s < PATIENCE_S:
             return None

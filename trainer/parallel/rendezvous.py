@@ -1,4 +1,4 @@
-"""Connects the ranks of one machine; the first rank creates memory that all of them share."""
+"""Connects the ranks on one machine; the first rank creates memory that all of them share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch.distributed import Store
 
 from trainer.parallel.group import PeerLost
 
-# Prefix of the name of the first rank's socket; a random number follows. The socket is abstract (outside the file
+# The prefix of the name of the first rank's socket; a random number follows. The socket is abstract (outside the file
 # system), so that killed ranks leave no file behind.
 DOOR, NUMBER_BYTES, INDEX_BYTES = "\0sae-ranks-", 16, 4
 ENDED = "the connection to another rank was lost (its process has ended)"
-# How long to poll before sleeping. Polling usually suffices, as ranks tend to be equally fast.
+# How long to poll before sleeping. Polling usually suffices, since ranks tend to be equally fast.
 AWAKE_S = 500e-6
 
 
 class ProcessBarrier:
-    """A barrier for processes: each one sends a byte to the first rank, which answers when it has all bytes."""
+    """A barrier for processes: each process sends a byte to the first rank, which replies when it has all bytes."""
 
     def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
         self._connections, self._timeout_s, self._is_first = connections, timeout_s, is_first
@@ -50,7 +50,7 @@ class ProcessBarrier:
             connection.sendall(content)
 
     def receive_from(self, rank: int, into: memoryview) -> None:
-        """Fill `into` with the next bytes from `rank`, which must send the same number; only for the first rank."""
+        """On the first rank, fill `into` with the next bytes from `rank`, which must send the same number of bytes."""
         with self._patient(self._connections[rank - 1]) as connection:
             while into:
                 n_bytes = connection.recv_into(into)
@@ -86,7 +86,7 @@ class ProcessBarrier:
             with contextlib.suppress(BlockingIOError):
                 return connection.recv(1)
             os.sched_yield()
-        # `select.select` fails for descriptors above 1,023, which occur because every shard keeps a file open.
+        # `select.select` fails for descriptors above 1,023, which occur because each shard keeps a file open.
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(1000 * self._timeout_s):
@@ -108,7 +108,7 @@ def join(
 
 
 def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[ProcessBarrier, mmap.mmap] | None:
-    """Create the barrier and the memory on the first rank; the memory has no name, so it disappears with the ranks."""
+    """On the first rank, create the barrier and unnamed memory, which disappears when the ranks end."""
     with contextlib.ExitStack() as stack:
         door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
         memory = _make_memory(door, DOOR + number, n_bytes, stack)
@@ -124,7 +124,7 @@ def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple
 
 
 def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
-    """Bind the socket and return the shared memory; None if the system refuses either."""
+    """Bind the socket and return the shared memory, or None if the system refuses either of them."""
     try:
         door.bind(name)
         door.listen()
@@ -137,7 +137,7 @@ def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib
 
 @contextlib.contextmanager
 def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
-    """Accept connections from `n_others` ranks in the background and yield their future.
+    """Accept connections from `n_others` ranks in the background, and yield a future for them.
 
     Accepting cannot wait until all ranks are ready, since connections of other users could fill the socket's queue.
     """
@@ -145,7 +145,7 @@ def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[sock
         try:
             yield porter.submit(_accept_all, door, n_others)
         finally:
-            # Stops waiting for missing ranks.
+            # This stops the wait for missing ranks.
             door.shutdown(socket.SHUT_RDWR)
 
 
@@ -162,7 +162,7 @@ def _accept_all(door: socket.socket, n_others: int) -> list[socket.socket]:
 
 
 def _index_of(connection: socket.socket) -> int:
-    """Receive the index of the rank at the other end, which is the first thing it sends."""
+    """Receive the index of the rank at the other end, which it sends first."""
     return int.from_bytes(connection.recv(INDEX_BYTES))
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels on several GPUs: one rank per host compiles a kernel first, and all ranks use it or none does."""
+"""Makes ranks agree on Triton kernels: one rank per host compiles first, and all ranks use a kernel or none does."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def agree(
 ) -> None:
     """Try the kernels of a job on all ranks, and disable kernels that fail on any rank.
 
-    Ranks with `compiles` go first: ranks that compiled at the same time would each occupy the host's cores for a minute
-    and write the same files. A rank without a kernel is several times slower, and all others wait for it; without ZeRO
-    its replica would also round differently. `report` is called with one sentence per cause of failure.
+    Ranks with `compiles` go first, because ranks that compiled at the same time would each occupy the host's cores for
+    a minute and write the same files. A rank without a kernel is several times slower, and all others wait for it;
+    without ZeRO, its replica would also round differently. `report` is called with one sentence for each cause of
+    failure.
     """
     dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:

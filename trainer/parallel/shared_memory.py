@@ -17,16 +17,16 @@ from trainer.parallel.group import Processes, dense, exchanging, local_shard, pa
 from trainer.parallel.rendezvous import ProcessBarrier, join
 from trainer.parallel.waiting import Waiting
 
-# Bytes that a rank writes for other ranks at a time; small enough to stay in a cache.
+# The number of bytes that a rank writes for other ranks at a time, small enough to stay in a cache.
 SLOT_BYTES = 2**21
-# Tensors with fewer values are packed and summed together.
+# The number of values below which tensors are packed and summed together.
 SMALL = 2**14
 
 
 class SharedRanks(Processes):
     """A group that exchanges through shared memory: each rank sums one block of a tensor, and all ranks copy it."""
 
-    # Bytes that this rank has written for other ranks.
+    # The number of bytes that this rank has written for other ranks.
     sent_bytes: int = 0
 
     def __init__(self, size: int, index: int, waiting: Waiting, line: ProcessBarrier, memory: mmap.mmap) -> None:
@@ -117,7 +117,7 @@ class SharedRanks(Processes):
     def _swap(self, blocks: list[Tensor], received: list[Tensor]) -> None:
         """Send each rank its block of `blocks`, and copy the blocks sent to this rank into `received`."""
         received[self.index].copy_(blocks[self.index])
-        # Depending on the rank, the blocks to send or the blocks to receive differ in length.
+        # Depending on the rank, either the blocks to send or the blocks to receive differ in length.
         for places, piece in self._exchange_pieces(blocks, max(map(len, [*blocks, *received]))):
             for rank, block in enumerate(received):
                 if rank != self.index:
@@ -137,7 +137,7 @@ class SharedRanks(Processes):
                     part.copy_(slots[rank, : len(part)])
 
     def _exchange_pieces(self, blocks: list[Tensor], longest: int) -> Iterator[tuple[Tensor, slice]]:
-        """Exchange blocks piece by piece; yield the pieces for this rank, [size, n], and their slice of the blocks."""
+        """Exchange blocks in pieces; yield the pieces for this rank, [size, n], and their slice of the blocks."""
         for slots, piece in self._slices(blocks[0].dtype, longest, self.size):
             places = slots.tensor_split(self.size, dim=1)
             for rank, block in enumerate(blocks):
@@ -167,7 +167,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class _PendingSums:
-    """A handle for sums that are computed only in `wait`."""
+    """A handle for sums that `wait` computes."""
 
     def __init__(self, ranks: SharedRanks, tensors: list[Tensor]) -> None:
         self._ranks, self._tensors = ranks, tensors
@@ -177,7 +177,7 @@ class _PendingSums:
 
 
 def among_neighbours(store: Store, size: int, index: int, waiting: Waiting, timeout_s: float) -> SharedRanks | None:
-    """Return a group of ranks that share memory; None unless all ranks are on one machine.
+    """Return a group of ranks that share memory, or None if the ranks are on several machines.
 
     The ranks find each other through `store`, which no other code may use.
     """

@@ -1,4 +1,4 @@
-"""Divides tokens and latents over ranks in proportion to the speeds of the ranks."""
+"""Divides tokens and latents among ranks in proportion to their speeds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from trainer.contract.planning.plan import words_of_shares
 
-# Ranks whose speeds differ by less than this factor count as equal, since measuring over milliseconds is inexact.
+# Speeds that differ by less than this factor count as equal, since measurements over milliseconds are imprecise.
 LEAST_UNEVEN = 1.15
-# Every rank gets at least this fraction of an even share, since a measurement may catch a slow moment.
+# Every rank gets at least this fraction of an even share, since a rank may be slow only during the measurement.
 LEAST_SHARE = 0.1
 
 
@@ -33,8 +33,8 @@ def even(n_rows: int, n_columns: int) -> Shares:
 def by_speed(speeds: Sequence[float], n_columns: int, capacity: Sequence[float] | None = None) -> Shares:
     """Return shares in proportion to the speeds of the ranks, which are listed row by row of the grid.
 
-    The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is that of its
-    slowest rank. `capacity` is the largest share of all latents that fits in each rank's memory.
+    The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is the speed
+    of its slowest rank. `capacity` is the largest share of all latents that fits in each rank's memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):
@@ -53,7 +53,7 @@ def _column_capacity(capacity: Sequence[float] | None, n_columns: int) -> list[f
 
 
 def _limit(shares: Sequence[float], capacity: Sequence[float] | None) -> tuple[float, ...]:
-    """Normalize shares to a sum of 1, and limit each of them to `capacity`, unless the total capacity is at most 1."""
+    """Normalize shares to a sum of 1 and limit each to `capacity`, unless the total capacity is at most 1."""
     shares = [share / sum(shares) for share in shares]
     if capacity is None or sum(capacity) <= 1:
         return tuple(shares)

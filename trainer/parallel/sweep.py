@@ -1,4 +1,4 @@
-"""Divides the SAEs of a sweep over the ranks; each rank processes all tokens, so training needs no exchange."""
+"""Divides the SAEs of a sweep among the ranks; each rank processes all tokens, so training needs no exchange."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS |= {str(kind): kind for kind in (torch.int64, torch.int32, torch.bool, to
 
 
 class Sweep(Parallel):
-    """A parallel mode in which every rank reads all tokens; only the first rank of a host has to read them from disk.
+    """A parallel mode in which every rank reads all tokens; only the first rank on a host has to read from the disk.
 
     Rank 0 writes the checkpoints and metrics of all SAEs, so the other ranks send it their tensors and measurements.
     """

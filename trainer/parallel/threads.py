@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which exchange through its memory, for machines without working process groups."""
+"""Runs ranks as threads of one process, for machines on which process groups do not work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Meeting:
         self._barrier = threading.Barrier(size, timeout=timeout_s)
 
     def exchange(self, index: int, own: Any) -> list[Any]:
-        """Return the objects of all threads; they are not copies, so do not change them before the next exchange ends.
+        """Return the objects of all threads. They are not copies, so do not modify them before the next exchange ends.
 
         Raise `PeerLost` if a thread fails or does not arrive in time.
         """
@@ -45,7 +45,7 @@ class Meeting:
 
 
 class Threads(Group):
-    """A group of threads, seen from one of them."""
+    """A group of threads, from the point of view of one of them."""
 
     def __init__(self, meeting: Meeting, size: int, index: int, waiting: Waiting | None = None) -> None:
         self._meeting, self.size, self.index = meeting, size, index
@@ -107,7 +107,7 @@ class Threads(Group):
         return tensors
 
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all threads; GPU work that is queued later waits until the tensors are computed."""
+        """Return the tensors of all threads; GPU work that is queued later waits until they are computed."""
         with self.waiting.measure():
             of_ranks = self._meet(tensor)
             for theirs, computed in of_ranks:
@@ -123,7 +123,7 @@ class Threads(Group):
                 read.hold(tensor.device)
 
     def _meet(self, tensor: Tensor) -> list[tuple[Tensor, Moment]]:
-        """Return each thread's tensor, and a marker that is reached when its device has finished all queued work."""
+        """Return each thread's tensor, and the point at which its device has finished all queued work."""
         return self._meeting.exchange(self.index, (tensor, moment(tensor.device)))
 
 

@@ -12,9 +12,9 @@ from trainer.runtime.device_queue import HostCopy, queued_copy
 
 
 class Totals:
-    """Float64 vectors that are summed over a group in a single exchange and copied to the host.
+    """Sums float64 vectors over a group in a single exchange, and copies the sums to the host.
 
-    All vectors are on one device. If the group exchanges on another device, pass that device as `by`.
+    All vectors are on one device. If the group exchanges on another device, `by` is that device.
     """
 
     def __init__(self, parts: Mapping[str, Tensor], group: Group, by: torch.device | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Measures how long a rank waits for other ranks, without blocking the rank."""
+"""Measures how long a rank waits for other ranks, without blocking it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Waiting(Protocol):
     def measure(self) -> contextlib.AbstractContextManager[None]: ...
 
     def take(self) -> Waits:
-        """Return the time measured since the last call; do not block, even if some transfers are still running."""
+        """Return the time measured since the last call, without blocking, even if some transfers are still running."""
 
 
 class HostWaits(NamedTuple):
@@ -65,7 +65,7 @@ class CudaWaiting:
         begin.record()
         yield
         end.record()
-        # Called at every step, so that events do not accumulate over a long log interval.
+        # Do this at every step, so that events do not accumulate over a long log interval.
         self._since.add(begin, end)
 
     def take(self) -> Waits:
@@ -74,7 +74,7 @@ class CudaWaiting:
 
 
 class CudaWaits:
-    """Transfers of a GPU, each between a pair of events; the most recent ones may still be running."""
+    """GPU transfers, each between two events; the latest may still be running."""
 
     def __init__(self) -> None:
         self._total_ms = 0.0

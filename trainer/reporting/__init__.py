@@ -1,1 +1,1 @@
-"""Reports a run: its metrics, its progress and its log."""
+"""Writes a run's metrics, progress and log."""

@@ -1,4 +1,4 @@
-"""A bounded queue between a thread that adds items and a thread that writes them."""
+"""A bounded queue between a thread that adds items and a thread that stores them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class Backlog(Generic[T]):
-    """Keeps the newest `most` items, oldest first; `dropped` counts the items that were discarded."""
+    """Keeps the latest `most` items, oldest first; `dropped` counts the discarded items."""
 
     def __init__(self, most: int) -> None:
         self.dropped = 0
         self._most = most
         self._items: deque[T] = deque()
-        # Held only for microseconds, so the adding thread never waits for a disk.
+        # The lock is held only for microseconds, so the adding thread never waits for a disk.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Backlog(Generic[T]):
             return [self._items.popleft() for _ in range(min(most, len(self._items)))]
 
     def put_back(self, items: list[T]) -> None:
-        """Return the items of the last `take`, which could not be written, to the front of the queue."""
+        """Put the items of the last `take`, which could not be written, back to the front of the queue."""
         with self._lock:
             self._items.extendleft(reversed(items))
             self._trim()

@@ -1,4 +1,4 @@
-"""Reports the progress of a run whose store is on another host, by appending lines to a file that the host reads.
+"""Reports a run's progress if its store is on another host, by appending lines to a file that this host reads.
 
 SQLite cannot be used: its WAL needs shared memory, and its locks are unreliable on network file systems.
 """
@@ -18,7 +18,7 @@ from trainer.reporting.progress import Wanted
 
 
 class FileRequests:
-    """Reads requests to a run from files in the folder of its attempt."""
+    """Reads requests to a run from files in the attempt folder."""
 
     def __init__(self, stop_file: Path, finish_file: Path) -> None:
         self._stop_file, self._finish_file = stop_file, finish_file
@@ -28,7 +28,7 @@ class FileRequests:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Return a value that changes whenever the file is written; () without a file."""
+    """Return a value that changes whenever the file is written; () if there is no file."""
     try:
         status = file.stat()
     except OSError:
@@ -37,9 +37,9 @@ def _stamp(file: Path) -> tuple[int, ...]:
 
 
 class LineFile:
-    """Appends a line for every flush. The first line contains `rewind`, the point where a resumed run continues.
+    """Appends a line for every write. The first line contains `rewind`, the step at which a resumed run continues.
 
-    The reader deletes the history after this point.
+    The reader deletes the history after this step.
     """
 
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
@@ -50,7 +50,7 @@ class LineFile:
         self._rewind = None
 
     def mend(self) -> str:
-        """Return "", since the reader of the file handles damage and keeps the lines that it has read."""
+        """Return "", since the file's reader handles damage and keeps the lines that it has already read."""
         return ""
 
     def give_up_corrupt(self) -> str:
@@ -60,14 +60,14 @@ class LineFile:
         """Do nothing, since every write opens and closes the file."""
 
     def close(self) -> None:
-        """Write the `rewind` record if the run has not written any line yet."""
+        """Write a line with `rewind` if the run has not written any line yet."""
         if self._rewind:
             self.write((), None, ())
 
     def _append(self, line: bytes) -> None:
         """Append a line in one write; raise `OSError` if it is incomplete, for example because the disk is full.
 
-        The next call ends an incomplete line with a newline first.
+        The next call first ends an incomplete line with a newline.
         """
         descriptor = open_private(self._path, os.O_APPEND)
         try:

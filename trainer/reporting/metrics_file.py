@@ -1,4 +1,4 @@
-"""Writes `metrics.db` during a run, and starts a new file if the current one is deleted, replaced or damaged."""
+"""Writes `metrics.db` during a run, and creates a new file if the current one is deleted, replaced or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SeriesFile:
         self._touched: tuple[int, int] | None = None
 
     def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
-        """Write one flush in a single transaction; raise `StoreError` if that fails."""
+        """Write all arguments in a single transaction; raise `StoreError` if this fails."""
         if self._writer is None:
             self._writer = SeriesWriter(self.path)
             self._identity = file_identity(self.path)
@@ -29,10 +29,10 @@ class SeriesFile:
         self._touched = _stamp(self.path)
 
     def mend(self) -> str:
-        """Set a lost or damaged file aside, so that the next write creates a new one; return the reason, else "".
+        """Set a lost or damaged file aside, so that the next write creates a new file; return the reason, or "".
 
-        SQLite itself would continue to write to a deleted file, and to a damaged one while it has the needed pages in
-        memory.
+        SQLite itself would continue to write to a deleted file, and to a damaged file as long as the needed pages are
+        in memory.
         """
         if self._identity is None:
             return ""
@@ -41,7 +41,7 @@ class SeriesFile:
             return self._give_up("was deleted", "deleted")
         if identity != self._identity:
             return self._give_up("was replaced", "replaced")
-        # No other process should write to the file, so check it if it has changed.
+        # No other process should write to the file, so if it has changed, check it.
         if self._touched is not None and _stamp(self.path) != self._touched:
             try:
                 check_whole(self.path, "metrics")
@@ -67,8 +67,8 @@ class SeriesFile:
         self._writer = None
 
     def _give_up(self, what: str, word: str) -> str:
-        # Rename before closing: closing the last connection writes the log into the file that now has the old name,
-        # which may be a different one.
+        # Rename before closing: closing the last connection writes the log into the file with the original name, which
+        # may be a different file by now.
         aside = set_aside(self.path, word)
         self.let_go()
         self._identity = self._touched = None
@@ -76,7 +76,7 @@ class SeriesFile:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return the size and modification time (ns) of a file, to detect writes; None without a file."""
+    """Return a file's size and modification time (ns), to detect writes; None if there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to other tools too, with a thread per tool. A tool that fails is reported once and dropped."""
+"""Also sends a run's metrics to other tools, with one thread per tool. If a tool fails, report it once and drop it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer.reporting.mirrors.base import Mirror, MirroredRun, mirrored_run
 from trainer.reporting.progress import MOST_ROWS, RunProgress
 
 HAND_OVER_S = 2.0
-# How long a tool that is still uploading may delay the end of a run.
+# The maximum time that a tool's uploads may delay the end of a run.
 CLOSE_S = 20.0
-# Takes a message and its level.
+# A function that takes a message and its level.
 Tell = Callable[[str, str], None]
 
 
 class MirroredProgress(RunProgress):
-    """Passes all reports to `stored`, and sends the metrics to the mirrors too."""
+    """Passes all reports to `stored`, and also sends metrics to the mirrors."""
 
     def __init__(self, stored: RunProgress, mirrors: Sequence[MirrorThread]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class MirroredProgress(RunProgress):
 
 
 def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step: int) -> RunProgress:
-    """Return a progress that also sends metrics to the job's mirrors; `progress` itself if the job has none."""
+    """Return a `RunProgress` that also sends metrics to the job's mirrors; `progress` itself if there are none."""
 
     def tell(message: str, level: str) -> None:
         progress.event("mirror", message, level)
@@ -79,7 +79,7 @@ def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step
 class MirrorThread:
     """A thread that opens a mirror of a run once the first rows arrive, and sends it all rows.
 
-    Before the first rows, the main thread may still be importing modules that the mirror's library imports too.
+    Before the first rows, the main thread may still be importing modules that the mirror's library also imports.
     """
 
     def __init__(self, name: str, run: MirroredRun, tell: Tell) -> None:
@@ -132,7 +132,7 @@ class MirrorThread:
 
 
 class Dealer:
-    """Groups rows by SAE. A run without a sweep has one SAE with the label ""."""
+    """Groups rows by SAE. A run that is not a sweep has one SAE, with the label ""."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = labels
@@ -151,5 +151,5 @@ class Dealer:
         if label:
             self._of_saes.add(name)
             return [label]
-        # In a sweep, the values of the first SAE come a second time without its label.
+        # In a sweep, the values of the first SAE also arrive without its label; drop them.
         return [] if name in self._of_saes else self._labels

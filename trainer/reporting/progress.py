@@ -1,4 +1,4 @@
-"""Reports a run to its store and reads requests to stop, in a thread of rank 0.
+"""Writes a run's progress to its store, and reads requests to stop, in a thread of rank 0.
 
 Training never waits for the store: it queues immutable rows and continues. While the store is locked, full or missing,
 the rows stay in memory; if the queue overflows, the oldest rows are lost.
@@ -27,21 +27,21 @@ from trainer.reporting.backlog import Backlog
 from trainer.reporting.metrics_file import SeriesFile
 
 FLUSH_S = 0.5
-# The time until a failed write to the store is retried.
+# The time after which a failed write to the store is retried.
 RETRY_S = 1.0
-# The longest time that a save waits until its rows are stored.
+# The maximum time that a save waits until queued rows are stored.
 SETTLE_S = 1.0
-# 15 MB, or half an hour of a run that logs 50 rows per second.
+# The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
-# Rows per transaction: few enough that a failed attempt costs little and other writers get their turn.
+# The number of rows per transaction: few enough that a failed attempt costs little and other writers get a turn.
 ROWS_AT_ONCE = 5000
 
 
 class Wanted(NamedTuple):
     """The open requests to a run: to stop (or pause), and to cool down and finish early.
 
-    `stop` identifies the newest stop request, so that a further request can be detected; it is empty without one.
+    `stop` identifies the latest stop request, so that a further request can be detected; it is empty if there is none.
     """
 
     stop: frozenset[str] | tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Requests:
         self._wanted = Wanted()
 
     def wanted(self) -> Wanted:
-        """Return the open requests; if the store cannot be read now, the last known ones."""
+        """Return the open requests or, if the store cannot be read, the last known ones."""
         with contextlib.suppress(UserError):
             self._follower.poll(self._read)
         return self._wanted
@@ -68,7 +68,7 @@ class Requests:
 
 
 class RunProgress:
-    """Remembers the phase and step of the run. Ranks other than 0 report nothing else."""
+    """Remembers the phase and step of the run. Ranks other than 0 use this class, which stores nothing."""
 
     def __init__(self) -> None:
         self.place = ("starting", 0)
@@ -77,7 +77,7 @@ class RunProgress:
         """Queue metric values for the store."""
 
     def heartbeat(self, phase: str, step: int, tokens: int) -> None:
-        """Record the phase, step and tokens of the run; cheap, since every step calls it."""
+        """Record the phase, step and tokens of the run; this is cheap, since every step calls it."""
         self.place = (phase, step)
 
     def shorten(self, total_steps: int) -> None:
@@ -89,7 +89,8 @@ class RunProgress:
     def settle(self) -> None:
         """Wait until the queued rows are stored; call this before a save.
 
-        A resumed run does not repeat the steps before the save. Without the wait, a crash would lose their rows.
+        A resumed run does not repeat steps before the save, so without the wait, a crash would lose the rows of these
+        steps.
         """
 
     def close(self) -> None:
@@ -101,12 +102,12 @@ class AnyRequests(Protocol):
 
 
 class RowStore(Protocol):
-    """A store of rows. Any call may raise; the same rows are then written again."""
+    """A store for rows. If a call raises an exception, the same rows are written again later."""
 
     def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 
     def mend(self) -> str:
-        """Return what happened to the store's file if it was lost; else ""."""
+        """Replace a lost or damaged file, and return what happened to it, or ""."""
         ...
 
     def give_up_corrupt(self) -> str: ...
@@ -128,9 +129,10 @@ class StoredProgress(RunProgress):
         finish: threading.Event | None = None,
         sign: Path | None = None,
     ) -> None:
-        """Start the thread that writes to a store; it touches the file `sign` if steps are taken but cannot be stored.
+        """Start the thread that writes to a store; it touches the file `sign` if the run makes steps but cannot store
+        them.
 
-        Otherwise the supervisor would believe that the run hangs, and end it.
+        Otherwise the supervisor would assume that the run hangs, and end it.
         """
         super().__init__()
         self._total_steps = total_steps
@@ -164,7 +166,7 @@ class StoredProgress(RunProgress):
         self._events.add([Event(timestamp=time.time(), level=level, kind=kind, message=message)])
 
     def settle(self) -> None:
-        """Write the queued rows now; wait at most `SETTLE_S`, and not at all while the store fails."""
+        """Write the queued rows now; wait at most `SETTLE_S`, or not at all while writes fail."""
         if self._outage:
             return
         written = threading.Event()
@@ -181,7 +183,7 @@ class StoredProgress(RunProgress):
         while not self._closed.is_set():
             self._wake.wait(FLUSH_S)
             self._wake.clear()
-            # Release only callers that were waiting before the write; later callers may have queued more rows.
+            # Release only callers that were waiting before the write, since later callers may have queued more rows.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._tick()
             for written in waiting:
@@ -195,7 +197,7 @@ class StoredProgress(RunProgress):
         with contextlib.suppress(Exception):
             wanted = self._requests.wanted() if self._requests else Wanted()
             if wanted.stop and wanted.stop != self._seen_stop:
-                # Set the event once per request: the final writes clear it to detect a further request.
+                # Set the event once per request, since the final writes clear it to detect a further request.
                 self._seen_stop = wanted.stop
                 self._stop.set()
             if wanted.finish:
@@ -216,7 +218,7 @@ class StoredProgress(RunProgress):
             self._tell_lost(lost)
         if not (self._rows or self._events or self._heartbeat is not self._written):
             return
-        # The number of writes is fixed in advance, since training keeps adding rows.
+        # Fix the number of writes in advance, since training continues to add rows.
         for _ in range(1 + len(self._rows) // ROWS_AT_ONCE):
             self._write_some()
         if self._outage:
@@ -228,7 +230,7 @@ class StoredProgress(RunProgress):
 
     def _write_some(self) -> None:
         rows, events = self._rows.take(ROWS_AT_ONCE), self._events.take(MOST_EVENTS)
-        # Read after the rows, so that the heartbeat is never older than they are.
+        # Read the heartbeat after the rows, so that it is never older than they are.
         heartbeat = self._heartbeat
         latest = msgspec.structs.replace(heartbeat, dropped=self._rows.dropped) if heartbeat else None
         try:
@@ -264,20 +266,20 @@ class StoredProgress(RunProgress):
 
 
 class Outage:
-    """A period during which the store could not be written to."""
+    """A period in which writes to the store failed."""
 
     def __init__(self, error: Exception, since: float) -> None:
         self.retry_at = 0.0
         self._error, self._since = error, since
 
     def sentence(self, lost: int) -> str:
-        """Return a message about the outage, which is over; `lost` is the number of rows that were dropped."""
+        """Return a message about this outage after its end; `lost` is the number of dropped rows."""
         what = f"{lost:,} rows were lost" if lost else "no rows were lost"
         return f"metrics could not be stored for {time.monotonic() - self._since:.0f} s; {what} ({self._error})"
 
 
 def _say(line: str) -> None:
-    # Imported late because it imports torch, which loads while this thread already runs.
+    # Import late because this imports torch, which loads while this thread is already running.
     from trainer.reporting import rank_log
 
     rank_log.say(line)

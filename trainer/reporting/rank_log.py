@@ -1,4 +1,4 @@
-"""Writes the log of a rank: one line at the start, one per log interval, one for each save."""
+"""Writes a rank's log: one line at the start, one per log interval, one for each save."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from trainer.contract.settings.series import LOSS, LR, held_out_metrics, log_wor
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 
-# `muted.is_on` is true in threads that must not log because another thread of the process does.
+# `muted.is_on` is True in threads that must not log because another thread of the process does.
 muted = threading.local()
 
 
 def say(line: str) -> None:
-    """Write a line to stdout, the log of a rank; ignore write errors.
+    """Write a line to stdout, which is the rank's log; ignore write errors.
 
-    Control characters are replaced: under torchrun stdout is a terminal, and names in a line may come from other users.
+    Control characters are replaced, because under torchrun stdout is a terminal, and names in a line may come from
+    other users.
     """
     if getattr(muted, "is_on", False):
         return
@@ -55,7 +56,7 @@ def opening(
 
 
 def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float, label: str = "") -> str:
-    """Return the line of a log interval with the loss, the result metrics and the learning rate from `values`."""
+    """Return the line for a log interval, with the loss, the result metrics and the learning rate from `values`."""
     in_order = {"loss": LOSS, **result_metrics(), "lr": LR}
     shown = [
         f"{series.short or (title_of(name) if name in held_out_metrics() else name)} {log_words(values[name], series)}"

@@ -1,4 +1,4 @@
-"""Reports the measurements of a run as rows for the store and lines for the log."""
+"""Reports a run's measurements as rows for the store and lines for the log."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainer.reporting.progress import RunProgress
 
 
 class Report:
-    """Keeps and reports the newest values of every SAE by label; without a sweep, the only label is "".
+    """Keeps and reports every SAE's latest values, by label; if the run is not a sweep, the only label is "".
 
-    A sweep's rows have names like `fvu@k=16`. The rows of its first SAE are also stored without a label and stand for
+    In a sweep, rows have names like `fvu@k=16`. The rows of the first SAE are also stored without a label, to represent
     the run.
     """
 
@@ -48,7 +48,7 @@ class Report:
             )
 
     def compare(self, step: int, step_ms: float) -> None:
-        """Report once the measured step time in ms and the step time that the cost model expected."""
+        """Report once the measured step time in ms, next to the time that the cost model predicted."""
         if self._expected_step_s is None:
             return
         expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
@@ -58,9 +58,9 @@ class Report:
         rank_log.say(message)
 
     def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
-        """Record the share of rows that were skipped so far, and report outliers once.
+        """Record the share of rows that have been left out so far, and report outliers once.
 
-        With several hooks, the shares are those at `hook`, and `labels` are the SAEs of this hook.
+        With several hooks, the shares are for `hook`, and `labels` are the SAEs of this hook.
         """
         n_seen = max(1, found.n_seen)
         for label in labels:
@@ -68,7 +68,7 @@ class Report:
         self._tell_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
 
     def sampled(self, found: LeftOut, n_zero: int, times: float, hook: str = "") -> None:
-        """Report outliers and zero rows in the first sample of a hook."""
+        """Report outliers and zero rows in a hook's first sample."""
         n_seen = max(1, found.n_seen)
         of_rows = f"a sample of {n_seen:,} rows{_at(hook)}"
         self._tell_outliers(found.outliers / n_seen, of_rows, times, hook)
@@ -89,14 +89,14 @@ class Report:
             self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 
     def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
-        """Report how many held-out rows of a hook are left out of all measurements, and why."""
+        """Report how many of a hook's held-out rows are left out of all measurements, and why."""
         reasons = {"not finite": found.not_finite, "with a huge norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
             self.log("heldout_rows", f"all measurements on {of_rows} leave out {join_words(counted)}")
 
     def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
-        """Warn about the few dimensions of a hook that hold most of the variance."""
+        """Warn about the few dimensions with most of a hook's variance."""
         self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}; {found.remedy}")
 
     def scaled(self, sentence: str, hook: str = "") -> None:
@@ -112,11 +112,11 @@ class Report:
         self.warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
 
     def warn(self, kind: str, message: str) -> None:
-        """Record and log a warning about the whole run."""
+        """Record and log a warning about the run."""
         self.log(kind, message, "warning")
 
     def log(self, kind: str, message: str, level: str = "info") -> None:
-        """Record and log an event of the whole run."""
+        """Record and log an event of the run."""
         self.event(kind, message, level=level)
         rank_log.say(message)
 
@@ -134,7 +134,7 @@ class Report:
             rank_log.say(rank_log.row(step, total_steps, shown, self._rate, label))
 
     def heldout(self, step: int, measured: Mapping[str, Mapping[str, float]]) -> None:
-        """Record and log the values measured on held-out data, by label."""
+        """Record and log the values measured on held-out rows, by label."""
         for label, values in measured.items():
             self.values[label] |= values
             self._sae_rows(step, label, values)
@@ -145,7 +145,7 @@ class Report:
                 rank_log.say("  ".join([f"step {step}", *([label] if label else []), shown]))
 
     def how_far(self, step: int, best: Best | None, passes: float | None) -> None:
-        """Record the number of passes over the training rows, and the step with the lowest held-out FVU."""
+        """Record the number of passes over the training rows, and the best held-out FVU with its step."""
         of_best = {BEST_STEP: best.step, BEST_FVU: best.fvu} if best else {}
         self._rows(step, of_best | ({} if passes is None else {PASSES: passes}))
 
@@ -159,11 +159,11 @@ class Report:
         if self._is_main:
             self._progress.event(kind, labelled, level)
         elif label:
-            # Rank 0 records the events of the whole run, which have no label.
+            # Rank 0 records events of the run, which have no label.
             self._untold.setdefault(label, []).append((kind, labelled, level))
 
     def take_events(self) -> dict[str, list[tuple[str, str, str]]]:
-        """Return the events of this rank's SAEs since the last call, by label; empty on rank 0."""
+        """Return the events of this rank's SAEs since the last call, by label; {} on rank 0."""
         taken, self._untold = self._untold, {}
         return taken
 

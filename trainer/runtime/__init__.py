@@ -1,1 +1,1 @@
-"""The arithmetic and the memory of the device that a rank runs on."""
+"""Arithmetic and memory of a rank's device."""

@@ -1,4 +1,4 @@
-"""Reads results and times of work queued on a GPU, and orders such work, without letting the queue run empty."""
+"""Reads results and times of queued GPU work, and orders this work, without letting the queue run empty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor's current values for the host; a GPU makes it after all work queued before."""
+    """A copy of a tensor's current values for the host; a GPU copies after all work that was queued before."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
@@ -32,14 +32,14 @@ class HostCopy:
 
 
 class Moment(Protocol):
-    """A point in a device's queue of work, to order the work of other devices without making the host wait."""
+    """A point in a device's queue of work, for ordering the work of other devices without making the host wait."""
 
     def hold(self, device: torch.device) -> None:
-        """Make all work that this thread queues on `device` from now on wait for this point."""
+        """Make all work that this thread queues on `device` from now on wait until this point."""
 
 
 class CompletedWork:
-    """A point in the work of a CPU, which is done as soon as the call returns."""
+    """A point in CPU work, which is complete as soon as a call returns."""
 
     def hold(self, device: torch.device) -> None:
         pass
@@ -64,7 +64,7 @@ def moment(device: torch.device) -> Moment:
 def queued_copy(values: Tensor, device: torch.device) -> Tensor:
     """Return a copy of host values on a device; on a GPU the copy is queued, and the host does not wait for it."""
     if device.type == "cuda" and values.device.type == "cpu":
-        # A copy from pageable memory would make the host wait until all work queued before is done.
+        # A copy from pageable memory would make the host wait until all previously queued work is complete.
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
@@ -76,11 +76,11 @@ class Stopwatch(Protocol):
         """End the measurement after all work queued so far."""
 
     def seconds(self) -> float:
-        """Return the measured time; wait until the work is done."""
+        """Wait until the work is complete, and return the measured time."""
 
 
 class HostStopwatch:
-    """Measures the work of a CPU, which is done as soon as the call returns."""
+    """Measures CPU work, which is complete as soon as a call returns."""
 
     def __init__(self) -> None:
         self._began = self._ended = time.perf_counter()
@@ -93,7 +93,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """Measures the work of a GPU between two CUDA events."""
+    """Measures GPU work between two CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -109,5 +109,5 @@ class CudaStopwatch:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """Start a stopwatch for the work of this device."""
+    """Start a stopwatch for this device's work."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()

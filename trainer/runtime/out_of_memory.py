@@ -6,14 +6,14 @@ import gc
 
 import torch
 
-# In messages of RuntimeError: from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
+# Parts of RuntimeError messages: from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# The complete message of oneDNN if it has no memory for compiled code; for unsupported operations it is longer.
+# oneDNN's complete message if it has no memory for compiled code; for unsupported operations, the message is longer.
 _NO_CODE = "could not create a primitive"
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out; numpy and C++ raise MemoryError."""
+    """Return whether an error means out of memory; numpy and C++ raise MemoryError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = str(error)
@@ -21,7 +21,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def hand_back(device: torch.device) -> None:
-    """Free unreachable objects, and return unused cached GPU memory to the driver."""
+    """Free unreachable objects and return unused cached GPU memory to the driver."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Sets the precision of matrix products; weights and their updates stay fp32."""
+"""Sets the precision of matrix products; weights and their updates stay in fp32."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 from trainer.contract.planning.hardware import BF16_FROM, FP16_FROM, auto_precision
 
-# AMD architectures from GCN to Vega 20, and RDNA 1 and 2. Features may follow the name, as in `gfx90a:sramecc+`.
+# AMD architectures without fast bf16: GCN to Vega 20, RDNA 1 and 2. Features may follow the name (`gfx90a:sramecc+`).
 _OLD_AMD = re.compile(r"gfx(?:[678]|90[0-69]|90c|10)")
-# The dtype of the operands of matrix products, by precision.
+# The operand dtype of matrix products, by precision.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Replace "auto" by the precision that suits this device."""
+    """Replace "auto" by the most suitable precision for this device."""
     if precision != "auto":
         return precision
     return auto_precision(device.type, _capability(device) if device.type == "cuda" else (0, 0))
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; for an AMD GPU, that of NVIDIA GPUs which are fast with the same types.
+    """Return the compute capability; for an AMD GPU, that of NVIDIA GPUs that are fast with the same dtypes.
 
     For AMD GPUs, PyTorch reports the architecture number instead, such as (10, 3) for RDNA 2.
     """
@@ -37,7 +37,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return an autocast context for the resolved `precision`, which does nothing unless that is a 16-bit type."""
+    """Return an autocast context for the resolved `precision`, which does nothing unless this is a 16-bit type."""
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 
@@ -45,7 +45,7 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 def set_matmul_precision(precision: str) -> None:
     """Require exact products for "fp32"; otherwise allow TF32, also for the fp32 products of a 16-bit run.
 
-    16-bit products always accumulate in fp32, since sums over many tokens would lose digits or overflow fp16.
+    16-bit products always accumulate in fp32, since sums over many tokens would lose precision or overflow in fp16.
     """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -53,13 +53,13 @@ def set_matmul_precision(precision: str) -> None:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Allow all kernels, or only deterministic ones; torch then raises for an operation without such a kernel."""
-    # torch.use_deterministic_algorithms does the same, but takes two seconds because it loads torch's compiler.
+    """Allow all kernels, or only deterministic kernels; torch then raises an error for operations that have none."""
+    # `torch.use_deterministic_algorithms` does the same, but takes two seconds because it loads torch's compiler.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    # The compiler reads the variable when it is loaded.
+    # The compiler reads this variable when it is loaded.
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
     compiler: Any = sys.modules.get("torch._inductor.config")
-    # Older compilers lack this option and raise for unknown names.
+    # Older compilers lack this option and raise an error for unknown names.
     if hasattr(compiler, "deterministic"):
         compiler.deterministic = deterministic
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, False

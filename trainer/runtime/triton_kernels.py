@@ -104,7 +104,7 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
         _try_out(module, device, *dtypes)
     except Exception as error:
         if is_shortage(error):
-            # The shortage says nothing about Triton, and smaller micro-batches may solve it.
+            # A shortage of memory says nothing about Triton, and smaller micro-batches may solve it.
             raise
         _failures.setdefault(device, {})[kernels.module] = first_line(error)
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
@@ -114,7 +114,7 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
 
 
 def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Try the kernels; retry once after an OSError, since another process may have replaced a file while compiling."""
+    """Try the kernels; retry once after an OSError, since another process may have replaced a file meanwhile."""
     try:
         module.try_out(device, *dtypes)
     except OSError:
@@ -141,7 +141,7 @@ def report_compiling(begin: Callable[[int], object]) -> None:
 
         def hook(*arguments: Any, **named: Any) -> Any:
             begin(next(numbers))
-            # The result of the hook decides whether Triton compiles the kernel.
+            # The hook's result decides whether Triton compiles the kernel.
             return before(*arguments, **named) if before else None
 
         setattr(settings, name, hook)

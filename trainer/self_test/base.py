@@ -1,4 +1,4 @@
-"""Code shared by the parts of the self-test: results of checks, learners and random rows."""
+"""Code that all parts of the self-test share: check results, learners and random rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gat
 
 
 class Check(NamedTuple):
-    """The result of one check: whether it passed, and the measured figures."""
+    """The result of one check: whether it passed, and the measured values."""
 
     part: str
     name: str
@@ -41,7 +41,7 @@ SMALL, TINY = Size(128, 2048, 16, 1024), Size(32, 256, 4, 256)
 
 
 def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
-    """Return a job of this size with these settings of the SAE and of training; other settings keep their defaults."""
+    """Return a job of this size with the given settings in [sae] and [train], and defaults for all other settings."""
     sizes = {"d_sae": size.d_sae, "k": size.k}, {"batch_size": size.batch_size, "n_steps": 1000}
     job, problems = parse_job({"data": {"path": "unused"}, "sae": sizes[0] | sae, "train": sizes[1] | train})
     assert job is not None, problems
@@ -49,18 +49,18 @@ def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
 
 
 def learner_of(job: JobConfig, d_in: int, device: torch.device) -> Learner:
-    """Return a learner on the device; set the precision of all matrix products in this process for the job."""
+    """Return a learner on the device, and set the precision of all matrix products in this process for the job."""
     set_matmul_precision(resolve_precision(job.train.precision, device))
     return Learner(job, d_in, None, Parallel(device))
 
 
 def take(learner: Learner, number: int, x: Tensor) -> None:
-    """Take step `number` on a batch of raw data [n_tokens, d_in]."""
+    """Run step `number` on a batch of raw data [n_tokens, d_in]."""
     take_step([learner], Parallel(x.device), number, [Batch([(x, x)], len(x))])
 
 
 def rows(n: int, d_in: int, seed: int = 0) -> Tensor:
-    """Return rows [n, d_in] on the CPU, the same on every machine: sparse sums of fixed directions, and some noise."""
+    """Return rows [n, d_in] on the CPU, the same on every machine: sparse sums of fixed directions, plus some noise."""
     generator = torch.Generator().manual_seed(seed)
     directions = torch.nn.functional.normalize(torch.randn(2 * d_in, d_in, generator=generator), dim=1)
     used = torch.rand(n, len(directions), generator=generator) < 12 / len(directions)
@@ -69,7 +69,7 @@ def rows(n: int, d_in: int, seed: int = 0) -> Tensor:
 
 
 def let_some_die(learner: Learner) -> None:
-    """Mark about 3 % of the latents as silent for a long time, so that AuxK is used."""
+    """Mark about 3 % of the latents as dead, so that AuxK is used."""
     silent = learner.sae.n_tokens_since_fired
     silent[: max(1, len(silent) // 32)] = 10**9
     learner.sae.note_since_fired(silent)

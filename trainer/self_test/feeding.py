@@ -1,4 +1,4 @@
-"""Checks batches copied to the device while it computes, and sums that the host reads without waiting."""
+"""Checks batches that are copied to the device while it computes, and sums that the host reads without waiting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N_BATCHES, BATCH = 40, 2048
 
 
 class Stored(IndexedSource):
-    """Rows in memory that are read into a given buffer, like the rows of shards."""
+    """Rows in memory that are read into a given buffer, as for shards."""
 
     place = "the self-test"
 
@@ -42,7 +42,7 @@ class Stored(IndexedSource):
 
 
 def check_feeding(device: torch.device) -> Iterator[Check]:
-    """Compare batches on a busy device with batches on the CPU; check that late reads of a log interval are exact."""
+    """Compare batches on a busy device with batches on the CPU; check that late reads of metrics are exact."""
     source = Stored(rows(8 * BATCH, 256).half())
     differing = [
         number
@@ -54,7 +54,7 @@ def check_feeding(device: torch.device) -> Iterator[Check]:
 
 
 def _batches(source: Stored, device: torch.device) -> list[Tensor]:
-    """Return copies of the batches, each queued behind other work of the device on the same batch."""
+    """Return copies of the batches, each queued behind other device work on the same batch."""
     batches = Batches(IndexedData(source, 0, 0, Group()), Cut(BATCH), start=0, device=device)
     try:
         return [_used(batches.next().hooks[0][0]) for _ in range(N_BATCHES)]
@@ -73,7 +73,7 @@ def _used(x: Tensor) -> Tensor:
 
 
 def _read_later(device: torch.device) -> Check:
-    """End a log interval without waiting, take the next step, then check the values read for the interval."""
+    """End a log interval without waiting, run the next step, then check the interval's values."""
     x, watch, ended = rows(TINY.batch_size, TINY.d_in).to(device), stopwatch(device), list[tuple[Totals, Tensor]]()
     learner = learner_of(job_of(TINY, {}, {"precision": "fp32"}), TINY.d_in, device)
     learner.initialise(x, x)

@@ -1,4 +1,4 @@
-"""Checks short trainings on the device: FVU as on the CPU, exact resuming and replay, and no waits of the host."""
+"""Checks short trainings on the device: the same FVU as on the CPU, exact resuming and replay, no host waits."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from trainer.self_test.base import (
 from trainer.training.graph_replay import CudaTape, GraphReplay, Tape
 from trainer.training.learner import Learner
 
-# The largest relative difference from the FVU on the CPU in fp32, after the first steps and after all. Devices select
-# differently among nearly equal activations, so the trainings diverge.
+# The largest allowed relative difference from the FVU on the CPU in fp32, after the first steps and after all steps.
+# Devices select differently among nearly equal activations, so trainings diverge.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
-# The largest relative difference of a captured step from a plain one, in the loss and in the change of the weights.
+# The largest allowed relative difference between a captured and a plain step, in the loss and in the weight change.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
-# Part of PyTorch's warning when the host waits. PyTorch also warns once that it may miss waits, which does not count.
+# Part of PyTorch's warning when the host waits. PyTorch also warns once that it may miss waits; this is ignored.
 WAITED = "called a synchronizing CUDA operation"
 # Training settings that are checked in addition to the defaults of each architecture.
 OTHERS: tuple[dict[str, Any], ...] = (
@@ -55,7 +55,7 @@ def _size(device: torch.device) -> Size:
 
 
 def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
-    """Compare each architecture's FVU on the device, in each precision of `among`, with its FVU on the CPU in fp32."""
+    """Compare each architecture's FVU on the device, in each precision in `among`, with its FVU on the CPU in fp32."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
     precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]
@@ -72,7 +72,7 @@ def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tu
 def _curve(
     size: Size, architecture: str, precision: str, device: torch.device, data: Tensor, n_steps: int
 ) -> tuple[float, float]:
-    """Return the FVU of the first rows after a few steps and after all steps."""
+    """Return the FVU on the first rows, after a few steps and after all steps."""
     train = {"precision": precision, "n_steps": n_steps, "state": "fp32"}
     learner = learner_of(job_of(size, {"architecture": architecture}, train), size.d_in, device)
     sample = data[: 8 * size.batch_size].to(device)
@@ -95,7 +95,7 @@ def _fvu(learner: Learner, x: Tensor) -> float:
 
 
 def check_resuming(device: torch.device, half: int) -> Iterator[Check]:
-    """Check that training, saving to host memory, loading and continuing gives exactly the state of an unbroken run."""
+    """Check that saving to host memory, loading and continuing gives exactly the state of an uninterrupted run."""
     was = torch.are_deterministic_algorithms_enabled()
     set_deterministic(True)
     try:
@@ -149,10 +149,10 @@ def check_waits(device: torch.device) -> Iterator[Check]:
 
 
 def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
-    """Check that captured steps equal plain steps exactly, even if the host's decisions change between them.
+    """Check that captured steps equal plain steps exactly, even if the host's decisions change between steps.
 
-    In deterministic mode, architectures with a sparsity penalty use dense products, and their steps are not captured.
-    Their steps are compared outside this mode, each from the same weights, since the order of sums differs.
+    In deterministic mode, architectures with a sparsity penalty use dense products, so their steps are not captured.
+    These steps are compared outside deterministic mode, each from the same weights, since the order of sums differs.
     """
     if device.type != "cuda":
         return
@@ -214,7 +214,7 @@ def captured_nearly_alike(
 
 @torch.no_grad()
 def _changes_off(plain: Learner, captured: Learner, before: dict[str, Tensor]) -> float:
-    """Return the distance between the weights of two steps from `before`, relative to the length of the plain step."""
+    """Return the distance between the weights after two steps from `before`, relative to the plain step's length."""
     parted = went = 0.0
     others = dict(captured.sae.named_parameters())
     for name, weights in plain.sae.named_parameters():
@@ -224,7 +224,7 @@ def _changes_off(plain: Learner, captured: Learner, before: dict[str, Tensor]) -
 
 
 def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
-    """Return the source lines where the host waits for a GPU during `work`, with the number of waits."""
+    """Return the source lines at which the host waits for a GPU during `work`, with the number of waits."""
     if device.type != "cuda":
         work()
         return Counter()
@@ -240,7 +240,7 @@ def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
 
 
 def _settings() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield settings of the SAE and of training: the defaults of all architectures, and topk with each of `OTHERS`."""
+    """Yield settings for [sae] and [train]: the defaults of all architectures, and topk with each of `OTHERS`."""
     for architecture in ARCHITECTURES:
         yield {"architecture": architecture}, {}
     for train in OTHERS:

@@ -21,7 +21,7 @@ NEEDED_BYTES = 20 * 10**9
 
 
 def check_long_offsets(device: torch.device) -> Iterator[Check]:
-    """Compare products and selections at the end of such matrices with float64, if the GPU has enough free memory."""
+    """Compare products and selections at the end of huge matrices with float64, if the GPU has enough free memory."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -46,7 +46,7 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
     rows = _ending_with(last, n_rows, device)
     with torch.no_grad():
         sums, products = sparse.both_products(acts, dense.to(device), rows)
-        # In slices, since a mask of all elements would take gigabytes.
+        # Check slices, since a mask of all elements would take gigabytes.
         are_others_0 = not any(bool(part.any()) for part in sums[:-N_LAST].split(2**16))
         of_weights = share_off(sums[-N_LAST:], exact.T @ dense.double())
         return {
@@ -57,9 +57,9 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
 
 
 def right_choices(n_rows: int, n_columns: int, device: torch.device, k: int = 32) -> dict[str, bool]:
-    """Return whether the k largest of each of the last rows, and the k largest of the whole matrix, are selected.
+    """Return whether the k largest in each of the last rows, and the k largest in the full matrix, are selected.
 
-    The latter are all in the last rows.
+    The k largest in the full matrix are all in the last rows.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     last = torch.randn(N_LAST, n_columns, generator=torch.Generator().manual_seed(0)).to(dtype)

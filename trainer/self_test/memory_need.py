@@ -1,4 +1,4 @@
-"""Checks the estimate of memory before a launch against the memory that real steps reserve on a GPU."""
+"""Compares the memory estimate with the memory that real steps reserve on a GPU."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ CASES: tuple[tuple[Size, dict[str, Any], dict[str, Any]], ...] = (
 def check_memory(device: torch.device) -> Iterator[Check]:
     """Compare the memory reserved by a few steps with the estimate, if the GPU has enough free memory.
 
-    Compiled updates need less memory, but are available only on some installations, so the result may lie between both
-    estimates. The memory equals that of a run only if the environment variables of a run (`cuda_variables`) were set
-    before PyTorch was loaded: with segments of fixed sizes, a batch of 32,768 tokens takes 1.1 GB more.
+    Compiled updates need less memory, but are not available on all installations, so the result may lie between the
+    estimates with and without them. It is the same as in a run only if a run's environment variables (`cuda_variables`)
+    were set before PyTorch was loaded: with segments of fixed sizes, a batch of 32,768 tokens takes 1.1 GB more.
     """
     if device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""Checks sparse products against float64, and selections against a full sort."""
+"""Compares sparse products with float64, and selections with a full sort."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.self_test.base import CPU, Check
 PART = "products"
 # The allowed relative error: fp32 sums of a thousand terms lose the last few bits to rounding.
 TOLERANCE = 1e-5
-# For each case: the number of active latents of each token, the number of latents, and the width. A latent that is
-# active everywhere has a bag that is split; the last two cases have the widths of real models.
+# For each case: the number of active latents of each token, the number of latents, and the width. If a latent is active
+# on all tokens, its entries are split; the last two cases have the widths of real models.
 CASES: dict[str, tuple[list[int], int, int]] = {
     "few entries": ([3, 5, 1, 0, 2], 7, 16),
     "odd widths and empty tokens": ([0, 33, 40, 0, 0], 9, 37),
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 
 
 def check_products(device: torch.device) -> Iterator[Check]:
-    """Compare the sparse products with float64, in every dtype of the device, with and without deterministic mode."""
+    """Compare sparse products with float64, in every dtype of the device, with and without deterministic mode."""
     types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     if device.type == "cuda":
         compiles = SPARSE_PRODUCTS.on(torch.zeros(2, 2, device=device)) is not None

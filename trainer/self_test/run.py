@@ -1,4 +1,4 @@
-"""Runs the parts of the self-test on one device: reports each check when it is done, then the totals."""
+"""Runs the self-test on one device: reports each check when it is complete, then the totals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.self_test.products import check_products, check_selections
 
 Part = Callable[[torch.device], Iterator[Check]]
 _QUICK: tuple[Part, ...] = (check_products, check_selections, check_waits, check_feeding)
-# SHORT is meant to take two minutes on a GPU, FULL less than five.
+# On a GPU, SHORT should take two minutes, and FULL less than five.
 SHORT: tuple[Part, ...] = (
     *_QUICK,
     partial(check_recording, n_steps=24),
@@ -39,7 +39,7 @@ FULL: tuple[Part, ...] = (
 
 
 def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
-    """Yield each check of a device when it is done; a part that raises yields a failed check with the error."""
+    """Yield each check of a device when it is complete; an exception in a part yields a failed check with the error."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for part in FULL if full else SHORT:
         name = getattr(part, "func", part).__name__.removeprefix("check_")

@@ -1,4 +1,4 @@
-"""The exchange form of an SAE, and the interface for reading and writing file formats."""
+"""The exchange form of SAEs, and the interface for reading and writing file formats."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SCALES = "dimension_scales"
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 # The sentence in the model card that refers to `card.json`.
 CARD_REST = " `card.json` has all figures."
-# Maximum length of an architecture name; longer names from imported files are cut.
+# The maximum length of an architecture name; longer names in imported files are truncated.
 _LONGEST_NAME = 60
 
 
 class Firings(NamedTuple):
-    """The nonzero activations on a text: tokens [n_contexts, length], places [n, 3] and activations [n].
+    """The nonzero activations on a text: tokens [n_contexts, length], `places` [n, 3] and activations [n].
 
     Each row of `places` is (context, position in the context, latent). All activations are positive.
     """
@@ -51,8 +51,8 @@ class SharedSae(NamedTuple):
     `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, a transcoder x itself.
     `k` is the number of active latents per token in training, None if unknown. `levels` are the prefix widths of a
     Matryoshka SAE. `features` is the file that `eval` stored for these weights. `firings` computes the activations on
-    the run's data, for formats that need them; None if the tokens of the data are unknown. `l0` is the L0 stated in
-    the files that were read; `notes` are sentences about these files.
+    the run's data, for formats that need them; it is None if the tokens of the data are unknown. `l0` is the L0 that
+    the imported files state; `notes` are sentences about these files.
     """
 
     config: dict[str, Any]
@@ -81,12 +81,12 @@ class SharedSae(NamedTuple):
 
     @property
     def has_skip(self) -> bool:
-        """Whether a skip connection adds W_skip @ x to the output; W_skip is [d_out, d_in]."""
+        """True if a skip connection adds W_skip @ x to the output; W_skip is [d_out, d_in]."""
         return "W_skip" in self.weights
 
     @property
     def trained_as(self) -> str:
-        """Our name for the training architecture, printable and cut to 60 characters; "" if unknown."""
+        """Our name for the training architecture, printable and at most 60 characters long; "" if unknown."""
         return printable(str(self.metadata.get("training_architecture", "")))[:_LONGEST_NAME]
 
     @property
@@ -103,7 +103,7 @@ class SharedSae(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Settings from the user that override or complete the files of an SAE.
+    """Settings from the user that override or complete the settings in an SAE's files.
 
     `config` maps dotted names to values and overrides the settings in the files. `transcoder` marks the SAE as a
     transcoder if the files do not state it.
@@ -119,20 +119,20 @@ NOTHING_GIVEN = Given()
 class Format(ABC):
     """A tool's file format for SAEs: a folder of files."""
 
-    # Glob patterns of the files that `write` may create.
+    # Glob patterns for the files that `write` may create.
     files: ClassVar[tuple[str, ...]] = ()
-    # The sets of files that an SAE can be read from.
+    # The sets of files from which an SAE can be read.
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    # Whether `write` needs `SharedSae.firings`.
+    # True if `write` needs `SharedSae.firings`.
     needs_firings: ClassVar[bool] = False
 
     def refusal(self, sae: SharedSae) -> str | None:
-        """Return the reason if the format cannot store this SAE without changing its output, else None."""
+        """Return the reason if the format cannot store this SAE without changing its output, otherwise None."""
         return None
 
     @abstractmethod
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
-        """Write an SAE atomically; return a sentence for each part that was left out. Check `refusal` first."""
+        """Write an SAE atomically; return a sentence about each omission. Check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""
@@ -140,17 +140,17 @@ class Format(ABC):
         return any(holds(folder_of(place), *names) for names in sets)
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> SharedSae:
-        """Read the SAE in a folder or a file; raise `UserError` if no architecture here can compute it."""
+        """Read the SAE in a folder or file; raise `UserError` if none of our architectures can compute it."""
         raise UsageError(f"{place} is in a format that can be exported, but not imported")
 
 
 def folder_of(place: Path) -> Path:
-    """Return the path if it is a folder, else its parent."""
+    """Return the path if it is a folder, otherwise its parent."""
     return place if place.is_dir() else place.parent
 
 
 def holds(folder: Path, *names: str) -> bool:
-    """Return whether a folder contains all these files. Links count only inside the hub's cache."""
+    """Return whether a folder contains all the given files. Links count only inside the hub's cache."""
     return all(is_plain_file(folder / name) for name in names)
 
 
@@ -161,12 +161,12 @@ def format_named(name: str) -> Format:
 
 
 def format_in(place: Path) -> str | None:
-    """Return the format name of the SAE at a path; None if there is no readable SAE."""
+    """Return the name of the format of the SAE at a path; None if there is no readable SAE."""
     return next((name for name in catalog.READ_FORMATS if format_named(name).recognises(place)), None)
 
 
 def count_saes(names: Sequence[str]) -> str:
-    """Return the number of SAEs in words, with up to three names as examples."""
+    """Return a phrase with the number of SAEs and up to three names as examples."""
     shown = [printable(name) for name in names[:3]]
     return f"{len(names)} SAEs, e.g. {join_words(shown)}" if len(names) > 1 else f"an SAE in {shown[0]}"
 
@@ -205,22 +205,22 @@ def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
 
 
 def public_name(value: Any) -> Any:
-    """Return a value for publication: the last component of an absolute path, any other value unchanged."""
+    """Return a value for publication: of an absolute path only the last component, any other value unchanged."""
     is_path = isinstance(value, str) and Path(value).is_absolute()
     return Path(value).name or value if is_path else value
 
 
 def has_own_model_card(folder: Path) -> bool:
-    """Return whether the README.md in a folder was written by `eval`."""
+    """Return whether `eval` wrote the README.md in a folder."""
     with contextlib.suppress(OSError), open_plain(folder / MODEL_CARD) as stream:
         return stream.read(len(CARD_TITLE)) == CARD_TITLE.encode()
     return False
 
 
 def forget_card(folder: Path) -> None:
-    """Archive the report card of the replaced weights as an older version and delete it from the folder."""
+    """Archive the report card of replaced weights as an older version, and delete it from the folder."""
     with contextlib.suppress(OSError), locked(folder):
-        # Delete the report card even if it cannot be archived: it must not describe other weights.
+        # Delete the report card even if it cannot be archived, since it must not describe other weights.
         with contextlib.suppress(OSError, UserError):
             archive(folder)
         for name in (CARD, FEATURES, SUMS, *([MODEL_CARD] if has_own_model_card(folder) else [])):

@@ -1,4 +1,4 @@
-"""circuit-tracer: transcoder sets with one `layer_N.safetensors` per layer and a shared `config.yaml`."""
+"""circuit-tracer's format: transcoder sets with one `layer_N.safetensors` per layer and a shared `config.yaml`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.sharing.reading import checked, converted, read_safetensors, read_t
 CONFIG = "config.yaml"
 _THRESHOLD = "activation_function.threshold"
 _TOPK, _MOST_DIGITS = "topk", 10
-# Without TopK, a threshold tensor means JumpReLU; otherwise the activation is a ReLU.
+# Without TopK, the activation is a JumpReLU if there is a threshold tensor, otherwise a ReLU.
 _ACTIVATIONS = ("", "null", "relu", "jumprelu", "jump_relu", _TOPK)
 _OF_TOPK = (
     "circuit-tracer reads TopK from version 0.5.0 on, by activation and k in config.yaml; it also keeps negative "
@@ -32,7 +32,7 @@ _SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
 
 
 class CircuitTracer(Format):
-    """Stores sets of transcoders with d_in = d_out and a ReLU, JumpReLU or TopK; each layer has its own file."""
+    """Stores sets of transcoders with d_in = d_out and ReLU, JumpReLU or TopK; each layer has its own file."""
 
     files = (CONFIG, "layer_*.safetensors")
     reads = ((CONFIG, "layer_N.safetensors"),)
@@ -51,7 +51,7 @@ class CircuitTracer(Format):
         return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[SharedSae], folder: Path) -> None:
-        """Write transcoders of different layers as one set, atomically. Check `refusal` for each first."""
+        """Write transcoders of different layers as one set, atomically. First check `refusal` for each of them."""
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
                 write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))
@@ -81,13 +81,13 @@ class CircuitTracer(Format):
         name = saelens_name(form, is_transcoder=True, has_skip="W_skip" in weights)
         own = {"architecture": name, **({"k": k} if form == _TOPK else {})}
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
-        # With a threshold below 0, circuit-tracer passes negative activations; `checked` refuses such thresholds.
+        # With a threshold below 0, circuit-tracer would pass negative activations; `checked` refuses such thresholds.
         sae = checked(SharedSae(own, weights, facts, k=k, is_transcoder=True), file)
         return converted(sae, file)
 
 
 def layer_file(place: Path) -> Path | None:
-    """Return the file of a layer: the path itself, or the only such file in a folder; None if there is no such file."""
+    """Return a layer's file: the path itself, or the only layer file in a folder; otherwise None."""
     files = place.glob("layer_*.safetensors") if place.is_dir() else [place]
     layers = [one for one in files if LAYER_FILE.fullmatch(one.name) and is_plain_file(one)]
     return layers[0] if len(layers) == 1 else None
@@ -106,7 +106,7 @@ def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 class Member(NamedTuple):
-    """A transcoder's properties that must match within a set, plus its layer, which must differ."""
+    """A transcoder's properties that must match within a set, and its layer, which must differ."""
 
     layer: int | None
     d_in: int
@@ -117,12 +117,12 @@ class Member(NamedTuple):
 
 
 def member_of(sae: SharedSae) -> Member:
-    """Return the properties of a transcoder that its set depends on."""
+    """Return the properties of a transcoder that matter for its set."""
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
-    """Return the reason if the transcoders cannot form a set, else None."""
+    """Return the reason if the transcoders cannot form a set, otherwise None."""
     layers = [one.layer for one in members]
     if None in layers:
         return f"the data of transcoder {layers.index(None) + 1} does not name its layer; export it alone and rename it"
@@ -138,7 +138,7 @@ def refusal_of_set(members: Sequence[Member]) -> str | None:
 
 
 def notes_of_set(members: Sequence[Member]) -> list[str]:
-    """Return notes on a written set: unknown layers, missing layers, and how circuit-tracer reads TopK."""
+    """Return notes about a written set: unknown layers, missing layers, and how circuit-tracer reads TopK."""
     layers = [one.layer for one in members]
     notes = ["the data does not name its layer: rename layer_0.safetensors after the layer"] if None in layers else []
     known = {layer for layer in layers if layer is not None}

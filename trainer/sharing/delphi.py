@@ -1,4 +1,4 @@
-"""EleutherAI's delphi: `config.json`, and a `FIRST_LAST.safetensors` of activations for each range of latents."""
+"""The format of EleutherAI's delphi: `config.json`, and one `FIRST_LAST.safetensors` per range of latents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.sharing.base import Firings, Format, SharedSae
 CONFIG = "config.json"
 # delphi's default number of files.
 MOST_SPLITS = 5
-# The largest fp16 number. delphi stores activations in fp16, where larger ones become infinite.
+# The largest fp16 number. delphi stores activations in fp16, in which larger activations become infinite.
 _LARGEST_HALF = 65504
 
 

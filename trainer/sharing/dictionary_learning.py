@@ -1,4 +1,4 @@
-"""dictionary_learning by Marks and Karvonen: `config.json` and a state dict `ae.pt`; SAEs only."""
+"""The format of dictionary_learning by Marks and Karvonen: `config.json` and a state dict `ae.pt`; SAEs only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _DictionaryClass(NamedTuple):
     architecture: str
     names: dict[str, str]
     transposed: bool
-    # Whether the encoder sees x − b_dec.
+    # True if the encoder's input is x − b_dec.
     subtracts: bool = True
     extra: tuple[str, ...] = ()
 
@@ -91,7 +91,7 @@ _TRAINERS = {
 # Class names, first by training architecture, then by SAELens architecture.
 _TRAINED = {"batch_topk": "BatchTopKSAE", "matryoshka_batch_topk": "MatryoshkaBatchTopKSAE"}
 _COMPUTED = {
-    # AutoEncoder scales its activations by the decoder norms on loading; AutoEncoderNew does not.
+    # When loaded, AutoEncoder scales its activations by the decoder norms; AutoEncoderNew does not.
     "standard": "AutoEncoderNew",
     "topk": "AutoEncoderTopK",
     "jumprelu": "JumpReluAutoEncoder",
@@ -100,7 +100,7 @@ _COMPUTED = {
 
 
 class DictionaryLearning(Format):
-    """Stores every SAE that we train, but no transcoders."""
+    """Stores all SAEs that we train, but no transcoders."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
@@ -143,7 +143,7 @@ def _files(place: Path) -> tuple[Path, Path] | None:
 
 
 def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> str:
-    """Return the class name of a dictionary from its settings, else from its trainer and tensor names.
+    """Return a dictionary's class name from its settings, or else from its trainer and tensor names.
 
     Settings written before mid-2024 do not state the class.
     """
@@ -172,14 +172,14 @@ def _fits(kind: _DictionaryClass, tensors: dict[str, Tensor]) -> bool:
 
 
 def _kind(name: str, tensors: dict[str, Tensor]) -> _DictionaryClass:
-    """Return the kind of a class; early Matryoshka SAEs store their matrices as nn.Linear does."""
+    """Return the kind of a class; early Matryoshka SAEs store matrices like nn.Linear."""
     if name == "MatryoshkaBatchTopKSAE" and "encoder.weight" in tensors:
         return _KINDS["BatchTopKSAE"]._replace(extra=_KINDS[name].extra)
     return _KINDS[name]
 
 
 def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    """Return the origin of an SAE. Our own metadata overrides the settings of the trainer and its buffer."""
+    """Return the origin of an SAE; our own metadata overrides the settings of the trainer and its buffer."""
     place = trainer.get("submodule_name")
     facts = {
         "model_name": trainer.get("lm_name"),
@@ -223,7 +223,7 @@ def _extra(sae: SharedSae, name: str) -> Tensor:
 def _saved(tensors: dict[str, Tensor]) -> bytes:
     """Return the tensors as the bytes of a `torch.save` file."""
     stream = io.BytesIO()
-    # Copy each tensor: `torch.save` stores the whole storage of a view.
+    # Copy each tensor, since `torch.save` writes the complete storage of a view.
     torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, stream)
     return stream.getvalue()
 
@@ -268,7 +268,7 @@ def _shared(
 def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, file: Path) -> float:
     """Return the activation threshold.
 
-    dictionary_learning stores a negative one, which has no effect, if training never set it."""
+    If training never set it, dictionary_learning stores a negative threshold, which has no effect."""
     stored, said = extra.get("threshold"), positive(trainer.get("threshold"))
     if stored is not None and stored.numel() == 1 and not stored.is_complex():
         return float(stored)

@@ -1,4 +1,4 @@
-"""Finds the SAE in a folder, a file or a hub repository; the error for a missing SAE lists the files found."""
+"""Finds the SAE in a folder, file or hub repository; if there is none, the error lists the files that were found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, count_
 from trainer.sharing.circuit_tracer import layer_file
 from trainer.sharing.reading import positive, with_row_scale
 
-# Limits of the search below the given folder: the number of folders and the depth.
+# Limits for the search below a folder: the number of folders and the depth.
 _MOST_FOLDERS, _DEEPEST = 5000, 6
 # The maximum number of file names in a message.
 _MOST_NAMES = 6
@@ -50,7 +50,7 @@ class FoundSae(NamedTuple):
 
 
 def find(name: Path, form: str | None = None) -> FoundSae:
-    """Return the SAE at a path or with a name on the hub; `form` is its format, detected from the files if None.
+    """Return the SAE at a path or with a name on the hub; `form` is its format, or None to detect it from the files.
 
     Raise `UsageError` if there is no SAE; the message lists the expected files and the files found.
     """
@@ -58,7 +58,7 @@ def find(name: Path, form: str | None = None) -> FoundSae:
 
 
 def in_folder(place: Path, form: str | None = None) -> FoundSae:
-    """Return the SAE in a local folder or file; otherwise like `find`."""
+    """Return the SAE in a local folder or file, like `find`."""
     if form is not None:
         catalog.entry(catalog.FORMATS, form, "--format")
         if format_named(form).recognises(place):
@@ -72,7 +72,7 @@ def in_folder(place: Path, form: str | None = None) -> FoundSae:
 
 
 def saes_below(folder: Path) -> list[Path]:
-    """Return the folders and files of the SAEs below a folder in natural order: layers.2 before layers.10."""
+    """Return the folders and files of all SAEs below a folder, in natural order: layers.2 before layers.10."""
     return sorted(_below(folder), key=lambda place: [_natural(part) for part in place.parts])
 
 

@@ -16,7 +16,7 @@ from trainer.sharing.hub import hub_client
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?", re.ASCII)
-# Timeout of a hub request in seconds.
+# The timeout for a hub request in seconds.
 _TIMEOUT_S = 15
 
 
@@ -29,13 +29,13 @@ class HubName(NamedTuple):
 
 
 def parse(text: str) -> HubName | None:
-    """Return the parts of [hf:]OWNER/NAME[@REVISION][/FOLDER]; None for anything else."""
+    """Parse [hf:]OWNER/NAME[@REVISION][/FOLDER]; return None for any other text."""
     match = _NAME.fullmatch(text)
     return HubName(match[2], match[3], match[4].strip("/")) if match and ".." not in text else None
 
 
 def fetch(text: str) -> Path | None:
-    """Return the cached path of an SAE on the hub, downloading it if necessary; None if `text` is not a name.
+    """Return the cached path of an SAE on the hub, after downloading it if necessary; None if `text` is no hub name.
 
     Raise `UsageError` if the hub has no such SAE and `UserError` if the hub cannot be reached.
     """
@@ -68,7 +68,7 @@ def _cached(hub: Any, name: HubName) -> Path | None:
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:
-        # The type of the client's error depends on its version.
+        # The type of the error depends on the client's version.
         return None
     return place if (place := folder / name.path).exists() else None
 
@@ -91,7 +91,7 @@ def _download(hub: Any, name: HubName) -> Path:
     if sum(bool(LAYER_FILE.fullmatch(one.name)) for one in wanted) > 1:
         raise UsageError(f"FOLDER: {name.repository} has a file for each layer; give one, such as {wanted[0]}")
     if any(one.name == "cfg.json" for one in wanted):
-        # sparsify stores the settings of the run in a parent folder.
+        # sparsify stores the run's settings in a parent folder.
         wanted += [one for one in there if one.name == "config.json" and one.parent in path.parents]
     for number, one in enumerate(wanted, start=1):
         complain(f"{name.repository}: file {number} of {len(wanted)}, {one}\n")

@@ -76,7 +76,7 @@ class GemmaScope(Format):
 
 
 def _in_one_case(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with matrix names of Gemma Scope 1: "W_enc" instead of "w_enc"."""
+    """Return the tensors with Gemma Scope 1's matrix names: "W_enc" instead of "w_enc"."""
     return {f"W{name[1:]}" if name in ("w_enc", "w_dec") else name: one for name, one in tensors.items()}
 
 
@@ -116,7 +116,7 @@ def _origin(config: dict[str, Any], *, is_transcoder: bool) -> dict[str, Any]:
 
 
 def _place(point: str, module: str, hook: str) -> dict[str, Any]:
-    """Return the origin of a Gemma Scope 2 hook point, a module's output or input such as "model.layers.7.output"."""
+    """Return the origin for a Gemma Scope 2 hook point, a module's output or input like "model.layers.7.output"."""
     path, _, end = point.rpartition(".")
     if match := re.fullmatch(r"(?:.*\.)?layers\.([0-9]{1,4})\.self_attn\.o_proj", path):
         return {hook: f"blocks.{match[1]}.attn.hook_z", "hook_layer": int(match[1])} if end == "input" else {}

@@ -1,4 +1,4 @@
-"""Uploads files to a model repository on the Hugging Face hub with the hub's client, only at the user's request."""
+"""Uploads files to a model repository on the Hugging Face hub, only at the user's request."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Repository:
             raise UsageError(f"--push: {self.url} {way_out}, or choose another name")
 
     def send(self, files: Mapping[str, Path | bytes]) -> None:
-        """Commit files under their names in the repository, all or none; raise `UserError` on failure."""
+        """Commit all files, by their names in the repository, or none; raise `UserError` on failure."""
         added = [
             self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
         ]
@@ -59,7 +59,7 @@ class Repository:
             raise UsageError("--push: the hub does not accept your token; log in again with `hf auth login`") from None
 
     def _look(self) -> Any:
-        """Return the hub's information on the repository; None if it does not exist or is hidden from the user."""
+        """Return the hub's information about the repository; None if it does not exist or is hidden from the user."""
         try:
             return self._api.repo_info(self.name)
         except self._hub.errors.RepositoryNotFoundError:
@@ -67,7 +67,7 @@ class Repository:
 
     @contextlib.contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
-        """Convert every error of the client, of HTTP and of upload threads into a `UserError`."""
+        """Convert errors of the client, of HTTP and of upload threads to a `UserError`."""
         try:
             yield
         except UserError:
@@ -93,7 +93,7 @@ def hub_client(missing: str) -> Any:
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
         raise UsageError(f"{missing}; {install('hf')}") from None
-    # The client's retry warnings contain signed URLs, which give access to anyone who reads them.
+    # The client's retry warnings contain signed URLs, which give access to everyone who reads them.
     hub.utils.logging.set_verbosity_error()
     return hub
 
@@ -112,7 +112,7 @@ def _client() -> tuple[Any, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a request failed, in one line without the URL: the signed URL of an upload grants access."""
+    """Return why a request failed, in one line without the URL, since the signed URL of an upload gives access."""
     if isinstance(error, RuntimeError) and error.__cause__:
         # The client wraps errors of its upload threads in a RuntimeError.
         error = error.__cause__

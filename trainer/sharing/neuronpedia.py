@@ -1,4 +1,4 @@
-"""Neuronpedia: `batch-N.json` with latent dashboards in SAEDashboard's format, made from the results of `eval`."""
+"""Neuronpedia's format: `batch-N.json` with latent dashboards as in SAEDashboard, based on the results of `eval`."""
 
 from __future__ import annotations
 

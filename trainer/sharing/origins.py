@@ -1,4 +1,4 @@
-"""The origin of an SAE: its model, hook and text, as stated by the files and folder names of other tools."""
+"""The origin of an SAE: its model, hook and text, as other tools state it in files and folder names."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
     "prepend_bos": bool,
     "exclude_special_tokens": bool,
 }
-# The maximum length and the upper limit of a value: foreign files may contain anything.
+# The maximum length of a text and the upper limit of a number, since other people's files may contain anything.
 _LONGEST, _LARGEST = 200, 2**31
-# A transformers module; sparsify and Gemma Scope 2 name their hooks by modules.
+# A module name in transformers; sparsify and Gemma Scope 2 name hooks by modules.
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
 _SITES = {
     "": "resid_post",
@@ -40,20 +40,20 @@ _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_
 
 
 def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata without origin fields of a wrong type; make origin strings printable and short."""
+    """Return metadata without origin fields of the wrong type, and with printable, short origin strings."""
     others = {name: value for name, value in facts.items() if name not in ORIGIN}
     return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
 
 
 def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the origin fields of metadata; add the layer of the hook if the hook has one."""
+    """Return only the origin fields of metadata; if the hook has a layer, add it."""
     origin = {name: value for name, value in cleaned(facts).items() if name in ORIGIN}
     layer = layer_of(origin.get("hook_name"))
     return origin if layer is None else origin | {"hook_layer": layer}
 
 
 def layer_of(hook: object) -> int | None:
-    """Return the layer of a hook with one of our names or TransformerLens' names; None for other hooks."""
+    """Return the layer of a hook with our name or TransformerLens' name; None for other hooks."""
     try:
         place = parse_hook(str(hook))
     except ValueError:
@@ -62,7 +62,7 @@ def layer_of(hook: object) -> int | None:
 
 
 def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
-    """Return the hook of a transformers module: "layers.10" is the residual stream after block 10.
+    """Return the hook for a transformers module: "layers.10" is the residual stream after block 10.
 
     A transcoder of an MLP module maps the MLP's input to its output. Return {} for an unknown module.
     """
@@ -76,7 +76,7 @@ def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
 
 
 def of_submodule(name: str) -> dict[str, Any]:
-    """Return the hook of a dictionary_learning submodule; an unknown name is returned unchanged."""
+    """Return the hook for a dictionary_learning submodule; an unknown name is returned unchanged."""
     match = _SUBMODULE.fullmatch(name)
     if match is None:
         return {"hook_name": name}

@@ -1,4 +1,4 @@
-"""Reads SAE files from other people safely: regular files of limited size, only tensors, never code from pickles."""
+"""Reads SAE files from other people safely: only regular files of limited size, only tensors, no pickled code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.settings.rows import NotRowsError
 from trainer.contract.settings.torch_file import refuse_old_kind
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 
-# For each `SharedSae.form`, the tensors [d_sae] in addition to W_enc, W_dec and b_dec.
+# For each `SharedSae.form`, its tensors [d_sae], in addition to W_enc, W_dec and b_dec.
 PER_LATENT = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),
@@ -33,7 +33,8 @@ PER_LATENT = {
 }
 # The maximum number of bytes to read from a text file.
 _LARGEST_TEXT = 2**20
-# Parts of torch's messages to hide from users: they recommend loading the file in a way that runs its code.
+# Parts of torch's messages that are hidden from users, since they recommend loading the file in a way that runs its
+# code.
 _REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -54,7 +55,7 @@ def table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def read_text(file: Path) -> str:
-    """Read a small text file of another tool; raise `UserError` if it cannot be read."""
+    """Read a small text file from another tool; raise `UserError` if it cannot be read."""
     try:
         with open_plain(_plain(file)) as stream:
             return stream.read(_LARGEST_TEXT).decode("utf-8-sig", errors="replace")
@@ -63,7 +64,7 @@ def read_text(file: Path) -> str:
 
 
 def parsed_config(words: Iterable[str]) -> dict[str, Any]:
-    """Parse the KEY=VALUE words of --config: a value is JSON if possible, else a string."""
+    """Parse the KEY=VALUE words of --config; a value is JSON if possible, otherwise a string."""
     given: dict[str, Any] = {}
     for word in words:
         key, is_given, value = word.partition("=")
@@ -77,7 +78,7 @@ def parsed_config(words: Iterable[str]) -> dict[str, Any]:
 
 
 def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
-    """Override settings in place with the user's, whose keys are dotted paths; create missing tables."""
+    """Override settings in place with the user's settings, whose keys are dotted paths; create missing tables."""
     for path, value in given.config.items():
         *tables, name = path.split(".")
         place = config
@@ -105,8 +106,8 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 def read_state_dict(file: Path) -> dict[str, Tensor]:
     """Read a `torch.save` file that contains only named tensors; raise `UserError` for any other file.
 
-    No code in the file is run. Refuse compressed files and tensors larger than their stored data, since a small file
-    could then fill the memory.
+    Code in the file is not run. Refuse compressed files, and tensors that are larger than their stored data, since a
+    small file could then fill the memory.
     """
     whole = _plain(file)
     try:
@@ -172,7 +173,7 @@ def _is_stored(value: Tensor) -> bool:
 
 
 def _plain(file: Path) -> Path:
-    """Return a path's regular file; raise `UserError` for a pipe, a git-lfs pointer or a link outside the cache."""
+    """Return the regular file at a path; raise `UserError` for a pipe, git-lfs pointer or link outside the cache."""
     try:
         whole = plain_file(file)
         open_plain(whole).close()
@@ -194,8 +195,8 @@ def taken(
 ) -> dict[str, Tensor]:
     """Return the tensors in fp32 under our names, with the `transposed` matrices transposed.
 
-    `names` maps our names to the file's. Raise `UserError` for a missing, unknown or non-floating-point tensor, and if
-    a tensor to transpose is not a matrix.
+    `names` maps our names to the names in the file. Raise `UserError` for a missing, unknown or non-floating-point
+    tensor, and if a tensor to transpose is not a matrix.
     """
     theirs = set(names.values())
     if missing := sorted(theirs - tensors.keys()):
@@ -237,7 +238,7 @@ def checked(sae: SharedSae, place: Path) -> SharedSae:
 
 
 def converted(sae: SharedSae, place: Path) -> SharedSae:
-    """Return the SAE; raise `UserError` if the conversion made any weight infinite or NaN."""
+    """Return the SAE; raise `UserError` if conversion has made any weight infinite or NaN."""
     for name, tensor in sae.weights.items():
         if not tensor.isfinite().all():
             raise UserError(f"{place}: its weights are so large that {name} overflows fp32 here")
@@ -257,14 +258,14 @@ def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with unit-norm decoder rows; the activations are multiplied by the old norms."""
+    """Return weights with unit-norm decoder rows, so that activations are multiplied by the original norms."""
     norms = weights["W_dec"].norm(dim=1)
     unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
 
 
 def positive(value: object) -> float | None:
-    """Return a setting of a foreign file if it is a number above 0; None for anything else."""
+    """Return a setting from another tool's file if it is a number above 0, otherwise None."""
     # In Python, True is an int.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         return None
@@ -273,13 +274,13 @@ def positive(value: object) -> float | None:
 
 @torch.no_grad()
 def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Fold a factor on the input rows into the weights; unscaled rows then give the same activations."""
+    """Fold a factor on the input rows into the weights, so that unscaled rows give the same activations."""
     scaled = {"W_enc": weights["W_enc"] * factor}
     return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
 
 
 def positive_thresholds(sae: SharedSae) -> SharedSae:
-    """Set negative thresholds to 0; this changes nothing after a ReLU."""
+    """Set negative thresholds to 0, which changes nothing after a ReLU."""
     if "threshold" not in sae.weights:
         return sae
     return sae._replace(weights=sae.weights | {"threshold": sae.weights["threshold"].clamp_min(0)})
@@ -297,7 +298,7 @@ def _encoded_bias(weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def wanted(config: Mapping[str, Any], place: Path, **values: Any) -> None:
-    """Raise `UsageError` if a setting has none of its allowed values; a missing setting has the first of them."""
+    """Raise `UsageError` if a setting has no allowed value; a missing setting has the first allowed value."""
     for name, allowed in values.items():
         if config.get(name, allowed[0]) not in allowed:
             listed = " or ".join(repr(value) for value in allowed)

@@ -1,4 +1,4 @@
-"""SAELens' format: `cfg.json` and `sae_weights.safetensors`. Runs use it unless SAELens lacks the architecture."""
+"""SAELens' format: `cfg.json` and `sae_weights.safetensors`; runs use it unless SAELens lacks the architecture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# The SAELens version that was tested with these files; SAELens uses it to decide how to convert them.
+# The SAELens version with which these files were tested; SAELens uses it to decide how to convert them.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 # Common models for SAEs that TransformerLens knows by these hub names (it does not know "openai-community/gpt2").
@@ -38,12 +38,12 @@ TRANSFORMER_LENS_MODELS = frozenset(
         "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
     ]
 )  # fmt: skip
-# Hooks that TransformerLens has in every block of these models. It has none at circuit-tracer's MLP inputs.
+# Hooks that TransformerLens has in every block of these models. It has no hooks at circuit-tracer's MLP inputs.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
 
 
 class SaeLens(Format):
-    """Stores every architecture that we train except TopK transcoders, with metadata."""
+    """Stores all architectures that we train, except TopK transcoders, with metadata."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
@@ -66,7 +66,7 @@ class SaeLens(Format):
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
-    """Write the SAE of a run in SAELens' format, or in sparsify's if SAELens lacks the architecture.
+    """Write a run's SAE in SAELens' format, or in sparsify's format if SAELens lacks the architecture.
 
     Write each file atomically and keep unrelated files in the folder; raise `UserError` on failure.
     """
@@ -83,7 +83,7 @@ def exported_tokens(folder: Path) -> int | None:
 
 
 def origin(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the origin of the activations from the data's meta.json, under SAELens' names."""
+    """Return the origin of the activations from the data's meta.json, with SAELens' names."""
     hook = meta.get("hook_name")
     before = meta.get("tokens_before_text")
     facts = {

@@ -29,9 +29,9 @@ from trainer.sharing.reading import (
     with_unit_rows,
 )
 
-# The metadata key for original values that were replaced for SAELens.
+# The metadata key for original values that an export replaced for SAELens.
 ORIGINAL = "as_extracted"
-# SAELens' architectures that can be read and written here.
+# SAELens architectures that we can read and write.
 ARCHITECTURES = (
     "standard",
     "topk",
@@ -42,9 +42,9 @@ ARCHITECTURES = (
     "jumprelu_transcoder",
     "jumprelu_skip_transcoder",
 )
-# Architectures of training checkpoints and our names for them; `save_inference_model` writes them as "jumprelu".
+# Architectures in training checkpoints and our names for them; `save_inference_model` writes them as "jumprelu".
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
-# Current names of settings, and their names in versions 1 to 5.
+# Current setting names, and their names in versions 1 to 5.
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
 # For each unsupported normalisation, why it cannot be folded into the weights.
 _NORMALISED = {
@@ -53,7 +53,7 @@ _NORMALISED = {
     "covariance_whitening": "its whitening is folded in only when its training ends",
 }
 _SCALED = ("expected_average_only_in", True)
-# Settings with a matching name may change the result. The settings in `_OF_TRAINING` do not, or are handled by `read`.
+# Settings with a matching name may change the result. Settings in `_OF_TRAINING` do not, or `read` handles them.
 _COMPUTES = re.compile(
     "normali|standardi|scal|bias|thresh|whiten|rotat|cent(er|re)|mean|(^|_)std|activation_f|postact|nonlin|softcap|"
     "clamp|clip|temperature|signed|tied|skip|affine|residual|error_term"
@@ -95,7 +95,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
 
 
 def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a file with the original values that were replaced for SAELens."""
+    """Return a file's metadata with the original values that an export replaced for SAELens."""
     original = metadata.get(ORIGINAL)
     others = {name: value for name, value in metadata.items() if name != ORIGINAL}
     return others | original if isinstance(original, dict) else others
@@ -136,7 +136,7 @@ def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
 
 
 def _is_neutral(value: object) -> bool:
-    """Return whether a setting with this value has no effect: it is off or a factor of 1."""
+    """Return whether a setting with this value has no effect because it is off or a factor of 1."""
     # In Python, True equals 1.
     return value is not True and value in (None, False, "none", 0, 1, {}, [])
 
@@ -144,7 +144,7 @@ def _is_neutral(value: object) -> bool:
 def _without_extras(
     tensors: dict[str, Tensor], config: dict[str, Any], architecture: str, file: Path
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the tensors of an inference SAE, and the factor [d_sae] on the decoder's activations or None."""
+    """Return the tensors of an inference SAE, and the factor [d_sae] on the decoder's input, or None."""
     tensors = dict(tensors)
     if architecture in ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder") and "log_threshold" in tensors:
         tensors["threshold"] = tensors.pop("log_threshold").double().exp().float()
@@ -175,7 +175,7 @@ def _used_factor(
 
 
 def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | None, file: Path) -> SharedSae:
-    """Fold the operations that the settings add, such as scaling, into the weights of an SAE."""
+    """Fold operations that the settings add, such as scaling, into the weights of an SAE."""
     wanted(config, file, reshape_activations=("none", None, "hook_z"))
     weights, is_batched = sae.weights, config.get("architecture") in _BATCHED
     is_rescaled = (sae.architecture == "topk" or is_batched) and config.get("rescale_acts_by_decoder_norm", False)
@@ -198,7 +198,7 @@ def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | N
 
 
 def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | None:
-    """Return the factor on the rows before the encoder, None without one; raise `UsageError` if it is unknown."""
+    """Return the factor on the encoder's input rows, or None if there is none; raise `UsageError` if it is unknown."""
     value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
     if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
         return None
@@ -217,7 +217,7 @@ def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | No
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the SAE. Version 6 has a table for it; older versions mix it with the settings."""
+    """Return the SAE's metadata. Version 6 has a table for it; older versions mix it with the settings."""
     facts = as_extracted(table(config, "metadata"))
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):

@@ -1,4 +1,4 @@
-"""EleutherAI's sparsify: `cfg.json` and `sae.safetensors`, for TopK SAEs and transcoders with d_in = d_out."""
+"""EleutherAI's sparsify format, for TopK SAEs and transcoders with d_in = d_out: `cfg.json`, `sae.safetensors`."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
     wanted(config, file, activation=("topk",), transcode=(False, True), signed=(False, None))
     skips = config.get("skip_connection")
     if skips and config.get("transcode") is not True and not given.transcoder:
-        # The skip connection of a sparsify SAE gets x while its encoder gets x − b_dec; no architecture here does that.
+        # The skip connection of a sparsify SAE gets x while its encoder gets x − b_dec, which none of our architectures
+        # does.
         raise UsageError(
             f"{file}: skip_connection is {str(skips)[:60]!r} and transcode is not: no architecture here is an SAE "
             f"with a skip connection; if it is a transcoder, give --transcoder"
@@ -85,7 +86,7 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
 
 
 def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
-    """Return the origin of an SAE: its hook from a folder name, the rest from the run's settings in a parent folder."""
+    """Return the origin of an SAE: its hook from a folder name, all else from the run's settings in a parent folder."""
     above = folder.absolute().parts[:-4:-1]
     place = next((found for name in above if (found := of_module(name, is_transcoder=is_transcoder))), {})
     run: dict[str, Any] = {}

@@ -1,1 +1,1 @@
-"""JSON Schemas for the output of `sae-train`, built from its types."""
+"""JSON Schemas for the output of `sae-train`, built from the output types."""

@@ -1,6 +1,7 @@
-"""The answers of `sae-train`, by command.
+"""JSON Schemas for the output of each `sae-train` command.
 
-`run`, `resume`, `stop` and `extract` print the answer as their last line, all other commands print only the answer.
+`run`, `resume`, `stop` and `extract` print their JSON result as the last line; all other commands print only the
+result.
 """
 
 from __future__ import annotations

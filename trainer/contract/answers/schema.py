@@ -14,7 +14,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def whole(title: str, schema: Schema) -> Schema:
-    """Return the schema of an answer with its draft and title."""
+    """Add the draft and a title to the schema of a command's output."""
     return {"$schema": DRAFT, "title": title} | {key: value for key, value in schema.items() if key != "title"}
 
 
@@ -41,7 +41,7 @@ def typed(
 ) -> Schema:
     """Return the schema of a Struct, dataclass or NamedTuple that always writes all fields, each with a description.
 
-    `inner` has the schemas of fields that are objects. With `no_number_is_null`, NaN is written as null.
+    `inner` contains the schemas of fields that are objects. With `no_number_is_null`, NaN is written as null.
     """
     hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
     assert hints.keys() == words.keys(), (kind, hints.keys() ^ words.keys())
@@ -52,7 +52,7 @@ def typed(
 
 
 def of(kind: Kind) -> Schema:
-    """Return the schema of a type; a schema is returned as it is."""
+    """Return the schema of a type; a schema is returned unchanged."""
     return kind if isinstance(kind, dict) else msgspec.json.schema(kind)
 
 
@@ -70,7 +70,7 @@ def or_null(kind: Kind) -> Schema:
 
 
 def one_of(*kinds: Kind) -> Schema:
-    """Return the schema of a value that matches one of these; each title says when."""
+    """Return the schema of a value that matches one of several schemas, whose titles say when each applies."""
     return {"anyOf": [of(kind) for kind in kinds]}
 
 

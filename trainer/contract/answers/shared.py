@@ -1,4 +1,4 @@
-"""Answers that both programs share, or parts of them: errors, results and report cards."""
+"""JSON Schemas that both programs use: errors, results and report cards."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def metrics() -> Described:
     return {name: (float | None, metric_words(name)) for name in measured_names()}
 
 
-# Both import commands add these fields to their answers.
+# Fields that both import commands add to their output.
 IMPORT_CHECK: Described = {
     "check": (
         typed(
@@ -290,10 +290,10 @@ assert _CARD.keys() == {*Card.__struct_fields__} - {"sums"}
 
 
 def card(title: str, *names: str, **more: tuple[Any, str]) -> Schema:
-    """Return the schema of a report card with all its fields or the named ones, plus the fields in `more`."""
+    """Return the schema of a report card with the named fields (by default all), plus the fields in `more`."""
     return fields(title, more | {name: _CARD[name] for name in names or _CARD})
 
 
 def answer(title: str, *schemas: Schema) -> Schema:
-    """Return the schema of a command's answer, which matches one of these schemas."""
+    """Return the schema of a command's output, which matches one of the given schemas."""
     return whole(title, schemas[0] if len(schemas) == 1 else one_of(*schemas))

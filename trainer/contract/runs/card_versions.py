@@ -32,7 +32,7 @@ MOST_FEATURES_BYTES = 2**30
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-# The fields of a part that change with every evaluation, even if the figures stay the same.
+# The fields of a part of a report card that change with every evaluation, even if the results stay the same.
 _CHANGING = ("measured", "seconds", "device")
 
 
@@ -47,7 +47,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder so that only one process at a time changes its card."""
+    """Lock a folder so that only one process at a time changes its report card."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Continue without a lock if the file system does not support locks.
@@ -66,7 +66,7 @@ def weights_of(folder: Path) -> str:
 
 
 def versions(folder: Path) -> list[Version]:
-    """Return the report cards of the SAE in a folder, the newest first; the current one is marked."""
+    """Return all report cards of the SAE in a folder, the latest first; the current one is marked."""
     older = {digest: (number, file) for number, digest, file in _stored(folder)}
     found = [
         Version(number=number, card=card, features=_features(folder, card), is_current=False)
@@ -83,7 +83,7 @@ def versions(folder: Path) -> list[Version]:
 
 
 def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
-    """Return the newest version for these weights, or None."""
+    """Return the latest version for these weights, or None."""
     return next((one for one in versions(folder) if one.card.is_of(weights, tokens, step)), None)
 
 
@@ -126,12 +126,12 @@ def _read(file: Path) -> Card | None:
 
 def _features(folder: Path, card: Card) -> Path | None:
     file = folder / FOLDER / f"{card.features}{Path(FEATURES).suffix}"
-    # A report card may come from another user and name any path, so only a digest is accepted.
+    # A report card may come from another user and contain any path, so accept only a digest.
     return file if _DIGEST.fullmatch(card.features) and file.is_file() else None
 
 
 def _content(card: Card) -> str:
-    """Return a digest of a report card without its features and the times and devices of its measurements."""
+    """Return a digest of a report card, ignoring its features and the times and devices of its measurements."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
         for name in _CHANGING:

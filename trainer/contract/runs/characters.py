@@ -1,4 +1,4 @@
-"""Finds UTF-8 characters in the bytes of tokens; one character may span several tokens."""
+"""Finds UTF-8 characters in the bytes of tokens; a character may span several tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs_of_tokens(tokens: Sequence[bytes]) -> list[range]:
 
 
 def _starts(text: bytes) -> Container[int]:
-    """Return the offsets at which characters begin, and the text's length; an invalid byte counts as a character."""
+    """Return the offset of each character and of the end of the text; an invalid byte counts as a character."""
     if text.isascii():
         return range(len(text) + 1)
     characters = text.decode("utf-8", "surrogateescape")
@@ -40,7 +40,7 @@ def _continues(byte: int) -> bool:
 
 
 def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
-    """Return the tokens without incomplete characters at the two ends of the text; the token at `at` stays as it is."""
+    """Return the tokens without incomplete characters at both ends of the text; do not change the token at `at`."""
     before, after = b"".join(tokens[:at]), b"".join(tokens[at + 1 :])
     first = next((n for n, byte in enumerate(before) if not _continues(byte)), len(before))
     last = sum(map(len, tokens)) - _unfinished(after)
@@ -52,7 +52,7 @@ def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
 
 
 def _unfinished(text: bytes) -> int:
-    """Return the number of bytes at the end that belong to an incomplete character."""
+    """Return the number of bytes in an incomplete character at the end of the text."""
     for n, byte in enumerate(reversed(text[-3:]), 1):
         if byte >= 0xC0:
             return n if n < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0

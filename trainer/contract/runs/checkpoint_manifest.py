@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder without torch: checks its files, and returns its step, tokens and held-out FVU."""
+"""Reads a checkpoint folder without torch: checks its files and returns its step, tokens and held-out FVU."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from trainer.contract.store.rows import Count
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
-# A smaller relative rise of the held-out FVU counts as noise, regardless of the number of rows.
+# A smaller relative increase of the held-out FVU counts as noise, for any number of rows.
 LEAST_RISE = 0.01
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The position of a run. `tokens`, counted over all ranks, is also the position in the order of the data."""
+    """The position of a run; `tokens`, counted over all ranks, is also the position in the data order."""
 
     step: Count
     tokens: Count
 
 
 class StreamPlace(msgspec.Struct, frozen=True):
-    """The position of a rank in its part of a stream: `skip` rows after the stream's own `state`."""
+    """A rank's position in its part of a stream: `skip` rows after the stream's `state`."""
 
     state: Any
     skip: Count
 
 
 class BufferPlace(msgspec.Struct, frozen=True):
-    """The position of a shuffle buffer: `n_gone` rows are used of block `block`, which starts at `begin`."""
+    """The position of a shuffle buffer: `n_gone` rows of block `block`, which starts at `begin`, have been used."""
 
     block: Count
     n_gone: Count
@@ -59,8 +59,8 @@ class Best(msgspec.Struct, frozen=True):
     def is_clearly_below(self, fvu: float, lr_share: float | None) -> bool:
         """Return whether a later FVU on the same rows is higher by more than noise.
 
-        Return False if the learning rate has risen since, because that also raises the FVU. By noise alone, two SAEs
-        of one run differ on the same rows by 1 %, or by one standard error.
+        Return False if the learning rate has increased since then, because this also raises the FVU. Noise alone makes
+        two SAEs of one run differ by 1 % or one standard error on the same rows.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -70,11 +70,11 @@ class Best(msgspec.Struct, frozen=True):
 class CheckpointState(msgspec.Struct, frozen=True):
     """The content of a checkpoint apart from its tensors.
 
-    `d_out` is set for a transcoder only; `origin` describes the source of the data. If the data is a stream, `stream`
-    holds the position of each rank that reads separate tokens. If SAEs of several hooks are trained, `origins` maps
-    the label of each SAE to the source of its data. `data` records the shards, `n_train_rows` is the number of rows
-    trained on, and `held_out` identifies the rows of `heldout_fvu`; checkpoints of older versions lack all three.
-    `cool_down` is set if the user asked the run to finish early, `best` after the first evaluation on held-out rows.
+    `d_out` is set only for a transcoder; `origin` describes the data source. If the data is a stream, `stream` contains
+    the position of each rank that reads separate tokens. If SAEs of several hooks are trained, `origins` maps each
+    SAE's label to its data source. `data` records the shards, `n_train_rows` is the number of training rows, and
+    `held_out` identifies the rows of `heldout_fvu`; checkpoints from older versions lack all three. `cool_down` is set
+    if the user requested an early finish, `best` after the first evaluation on held-out rows.
     """
 
     position: Position
@@ -90,7 +90,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the early end of a run of `planned` steps, or None if none was set or the length has changed."""
+        """Return the cool-down of a run of `planned` steps, or None if it has none or its length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
@@ -99,19 +99,19 @@ class CheckpointState(msgspec.Struct, frozen=True):
         return self.data or None
 
     def origin_of(self, label: str) -> dict[str, Any]:
-        """Return the source of an SAE's data."""
+        """Return the data source of the SAE with this label."""
         return self.origins.get(label, self.origin) if self.origins else self.origin
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints `step-<number>` in a folder, the newest first, without symbolic links."""
+    """Return the checkpoints `step-<number>` in a folder, the latest first; ignore symbolic links."""
     numbers = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if not path.is_symlink()}
-    # The names are padded to 8 digits, so with more digits they do not sort by number.
+    # Names are padded to 8 digits, so names with more digits do not sort by number.
     return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: -int(numbers[path]))
 
 
 def newest_whole(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, else the newest intact checkpoint in it.
+    """Return `path` if it is a checkpoint, otherwise the latest intact checkpoint in it.
 
     Raise `UserError` if there is no intact checkpoint.
     """
@@ -126,7 +126,7 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints with a held-out FVU on the same rows as the newest one, the lowest FVU first."""
+    """Return the checkpoints whose FVU was measured on the same held-out rows as the latest, the lowest FVU first."""
     states = {folder: state for folder in folders if (state := _measured_state(folder))}
     if not states:
         return []
@@ -152,7 +152,7 @@ def resumed_state(path: Path) -> CheckpointState:
 
 
 def position_of(path: Path) -> Position:
-    """Return the position that a run resumes at; see `resumed_state`."""
+    """Return the position at which a run resumes; see `resumed_state`."""
     return resumed_state(path).position
 
 
@@ -174,7 +174,7 @@ def damage(folder: Path) -> str | None:
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
             return f"its {MANIFEST} does not name the files of a checkpoint"
         for name, file in manifest["files"].items():
-            # Compare the sizes first: a file of another size need not be read.
+            # Compare sizes first: a file with a different size need not be read.
             if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
                 return f"{name} is not as it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -183,7 +183,7 @@ def damage(folder: Path) -> str | None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder: the size and SHA-256 of each of its files."""
+    """Return the manifest of a folder: the size and SHA-256 of each file."""
     return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
 
 

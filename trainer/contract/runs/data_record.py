@@ -18,8 +18,8 @@ from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
-# The total number of bytes read to recognise the content of all shards. Up to this size they are read completely;
-# beyond it, only evenly spread blocks are read. That takes 0.2 to 0.6 s from the page cache, during the first steps.
+# The maximum number of bytes that are read to identify the content of all shards. Smaller data is read completely; from
+# larger data, only evenly spaced blocks are read. This takes 0.2 to 0.6 s from the page cache, during the first steps.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
@@ -31,7 +31,7 @@ _WAY_OUT = "restore the data, or start a new run on the data as it is now"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of rows; `sha256` is from `meta.json`, `sample` is the SHA-256 of `n_blocks` blocks of the file."""
+    """A shard file; `sha256` comes from `meta.json`, `sample` is the SHA-256 of `n_blocks` blocks of the file."""
 
     name: str
     rows: Count
@@ -68,9 +68,9 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = None) -> DataRecord:
-    """Return a record of the current data of each hook, without samples, because these take time to read.
+    """Return a record of each hook's current data, without samples, because samples take time to read.
 
-    If the run was already trained on the shards in `before`, they come first, with their samples; new shards follow.
+    If the run was already trained on the shards in `before`, these come first, with their samples; new shards follow.
     Raise `JobFileError` if one of the recorded shards has changed.
     """
     now = [_look(field, path) for settings in sources for field, path in settings.stored_at()]
@@ -106,7 +106,7 @@ def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
 
 
 def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
-    """Describe how a shard has changed since it was recorded; return None if it holds the same bytes.
+    """Describe how a shard has changed since it was recorded; return None if it contains the same bytes.
 
     A file with the same size and modification time counts as unchanged and is not read.
     """
@@ -145,7 +145,7 @@ def cut_sentence(file: Path, size: int, before: int) -> str:
 
 
 def _look(field: str, path: str) -> FolderRecord:
-    """Return a record of a folder's shards, from their headers and file attributes."""
+    """Return a record of a folder's shards, based on their headers and file attributes."""
     rows: Counter[Path] = Counter()
     for shard in inspect_shards(path, field).shards:
         rows[shard.file] += shard.n_tokens
@@ -160,7 +160,7 @@ def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
 
 
 def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
-    """Return the current shards of a folder, the recorded shards first.
+    """Return a folder's current shards, the recorded shards first.
 
     Raise `JobFileError` if a recorded shard has changed.
     """
@@ -177,7 +177,7 @@ def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
 
 
 def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
-    """Describe how a shard differs from its record, without reading its rows, or return None if it does not."""
+    """Describe how a shard differs from its record, or return None if it does not; do not read its rows."""
     if new is None:
         return "is missing"
     if new.rows != old.rows:
@@ -202,7 +202,7 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
 
 
 def _sample(file: Path, n_blocks: int) -> str:
-    """Return the SHA-256 of evenly spread blocks of a file, including both ends; of a small file, hash all bytes."""
+    """Return the SHA-256 of evenly spaced blocks of a file, including both ends, or of a complete small file."""
     digest = hashlib.sha256()
     with open_plain(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -214,5 +214,5 @@ def _sample(file: Path, n_blocks: int) -> str:
 
 
 def _places(size: int, n_blocks: int) -> Sequence[int]:
-    """Return the offsets of evenly spread blocks of a file."""
+    """Return the offsets of evenly spaced blocks in a file."""
     return [number * (size - BLOCK) // max(1, n_blocks - 1) for number in range(n_blocks)]

@@ -21,21 +21,21 @@ from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.tokens_of_data import folder_of
 
-# The tokens of text on which the trainer measures the losses by default, by device.
+# The default number of tokens on which the trainer measures the losses, by device.
 MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
-# Seconds: the start of torch, and the probes of one set (8 fits for each of 3 seeds).
+# Seconds to start torch, and to fit the probes for one data set (8 fits for each of 3 seeds).
 _START_S, _PROBE_S = 4.0, 6.0
-# The speed of loading a model in bytes/s, and the share of the matmul speed that sparse work on rows reaches.
+# The speed of loading a model in bytes/s, and the speed of sparse work on rows as a share of the matmul speed.
 _LOADING, _OF_ROWS = 2e8, 0.3
 LOADING = "loading the model"
-# Three passes over the rows: for their mean, for the figures, and for their distribution.
+# Three passes over the rows: for their mean, for the metrics, and for their distribution.
 _TIMES_ROWS = 3
 
 
 class LanguageModelSize(msgspec.Struct, frozen=True):
-    """The language model of a job's data; `size` is None if the model's files are not on this machine."""
+    """The language model that produced a job's data; `size` is None if its files are not on this machine."""
 
     path: str
     size: ModelSize | None
@@ -68,7 +68,7 @@ def planned(
     box: MeasuredHardware | None = None,
     cards: Iterable[Card] = (),
 ) -> dict[str, Planned]:
-    """Return the expected time of each stage of an evaluation that measures these parts.
+    """Return the expected time of each stage of an evaluation that measures the given parts.
 
     `device` is "cuda" or "cpu", and `name` is the name of the GPU. Times in earlier `cards` from the same kind of
     device replace estimates. Return {} if the data cannot be read.
@@ -100,8 +100,8 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
     if model is None or model.size is None:
         return dict.fromkeys((LOADING, IN_MODEL, PROBES, PROMOTED), 30.0)
     a_token = 2.0 * model.size.n_parameters / (flops * READING_SPEED)
-    # Six passes: one unchanged; three with the SAE's output, zeros or the mean row in place of the activations; two
-    # with the SAE's output or zeros at all tokens.
+    # Six passes: one unchanged; three with the SAE's output, zeros or the mean row instead of the activations; two with
+    # the SAE's output or zeros at all tokens.
     passes = 6 * MODEL_TOKENS[device] * a_token
     probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token + _PROBE_S * (1 + n_saes))
     loading = 4.0 * model.size.n_parameters / _LOADING + _START_S

@@ -1,4 +1,4 @@
-"""Reads the features file of an evaluation: what each latent of an SAE fires on; needs neither torch nor numpy."""
+"""Reads an evaluation's features file, which stores what each latent of an SAE fires on, without torch or numpy."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trainer.contract.settings.shards import read_header
 # The files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
-# Latents that fire on a share of the rows in this range are interpretable most often. Latents above `DENSE` are called
+# Latents that fire on a share of the rows in this range are most often interpretable. Latents above `DENSE` are called
 # dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
-# The most latents whose tokens a search joins to find words that span tokens; the most frequent latents take
-# precedence. With more candidates, latents that are already found are skipped. The limit keeps a search fast enough to
-# run on each keystroke.
+# The maximum number of latents whose tokens a search joins to find words that span tokens; the most frequent latents
+# come first. If there are more candidates, latents that are already found are skipped. The limit keeps a search fast
+# enough to run on each keystroke.
 _MOST_JOINED = 1024
 
-# For each tensor: its dtype in the file, its type code in `array`, and 1 if it has one number per latent, else None.
+# For each tensor: its dtype in the file, its `array` type code, and 1 if it has one number per latent, otherwise None.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "n_fired": ("I32", "i", 1),
     "largest": ("F32", "f", 1),
@@ -46,11 +46,12 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ids": ("I32", "i", None),
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
-    # An inverted index: index_latents[index_ends[k - 1] : index_ends[k]] have the k-th known token in a context.
+    # An inverted index: index_latents[index_ends[k - 1] : index_ends[k]] are the latents with the k-th known token in a
+    # context.
     "index_ends": ("I64", "q", None),
     "index_latents": ("I32", "i", None),
 }
-# Additional tensors if the evaluation had the language model: tokens and their logits.
+# Additional tensors if the evaluation used the language model: tokens and their logits.
 _MOVED: dict[str, tuple[str, str, int | None]] = {
     "promoted": ("I32", "i", None),
     "promoted_logits": ("F32", "f", None),
@@ -61,7 +62,7 @@ _CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED).items()}
 
 
 class LogitChange(msgspec.Struct, frozen=True):
-    """A token and the change of its logit by a latent's decoder direction; only relative sizes are meaningful."""
+    """A token and how much a latent's decoder direction changes its logit; only relative sizes are meaningful."""
 
     text: str
     logit: float
@@ -70,7 +71,7 @@ class LogitChange(msgspec.Struct, frozen=True):
 class Token(msgspec.Struct, frozen=True):
     """A token of a context with the latent's activation on it, 0 if the latent does not fire.
 
-    Tokens that share a character are joined to one, with the largest of their activations.
+    Tokens that share a character are merged into one token with the largest of their activations.
     """
 
     text: str
@@ -89,12 +90,12 @@ class ActivatingExample(msgspec.Struct, frozen=True):
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """A latent: the share of rows on which it fires, its largest and mean activation there, and its top contexts.
+    """A latent: the share of rows on which it fires, its largest and mean activation on them, and its top contexts.
 
     `histogram` counts activations in bins of equal width up to the largest one. `nearest` are the latents with the most
     similar decoder directions, as (latent, cosine), the most similar first. `promoted` and `suppressed` are the tokens
     whose logits the decoder direction changes most, the largest change first; both are empty if the evaluation did not
-    have the language model.
+    use the language model.
     """
 
     latent: int
@@ -138,7 +139,7 @@ class Features:
             raise UserError(f"{file} is not a file that `sae-train eval` writes; run that again") from None
 
     def _check(self) -> None:
-        """Raise `ValueError` or `KeyError` if a tensor is missing, cut short, or has another shape."""
+        """Raise `ValueError` or `KeyError` if a tensor is missing, truncated, or has the wrong shape."""
         for name, (dtype, code, per_latent) in self._layout.items():
             entry = self._entries[name]
             first, last = entry.data_offsets
@@ -173,7 +174,7 @@ class Features:
 
     @property
     def _tells_moved(self) -> bool:
-        """Whether the file has promoted and suppressed tokens, which need the language model."""
+        """True if the file has promoted and suppressed tokens, which require the language model."""
         return self._entries.keys() >= _MOVED.keys()
 
     @property
@@ -190,7 +191,7 @@ class Features:
         return self._ints("n_rows")[0]
 
     def order(self, by: Order = "sparse") -> list[int]:
-        """Return the latents that fire at all, in this order.
+        """Return all latents that fire, in the given order.
 
         "density" and "largest" (activation) put the highest first; "latent" sorts by number. "sparse" puts latents that
         fire on 0.01 to 1 % of the rows first, by largest activation; then rarer ones, then denser ones, the densest
@@ -220,15 +221,15 @@ class Features:
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
-        """Return the latents with these words in their contexts: both lists of `search_apart`, joined."""
+        """Return the latents with the given words in their contexts: both lists of `search_apart`, concatenated."""
         return [latent for some in self.search_apart(words) for latent in some]
 
     def search_apart(self, words: str) -> tuple[list[int], list[int]]:
-        """Return the latents with these words in their contexts, in one token or over several, ignoring case.
+        """Return the latents with the given words in their contexts, in one or more tokens, ignoring case.
 
-        The first list has the latents whose strongest token in a context is part of the words, by the number of such
-        contexts. The second list has the others, by density. For words that span tokens only the `_MOST_JOINED` most
-        frequent latents are searched.
+        The first list contains latents whose strongest token in a context is part of the words, sorted by the number of
+        such contexts. The second list contains the others, sorted by density. For words that span tokens, only the
+        `_MOST_JOINED` most frequent latents are searched.
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
@@ -253,7 +254,7 @@ class Features:
         )
 
     def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
-        """Return the number of contexts in which a latent fires most on one of these tokens, by latent."""
+        """Return for each latent the number of contexts in which it fires most on one of the given tokens."""
         tokens, (n_contexts, width) = self._numbers("token_ids"), self._entries["token_ids"].shape[1:]
         counts: dict[int, int] = {}
         for number, token in enumerate(tokens[self._before :: max(1, width)]):
@@ -263,7 +264,7 @@ class Features:
         return counts
 
     def _with_tokens(self, places: Sequence[int]) -> set[int]:
-        """Return the latents that have one of these tokens, given as indices of known tokens, in a context."""
+        """Return the latents that have one of the given tokens (as indices of known tokens) in a context."""
         ends, latents = self._ints("index_ends"), self._numbers("index_latents")
         fire: set[int] = set()
         for place in places:
@@ -273,10 +274,10 @@ class Features:
         return {latent for latent in fire if 0 <= latent < self.n_latents}
 
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
-        """Return the latents whose contexts may have the words split over tokens.
+        """Return the latents whose contexts may contain the words, split over tokens.
 
-        Their contexts have a token that ends with the start of the words, and a token that starts with the end of the
-        words. If there are more than `_MOST_JOINED` candidates, leave out latents in `found`.
+        Such contexts have a token that ends with the beginning of the words, and a token that begins with their end. If
+        there are more than `_MOST_JOINED` candidates, skip latents in `found`.
         """
         forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
         begins = tuple(form[:n] for form in forms for n in range(1, len(form)))
@@ -368,7 +369,7 @@ class Features:
         return numbers
 
     def _numbers(self, name: str) -> memoryview[int]:
-        """Return a view of a tensor of integers without copying it: the tokens of 65,536 latents take 100 MiB."""
+        """Return a view of an integer tensor without copying it: the tokens of 65,536 latents take 100 MiB."""
         first, last = (self._begin + offset for offset in self._entries[name].data_offsets)
         return memoryview(self._content)[first:last].cast(_CODES[name])  # type: ignore[call-overload,no-any-return]
 
@@ -383,7 +384,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Return whether a features file belongs to these weights; older files do not record them and count as a match."""
+    """Return whether a features file belongs to the given weights; older files do not record weights and match any."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):
@@ -394,7 +395,7 @@ def is_of_weights(file: Path | None, weights: str) -> bool:
 
 
 def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> ActivatingExample:
-    """Return the context of these tokens, whose strongest token is at index `at`."""
+    """Return these tokens as a context; `at` is the index of the strongest token."""
     kept = without_cut_ends(tokens, at)
     runs = runs_of_tokens(kept)
     joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)

@@ -1,4 +1,4 @@
-"""The progress of an SAE's training: whether it finished, overfitted, or had a lower held-out FVU earlier."""
+"""The state of an SAE's training: whether it finished, overfitted, or had a lower held-out FVU earlier."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from trainer.contract.runs.checkpoint_manifest import Best, CheckpointState
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
 
-# Names of series in a run's store.
+# Names of metrics in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
-# Kinds of events: a run overfits; a run was resumed, which invalidates earlier reports of overfitting.
+# Event kinds: a run overfits; a run was resumed, which invalidates earlier overfitting events.
 OVERFITTING, RESUMED = "overfitting", "resumed"
-# The largest normal excess of the held-out FVU over the training FVU; unseen texts alone cause 4 to 12 %.
+# The largest normal excess of the held-out FVU over the training FVU. Unseen texts alone cause 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
 
 
 class HowFar(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run when the weights of an SAE were taken, at step `step` of `total_steps`.
+    """The state of a run when the weights of an SAE were saved, at step `step` of `total_steps`.
 
-    `lr_share` is the learning rate divided by the full one, or None for an optimizer without decay. `passes` counts the
-    passes over the training rows; it is None for a stream. `fvu` is the FVU on the last batches, `heldout_fvu` the FVU
-    on held-out rows, and `best` the lowest held-out FVU of the run, if it is clearly lower than the current one.
+    `lr_share` is the learning rate divided by the full one, or None for an optimizer without decay. `passes` is the
+    number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches, `heldout_fvu`
+    the FVU on held-out rows, and `best` the lowest held-out FVU of the run, if it is clearly lower than the current
+    one.
     """
 
     step: Count
@@ -36,12 +37,12 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
     fvu: float | None = None
     heldout_fvu: float | None = None
     best: Best | None = None
-    # Whether the weights are from the run's last checkpoint.
+    # True if the weights are from the run's last checkpoint.
     is_last: bool = True
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run did all its steps; only finished SAEs are ranked by FVU."""
+        """True if the run completed all its steps; only finished SAEs are ranked by FVU."""
         return self.step >= self.total_steps
 
     @property
@@ -72,7 +73,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(clauses)
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield lines for a report card as (title, text)."""
+        """Yield report card lines as (title, text)."""
         passes = f", {self.passes:,.1f} passes over the training rows" if self.passes is not None else ""
         yield "training", self.unfinished or f"finished after {self.step:,} steps{passes}"
         if self.overfitting:
@@ -95,7 +96,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 def of_state(state: CheckpointState, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
     """Return the progress of a run of `planned` steps at a checkpoint.
 
-    `values` are measured values by name; `schedule` is the learning-rate schedule, None for an optimizer without one.
+    `values` are metrics by name; `schedule` is the learning-rate schedule, or None for an optimizer without a schedule.
     """
     cool_down, step = state.cool_down_of(planned), state.position.step
     whole = msgspec.structs.replace(schedule, cool_down=cool_down) if schedule else None

@@ -1,4 +1,4 @@
-"""The results of checking an imported SAE on rows."""
+"""The result of checking an imported SAE on rows."""
 
 from __future__ import annotations
 

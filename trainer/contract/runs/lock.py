@@ -1,7 +1,7 @@
-"""File locks that the kernel releases when their process ends, even after `kill -9`.
+"""Locks of runs: file locks that the kernel releases when their process ends, even after `kill -9`.
 
-Unlike pids they work across all PID namespaces of the machine. Every process of a run holds a shared lock on `run.lock`
-in the run's folder; a process that starts a run must first lock it exclusively.
+Unlike pids, file locks work across all PID namespaces of a machine. Every process of a run holds a shared lock on
+`run.lock` in the run folder; a process that starts a run must first lock this file exclusively.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# Seconds. Testing a lock holds it exclusively for a moment, so a process that fails to get it retries this long.
+# Seconds. Testing a lock holds it exclusively for a moment, so a process that fails to lock a file retries for this
+# time.
 _ASKED_S = 0.2
 _LOOKS = 3
 
 
 class RunLock:
-    """An exclusive lock on a run folder; raises `UserError` if a process of that run is still alive."""
+    """An exclusive lock on a run folder; raises `UserError` if a process of the run is still alive."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -69,7 +70,7 @@ def hold(file: Path) -> None:
 
 
 def _take(descriptor: int, *, shared: bool) -> bool:
-    """Lock a file; return False if another process holds the lock for longer than a test would."""
+    """Lock a file; return False if another process holds the lock for longer than a test takes."""
     deadline = time.monotonic() + _ASKED_S
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -81,7 +82,7 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 def is_held(file: Path) -> bool | None:
     """Return whether a process in any PID namespace holds the lock, or None if that is unknown."""
     for _ in range(_LOOKS):
-        # Another process's test also holds the lock exclusively, but only for a moment, so check again.
+        # Another process may be testing the lock, which holds it exclusively for a moment, so check again.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)
@@ -117,7 +118,7 @@ def _shares(descriptor: Path, wanted: os.stat_result) -> bool:
     with contextlib.suppress(OSError):
         if os.path.samestat(descriptor.stat(), wanted):
             about = (descriptor.parent.with_name("fdinfo") / descriptor.name).read_text()
-            # lock:  1: FLOCK  ADVISORY  READ 1234 fe:00:56 0 EOF
+            # A line looks like `lock:  1: FLOCK  ADVISORY  READ 1234 fe:00:56 0 EOF`.
             return any(line.split()[2:5] == ["FLOCK", "ADVISORY", "READ"] for line in about.splitlines())
     return False
 

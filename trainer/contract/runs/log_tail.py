@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.contract.files import open_plain
 
 _BLOCK = 64 * 1024
-# PyTorch prints two stack traces of about 30 frames each; all their lines begin with one of these patterns.
+# PyTorch prints two stack traces of about 30 frames each; every line of a stack trace matches this pattern.
 _STACK_LINES = 200
 _FRAME = re.compile(
     r"\s*(\[rank\d+\]:)?\s*(frame #\d+|Fatal Python error: Aborted|Extension modules:|Current thread|Thread 0x|File \")"
@@ -35,9 +35,9 @@ def tail(path: Path, n_lines: int) -> list[str]:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a log that is not blank, or "".
+    """Return the last non-blank line of a log, or "".
 
-    If the log ends with the stack trace of a C++ abort, return the line with its reason instead.
+    If the log ends with the stack trace of a C++ abort, return the line with the reason instead.
     """
     lines = [line for line in tail(path, _STACK_LINES) if line.strip()]
     if not lines or not _FRAME.match(lines[-1]):
@@ -51,5 +51,5 @@ def last_line(path: Path) -> str:
 
 
 def readable(line: bytes) -> str:
-    """Decode a line; keep only the last state of a progress bar, which redraws its line with carriage returns."""
+    """Decode a line; of a progress bar, which redraws its line with carriage returns, keep only the last state."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

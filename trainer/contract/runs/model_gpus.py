@@ -23,9 +23,9 @@ def with_model_placed(
     capacity: DeviceMemory,
     memory_of: str | None = None,
 ) -> RankSpec:
-    """Return the spec with some devices reserved for the language model, if that is useful.
+    """Return the spec with some devices reserved for the language model, if this is beneficial.
 
-    In `spec` every device of the job has a rank. A resumed run keeps its number of ranks if possible. For the other
+    In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. For the other
     arguments see `place_model`.
     """
     if not isinstance(job, JobConfig) or model_gpus_of(job) == 0:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from trainer.contract.planning.hardware import MeasuredHardware
 
-# Transfer through the host's memory instead of directly between GPUs.
+# Transfers go through the host's memory instead of directly between GPUs.
 STAGED = {"NCCL_P2P_DISABLE": "1"}
-# Ranks on one machine need no network. By default NCCL connects over the first interface that it finds, which may
-# belong to a VPN or a container with a firewall. It also registers memory with InfiniBand, which fails under a low
-# limit on locked memory.
+# Ranks on one machine need no network. By default, NCCL connects through the first interface that it finds, which may
+# belong to a VPN or to a container with a firewall. It also registers memory with InfiniBand, which fails if the limit
+# on locked memory is low.
 _ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 

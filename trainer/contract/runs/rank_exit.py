@@ -1,4 +1,4 @@
-"""Records how ranks end, and finds the rank that failed first, as the others often fail because of it."""
+"""Records how ranks end, and finds the rank that failed first, since the others often fail because of it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# Seconds. Peers fail within milliseconds after a rank is killed, and their failure may be noticed first.
+# Seconds. Other ranks fail within milliseconds after a rank is killed, and their failure may be noticed first.
 NOTICED_WITHIN_S = 2.0
 # Seconds after SIGKILL. The kernel needs a few seconds to free hundreds of GB; a process on a hung GPU never ends.
 GIVEN_UP_AFTER_S = 60.0
 
 
 class RankEnd:
-    """A rank, and how and when it ended; the rank writes its own error to `exit_file`."""
+    """How and when a rank ended; the rank itself writes its error to `exit_file`."""
 
     def __init__(self, rank: int, exit_file: Path) -> None:
         self.rank = rank
@@ -62,14 +62,14 @@ class RankEnd:
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
-        """Describe the failure: the error that the rank recorded, else how it ended and its last line of output."""
+        """Describe the failure: the error that the rank recorded, or else how it ended and its last line of output."""
         if not self.hangs and (word := self.word or self._cut_shard()):
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
 
     def _cut_shard(self) -> str | None:
-        """If SIGBUS killed the rank, return a sentence about the shard that was truncated while mapped, or None."""
+        """If SIGBUS killed the rank, return a sentence about the shard that was truncated; otherwise None."""
         if self.code != -signal.SIGBUS:
             return None
         return cut_short(read_json(self._exit_file.with_name(DATA_RECORD), DataRecord) or [])
@@ -108,14 +108,15 @@ class ChildRank(RankEnd):
 
     @property
     def was_killed(self) -> bool:
-        """Whether another process sent SIGKILL; a rank that fails because of other ranks never ends like that."""
+        """True if another process sent SIGKILL; a rank that fails because of other ranks never ends in this way."""
         return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
-        """Return when the rank recorded its error, else when it ended; for a killed rank, `NOTICED_WITHIN_S` earlier.
+        """Return when the rank recorded its error, or else when it ended; for a killed rank, `NOTICED_WITHIN_S`
+        earlier.
 
-        A rank that raises an error may still be shutting down after its peers, which lost their connection to it, have
-        ended.
+        A rank that raises an error may shut down more slowly than other ranks, which end when they lose their
+        connection to it.
         """
         ended = self.ended or time.time()
         if self.hangs:
@@ -143,13 +144,13 @@ R = TypeVar("R", bound=RankEnd)
 
 
 def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
-    """Wait up to `timeout_s` for ranks to end; return as soon as any has, since the first to end matters."""
+    """Wait up to `timeout_s` until a rank ends; return the ranks that have ended, since the first to end matters."""
     living = [rank for rank in ranks if rank.ended is None]
     poller = select.poll()
     for rank in living:
         poller.register(rank.pidfd, select.POLLIN)
     ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-    # Meanwhile a signal handler may have given up on a rank.
+    # A signal handler may have given up on a rank in the meantime.
     ended = [rank for rank in living if rank.ended is None and rank.pidfd in ready]
     for rank in ended:
         rank.process.wait()
@@ -159,7 +160,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 
 def first_failed(ranks: Iterable[R]) -> R | None:
-    """Return the rank that failed first, or None; ranks killed by this process only count if they recorded an error."""
+    """Return the rank that failed first, or None; a rank that this process killed needs a recorded error to count."""
     failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 

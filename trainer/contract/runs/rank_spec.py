@@ -1,4 +1,4 @@
-"""The command line and environment of a rank, shared by the supervisor and runs in the foreground."""
+"""The command line and environment of a rank, for the supervisor and for foreground runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from trainer.contract.trust import open_own
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """One attempt of a run, the same for all its ranks; the process that starts them writes `attempt<N>/ranks.json`.
+    """One attempt of a run, the same for all its ranks; the process that starts them writes it to
+    `attempt<N>/ranks.json`.
 
-    `control_db` and `job_id` are set for launched jobs; rank 0 reads requests for the job there.
+    `control_db` and `job_id` are set for launched jobs; rank 0 reads requests for the job from this store.
     """
 
     run_dir: Path
@@ -41,20 +42,20 @@ class RankSpec(msgspec.Struct, frozen=True):
     control_db: Path | None = None
     job_id: JobId | None = None
     resume_from: Path | None = None
-    # The file with the measured speeds of this machine.
+    # The file with this machine's measured speeds.
     box_file: Path | None = None
-    # Whether all ranks are on one host and need no network. Ranks find each other through a file in the attempt's
-    # folder; under torchrun, through its environment variables.
+    # True if all ranks are on one host and need no network. Ranks find each other through a file in the attempt folder
+    # or, under torchrun, through environment variables.
     on_one_host: bool = True
-    # Whether one process has all devices. In a training each of its threads is a rank (`as_threads` in files).
+    # True if one process has all devices. In a training, each of its threads is a rank (in files: `as_threads`).
     as_one_process: bool = msgspec.field(default=False, name="as_threads")
-    # Whether the ranks are on other hosts than the process that started them. They then share files with it, but not
+    # True if the ranks run on other hosts than the process that started them. They then share files with it, but not
     # the SQLite database.
     by_files: bool = False
     # The memory in bytes that a rank may use on a shared device, or None for no limit.
     may_take_bytes: Count | None = None
-    # The number of additional devices that only run a language model, and a clause with the reason if it was chosen
-    # automatically.
+    # The number of additional devices that only run a language model, and a clause with the reason if this number was
+    # chosen automatically.
     model_gpus: Count = 0
     model_gpus_why: str = ""
 
@@ -64,7 +65,7 @@ class RankSpec(msgspec.Struct, frozen=True):
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:
-        """Return the indices of the devices that run a language model for this rank only."""
+        """Return the indices of the devices that run a language model only for the given rank."""
         return list(range(self.world_size + local_rank, self.n_devices, self.world_size))
 
     @property
@@ -81,18 +82,18 @@ def write_spec(spec: RankSpec) -> Path:
     path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
     private_folder(path.parent)
     refuse_link(path.parent)
-    # Atomically: a partial file, left by a killed writer, would prevent the run from being resumed.
+    # Write atomically: a partial file from a killed writer would prevent the run from being resumed.
     write_own(path, msgspec.json.encode(spec, enc_hook=os.fspath))
     return path
 
 
 def read_spec(path: Path) -> RankSpec:
-    """Read a spec; raise `OSError` if the file cannot be read, and `ValueError` if it does not hold a spec."""
+    """Read a spec; raise `OSError` if the file cannot be read, and `ValueError` if it does not contain a spec."""
     return load_json(path, RankSpec, _as_path)
 
 
 def read_own_spec(path: Path) -> RankSpec:
-    """Read the spec for a rank to run; raise `UserError` if another user may have written it."""
+    """Read the spec that a rank is to run; raise `UserError` if another user may have written it."""
     return load_json(path, RankSpec, _as_path, open_own)
 
 
@@ -101,22 +102,22 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the argv of a rank, run by this Python or by `python`; the rank's number is in its environment.
+    """Return the argv of a rank, run by this Python or by `python`; the environment contains the rank's number.
 
-    `any_owner` skips the check of the spec's owner. It is meant for a process that has just written all files of the
-    run, because some file systems report one owner for all files, or mark them writable by all.
+    `any_owner` skips the check of the spec's owner. Use it in a process that has just written all files of the run,
+    because some file systems report one owner for all files, or mark them as writable by all.
 
-    -P keeps a user's own `trainer.py` in the working directory from being run instead.
+    -P prevents a `trainer.py` in the working directory from being run instead.
     """
     words = ["-P", "-m", "trainer", "rank", str(spec_file), *(["--any-owner"] if any_owner else [])]
     return [python or sys.executable, *words]
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment with torchrun's variables.
+    """Return a rank's environment, including torchrun's variables.
 
     GPUs are given by UUID, because NVML and CUDA number them differently. CUDA shows a process at most one MIG slice,
-    so with slices each rank gets only its own.
+    so each rank sees only its own slice.
     """
     uuids, local_rank = spec.gpu_uuids, rank
     if any(map(is_slice, uuids)):
@@ -140,9 +141,9 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
 
 
 def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment with torchrun's variables; SLURM sets GPUs and cores, the batch script the rest.
+    """Return a rank's environment with torchrun's variables; SLURM sets GPUs and cores, the batch script all others.
 
-    Raise `UserError` if srun has not started as many processes as the attempt has.
+    Raise `UserError` if srun has started a different number of processes than the attempt has ranks.
     """
     n_started = _number({"SLURM_NTASKS": "0"} | dict(srun), "SLURM_NTASKS")
     if n_started != spec.n_processes:

@@ -1,4 +1,4 @@
-"""An SAE's training settings with every "auto" resolved, for its report card and the metadata of its exports."""
+"""An SAE's training settings with every "auto" resolved, for its report card and the metadata of exports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.contract.settings.following import decay_fraction, following_rates
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.optimizers import LONG_RUN
 
-# The key of the recipe in the metadata of an exported SAE.
+# The key of the recipe in an exported SAE's metadata.
 RECIPE = "training_recipe"
-# An L0 that differs from the requested one by more than this share is reported.
+# The largest relative deviation from the requested L0 that is not reported.
 MOST_L0_MISS = 0.05
 
 
@@ -24,8 +24,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How an SAE was trained: `steps` of `planned_steps`, each on `batch_tokens` tokens over all ranks.
 
     `lr` is the full learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over the
-    last `decay_fraction`. If encoders follow their decoders, `encoder_lr` is the encoders' own rate. `target_l0` is the
-    requested L0, None with a fixed penalty. `passes` counts the passes over the data, None if its size is unknown.
+    last `decay_fraction`. If encoders follow their decoders, `encoder_lr` is the encoders' separate rate. `target_l0`
+    is the requested L0, or None with a fixed penalty. `passes` is the number of passes over the data, or None if its
+    size is unknown.
     """
 
     optimizer: str
@@ -56,9 +57,9 @@ def recipe_of(
     n_rows: int | None,
     device: str,
 ) -> Recipe:
-    """Return the recipe of `member`, one SAE of a job, at a position.
+    """Return the recipe of one SAE of a job, `member`, at a position.
 
-    `n_rows` is the number of training rows, `device` the kind of device that the SAE was trained on, "cuda" or "cpu".
+    `n_rows` is the number of training rows, `device` the kind of training device, "cuda" or "cpu".
     """
     one = msgspec.structs.replace(layout, job=member)
     train, settings, d_sae = member.train, member.sae.settings, member.sae.width(d_in)
@@ -96,7 +97,7 @@ def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
 
 
 def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the recipe in words, as lines with titles."""
+    """Return the recipe as lines of text with titles."""
     own = ", ".join(f"{name} {_word(value)}" for name, value in recipe.optimizer_settings.items())
     follows = "encoder and decoder updates are not tied"
     if recipe.encoder_follows and recipe.encoder_lr is not None:
@@ -121,7 +122,7 @@ def _word(value: Any) -> str:
 
 
 def l0_miss(l0: float, target: int | None) -> float:
-    """Return the relative excess of an L0 over its target, negative below the target; 0 without a target."""
+    """Return the relative deviation of an L0 from its target, negative if below; 0 without a target."""
     return l0 / target - 1 if target else 0.0
 
 
@@ -131,7 +132,7 @@ def misses_l0(l0: float, target: int | None) -> bool:
 
 
 def asked_l0(l0: float, target: int | None) -> str:
-    """Return the target L0, with the difference if it is missed, like `32 asked, +14%`; "" without a target."""
+    """Return the target L0 and, if it is missed, the deviation, like `32 asked, +14%`; "" without a target."""
     if not target:
         return ""
     return f"{target} asked" + (f", {l0_miss(l0, target):+.0%}" if misses_l0(l0, target) else "")

@@ -1,4 +1,4 @@
-"""The file that a rank on another host writes to the attempt's folder: its host and pid, later how it ended."""
+"""The file that a rank on another host writes to the attempt folder: first its host and pid, later how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.rows import Number
 
 
 class RankMark(msgspec.Struct, frozen=True):
-    """A rank on another host; after its end `exit_code` is set, or `exit_signal` if a signal killed it."""
+    """A rank on another host; once it has ended, `exit_code` is set, or `exit_signal` if a signal killed it."""
 
     host: str
     process: ProcessRef

@@ -22,16 +22,16 @@ from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words
 # The histogram of densities begins at 10^LOWEST_DECADE.
 LOWEST_DECADE = -6
 BINS_PER_DECADE = 2
-# A latent that fires on at most this share of the rows is rare. With fewer rows than the second number, the share of
-# rare latents is unknown.
+# A latent that fires on at most a share `RARE` of the rows is rare. With fewer rows than `LEAST_ROWS_FOR_RARE`, the
+# share of rare latents is unknown.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
 # The number of latents in the sample on the report card, and of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
-# A few short texts always occur twice; a larger share of held-out rows that equal training rows is reported.
+# A few short texts always occur twice. If a larger share of the held-out rows equals training rows, this is reported.
 MANY_COPIES = 0.02
-# The suffix of figures by SAELens' definition.
+# The suffix of metrics that follow SAELens' definition.
 AS_SAELENS = "all tokens, as in SAELens"
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
@@ -40,7 +40,7 @@ class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
     """The quality of the reconstructions x̂ of rows y.
 
     `explained_variance` is 1 − FVU, `mse` the mean of ‖y − x̂‖², and `l2_ratio` the mean of ‖x̂‖ / ‖y‖.
-    `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; below 1, reconstructions are too short.
+    `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩; if it is below 1, reconstructions are too short.
     """
 
     explained_variance: float = math.nan
@@ -52,20 +52,20 @@ class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(Reconstruction, frozen=True, kw_only=True):
-    """The figures of an SAE on `n_tokens` rows.
+    """The metrics of an SAE on `n_tokens` rows.
 
     `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖², and `fvu_error` its standard error over `n_clusters` groups of dependent rows,
     either texts or blocks of neighbouring rows (`clustered_by`: "texts" or "blocks"). `median_row_fvu` is the median of
     ‖y − x̂‖² / ‖y − mean‖², which is robust to single rows.
 
-    Four figures are shares of the latents: `dead` never fire on these rows; `rare` fire on at most `RARE` of the rows
-    (None below `LEAST_ROWS_FOR_RARE` rows); `dense_1` and `dense_10` fire on more than 1 and 10 % of the rows.
-    `density_histogram` counts the latents that fire by log10 of the share of rows on which they fire, in
-    `BINS_PER_DECADE` bins per decade from `LOWEST_DECADE` to 0. `max_decoder_cosine` is the mean over latents of the
-    largest cosine between the latent's decoder direction and the direction of any other latent.
+    Four metrics are shares of the latents: `dead` never fire on these rows; `rare` fire on at most `RARE` of the rows
+    (None below `LEAST_ROWS_FOR_RARE` rows); `dense_1` and `dense_10` fire on more than 1 % and 10 % of the rows.
+    `density_histogram` is a histogram of log10 of the share of rows on which a latent fires, in `BINS_PER_DECADE` bins
+    per decade from `LOWEST_DECADE` to 0; it excludes latents that never fire. `max_decoder_cosine` is the mean over
+    latents of the largest cosine between the latent's decoder direction and the direction of any other latent.
 
-    If the training left dimensions out or scaled them down, all figures are for the changed rows, and
-    `fvu_all_dimensions` is the FVU for the raw rows; otherwise it is None.
+    If the training left dimensions out or scaled them down, all metrics are measured on the changed rows, and
+    `fvu_all_dimensions` is the FVU on the raw rows; otherwise it is None.
     """
 
     n_tokens: int
@@ -88,13 +88,13 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
-    """The quality of the reconstructions of the `n_rows` rows that were replaced in the model."""
+    """The reconstruction quality of the `n_rows` rows that were replaced in the model."""
 
     n_rows: int
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):
-    """The model's losses, in nats per prediction, averaged over `n_tokens` predictions.
+    """A language model's losses, in nats per prediction, averaged over `n_tokens` predictions.
 
     Rows are replaced by the SAE's reconstructions (`…_with_sae`) or by zeros (`…_with_zeros`). `ce_score` is (zeros −
     SAE) / (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged model. The fields `…_error`
@@ -114,7 +114,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllTokens(Losses, frozen=True, kw_only=True):
-    """The losses with every row replaced and counted, as in SAELens' own evaluation.
+    """The losses with every row replaced and counted, as in SAELens' evaluation.
 
     The first token of a context is often an attention sink with a hundred times the usual norm, and SAEs are not
     trained on it: one SAE had a CE score of 0.97 without first tokens and 0.63 with them.
@@ -124,12 +124,12 @@ class AllTokens(Losses, frozen=True, kw_only=True):
 
 
 class PatchedModel(Losses, frozen=True, kw_only=True):
-    """The losses with only those rows replaced that an extraction for this SAE would keep.
+    """The losses if only rows that an extraction for this SAE would keep are replaced.
 
     The other rows stay unchanged and do not count. `left_out` describes them ("first tokens"), or is None if unknown.
-    Standard errors are over `n_texts` texts. For `ce_with_mean`, rows are replaced by the mean row of the data.
-    `is_unseen` is set if the text is known to come after the extracted part. `rows` is the quality of the
-    reconstructions, and `all_tokens` holds the figures for all rows.
+    Standard errors are computed over `n_texts` texts. For `ce_with_mean`, rows are replaced by the mean row of the
+    data. `is_unseen` is set if the text is known to come after the extracted part. `rows` is the reconstruction
+    quality, and `all_tokens` contains the losses if all rows are replaced.
     """
 
     text: str
@@ -142,10 +142,11 @@ class PatchedModel(Losses, frozen=True, kw_only=True):
 
 
 class Auc(msgspec.Struct, frozen=True, kw_only=True):
-    """The mean AUC on test texts over sets and seeds; `of_sets` has the mean AUC of each set over seeds.
+    """The mean AUC on test texts over data sets and seeds; `of_sets` contains each data set's mean AUC over seeds.
 
     `seed_error` is the standard error of `auc` over splits into training and test texts, for conclusions about these
-    sets only. `set_error` is the standard error over sets, for conclusions about other tasks too; None with one set.
+    data sets only. `set_error` is the standard error over data sets, for conclusions about other tasks too; None with
+    one data set.
     """
 
     auc: float
@@ -155,7 +156,7 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Probing(msgspec.Struct, frozen=True):
-    """The AUC of probes on the k best latents, by k, and of a probe on the raw activations, `dense`."""
+    """The AUC of probes on the k best latents, by k, and of a probe on the raw activations (`dense`)."""
 
     n_sets: int
     n_seeds: int
@@ -167,13 +168,13 @@ class Probing(msgspec.Struct, frozen=True):
 class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     """The rows that were measured.
 
-    `is_held_out` is set if they belong to the `n_held_out` rows that the run did not train on, `is_trained_on` if the
-    SAE is known to have been trained on them. `gamma` is ‖mean‖/‖std‖. All figures exclude the `not_finite` rows and
-    the share `outlier_fraction` of rows with an enormous norm. `heavy` is a sentence about a few dimensions that hold
-    most of the variance, `dimensions` a sentence about dimensions that the training left out or scaled down; each is ""
-    if there are none. `zero_fraction` is the share of zero rows, which the run leaves out if `drops_zero` is set.
-    `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the share of the held-out
-    rows that equal one of the compared training rows, or None if nothing was compared.
+    `is_held_out` is set if they belong to the run's `n_held_out` held-out rows, `is_trained_on` if the SAE is known to
+    have been trained on them. `gamma` is ‖mean‖/‖std‖. All metrics exclude the `not_finite` rows and the share
+    `outlier_fraction` of rows with an enormous norm. `heavy` is a sentence about a few dimensions with most of the
+    variance, `dimensions` a sentence about dimensions that the training left out or scaled down; each is "" if there
+    are none. `zero_fraction` is the share of zero rows, which the run leaves out if `drops_zero` is set. `hold_out` is
+    the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the share of the held-out rows that equal
+    one of the compared training rows, or None if no rows were compared.
     """
 
     place: str
@@ -216,11 +217,11 @@ class SampledLatent(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The time, data and settings of the measurement of one part of a card.
+    """When, on which data and with which settings one part of a report card was measured.
 
     `measured` is in seconds since the epoch. `step` is the training step of the SAE, 0 if unknown. `n` is the amount of
     data from `text`, counted in `unit`: rows, tokens, texts or latents. `model` is the language model, "" if not used.
-    `settings` has the settings that change the figures; `seconds` is the duration on `device`.
+    `settings` contains the settings that affect the results; `seconds` is the duration on `device`.
     """
 
     measured: Time
@@ -234,7 +235,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-# The parts of a report card and their titles; each is measured separately and stays until it is measured again.
+# The parts of a report card and their titles. Each part is measured separately and kept until it is measured again.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
 PART_TITLES = {
     ROWS: "rows",
@@ -246,12 +247,13 @@ PART_TITLES = {
 
 
 class Card(msgspec.Struct, frozen=True):
-    """An SAE's identity, data and figures; `recovery` is the MMCS with known features.
+    """An SAE's identity, data and metrics; `recovery` is the MMCS with known features.
 
-    `latents` is a random sample of the latents that fire, empty if their texts are unknown. `recipe` has the settings
-    of the training and `training` its progress; both are None if unknown. `threshold_set_on` names the rows on which
-    the SAE's single threshold was set to reach the target L0; "" for an SAE without a single threshold. `weights` is a
-    digest of the weights that all `parts` were measured on; `features` is a digest of the stored features file.
+    `latents` is a random sample of the latents that fire, empty if their texts are unknown. `recipe` contains the
+    training settings and `training` the state of the training; both are None if unknown. `threshold_set_on` names the
+    rows on which the SAE's single threshold was set to reach the target L0; "" for an SAE without a single threshold.
+    `weights` is a digest of the weights that all `parts` were measured on; `features` is a digest of the stored
+    features file.
     """
 
     name: str
@@ -284,13 +286,13 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether it measures these weights; without a digest, compare tokens and step (0: any step)."""
+        """Return whether this report card is for the weights; without a digest, compare tokens and step (0: any)."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
 
     def with_older(self, older: Card | None) -> Card:
-        """Return the report card with the parts that it lacks taken from an older report card of the same weights."""
+        """Return this report card with its missing parts taken from an older report card of the same weights."""
         if older is None or not older.is_of(self.weights, self.tokens, self.step):
             return self
         rows = self if ROWS in self.parts or not self.parts else older
@@ -298,7 +300,7 @@ class Card(msgspec.Struct, frozen=True):
             self,
             data=rows.data,
             figures=rows.figures,
-            # An evaluation of an SAE's folder without its run does not know these.
+            # An evaluation of an SAE folder without its run does not know these fields.
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,
@@ -327,7 +329,7 @@ def card_from(table: dict[str, Any]) -> Card | None:
 
 
 def _without_unknown(value: Any) -> Any:
-    """Remove null entries, so that fields get their defaults: numbers that are not finite are stored as null."""
+    """Remove null entries, so that fields get their defaults; non-finite numbers are stored as null."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
     return value
@@ -376,7 +378,7 @@ def lines(card: Card) -> list[str]:
 
 
 def title_lines(card: Card) -> list[str]:
-    """Return lines with the SAE, its rows and, if known, the times of the measurements."""
+    """Return lines that describe the SAE, its rows and, if known, when it was measured."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
     counts = {"with a huge norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
@@ -393,7 +395,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Return the time and data of each part's measurement: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return when and on which data each part was measured: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
@@ -403,7 +405,7 @@ def of_parts(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """Return the report card in one line: the most important figures, the rows, and notes that qualify the figures."""
+    """Return the report card in one line: the most important metrics, the rows, and caveats about the metrics."""
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
@@ -414,7 +416,7 @@ def summary(card: Card) -> str:
 
 
 def _cautions(data: EvaluationData) -> list[str]:
-    """Return sentences about properties of the data that make the FVU look better than the SAE is."""
+    """Return sentences about data properties that make the SAE look better than it is."""
     return [note for note in (data.heavy, _of_zero_rows(data), copies_sentence(data.copies)) if note]
 
 
@@ -426,13 +428,13 @@ def copies_sentence(share: float | None) -> str:
 
 
 def held_out_words(n_rows: int, hold_out: str, n_texts: int) -> str:
-    """Return a clause with the number of held-out rows and how they are chosen."""
+    """Return a clause about the number of held-out rows and how they were chosen."""
     ways = {"texts": f"all rows of {plural(n_texts, 'text')}", "blocks": "blocks of neighbouring rows"}
     return f"{n_rows:,} rows are held out: {ways.get(hold_out, hold_out)}"
 
 
 def clustered(n_clusters: int, clustered_by: str) -> str:
-    """Return the clusters of a standard error, like ` over 136 texts`."""
+    """Return a phrase about the clusters of a standard error, like ` over 136 texts`."""
     named = {"texts": "text", "blocks": "block"}.get(clustered_by)
     return f" over {plural(n_clusters, named)}" if named else ""
 
@@ -450,7 +452,7 @@ def _of_zero_rows(data: EvaluationData) -> str:
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
-    """Return the figures as (title, text)."""
+    """Return the metrics as (title, text)."""
     one = card.figures
     low, lower, _, upper, high = one.l0_quantiles
     silent = f"{_with_error(one.dead, one.dead_error, '.1%')} did not fire in {one.n_tokens:,} rows"
@@ -467,7 +469,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
-        # Not "dead": only training sees enough rows to decide.
+        # Not called "dead", because only training sees enough rows to decide this.
         ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
@@ -502,7 +504,7 @@ def _losses(spliced: PatchedModel) -> list[tuple[str, str]]:
 
 
 def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
-    """Return lines with the losses if every row counts, or if it is unknown which rows count."""
+    """Return lines about the losses if all rows are counted, or if it is unknown which rows are."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
     kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"
@@ -511,7 +513,7 @@ def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
 
 
 def _two_ways(spliced: PatchedModel) -> list[tuple[str, str]]:
-    """Return lines with the losses on the extracted rows, and on all rows."""
+    """Return lines about the losses on the extracted rows, and on all rows."""
     views: dict[str, PatchedModel | AllTokens] = {f"without {spliced.left_out}": spliced}
     if spliced.all_tokens:
         views[AS_SAELENS] = spliced.all_tokens
@@ -552,7 +554,7 @@ def _probes(probing: Probing) -> list[tuple[str, str]]:
 
 
 def marked(text: SampledText, before: str = "[", after: str = "]") -> str:
-    """Return a text as one line, with marks around the token on which the latent fires most."""
+    """Return a text as one line, with marks before and after the token on which the latent fires most."""
     tokens = [token.translate(_LINE_ENDS) for token in text.tokens]
     strongest = tokens[text.at]
     bare = strongest.strip() or strongest
@@ -565,5 +567,5 @@ def _known(value: float | None, form: str) -> str:
 
 
 def _with_error(value: float, error: float, form: str = ".4f") -> str:
-    """Return a figure with its standard error, if known."""
+    """Format a value with its standard error, if known."""
     return f"{_known(value, form)} ± {error:{form}}" if math.isfinite(error) else _known(value, form)

@@ -1,4 +1,4 @@
-"""Resumes a run from its newest intact checkpoint as its next attempt; does not import torch."""
+"""Resumes a run from its latest intact checkpoint as a new attempt; does not import torch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _CADENCE = (
     "train.keep_checkpoints",
     "train.mirror",
 )
-# This setting chooses the devices that compute the rows; the rows do not depend on it.
+# The setting that chooses the devices that compute the rows; it does not affect the rows.
 _PLACE = "data.model_gpus"
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run that ended: the spec of its last attempt, the checkpoint to resume from, and the checkpoint's state.
+    """A run that has ended: the spec of its last attempt, the checkpoint to resume from, and the checkpoint's state.
 
     Without a checkpoint the run starts from the beginning.
     """
@@ -53,22 +53,22 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.state.position
 
     def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
-        """Return the early end of the run with this job, or None if none was set or the job's length has changed."""
+        """Return the run's cool-down with the given job, or None if it has none or the job's length has changed."""
         return self.state.cool_down_of(steps_of(job, devices))
 
     def total_steps(self, job: JobConfig, devices: int) -> int:
-        """Return the total number of steps of the run with this job on `devices` devices."""
+        """Return the run's total number of steps with the given job on `devices` devices."""
         cool_down = self.cool_down(job, devices)
         return cool_down.end if cool_down else steps_of(job, devices)
 
     def is_finished(self, was: JobConfig) -> bool:
-        """Return whether the run has done all steps of `was`, the job as it last ran, and its SAE is written."""
+        """Return whether the run has completed all steps of `was`, the job as it last ran, and written its SAE."""
         is_over = self.position.step >= self.total_steps(was, self.last.n_devices)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
     @property
     def longer(self) -> str:
-        """The command-line option that trains a finished run for longer."""
+        """The command-line option that makes a finished run train for longer."""
         cool_down = self.state.cool_down
         planned = f", but not the {cool_down.planned} first planned" if cool_down else ""
         return f"--set train.n_steps=N with N above {self.position.step}{planned}"
@@ -89,14 +89,14 @@ class StoredRun(msgspec.Struct, frozen=True):
 
 
 def stored_run(run_dir: Path) -> StoredRun:
-    """Read the data needed to resume a run; raise `UserError` if it cannot be resumed."""
+    """Read the data that is needed to resume a run; raise `UserError` if the run cannot be resumed."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
     state = read_state(checkpoint) if checkpoint else CheckpointState(Position(0, 0))
     return StoredRun(run_dir, last_spec(run_dir), checkpoint, state, tuple(notes))
 
 
 def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], str] = read_plain_text) -> JobConfig:
-    """Return the job of a run with overrides; raise `JobFileError` for settings that a resumed run cannot change."""
+    """Return a run's job with overrides applied; raise `JobFileError` for settings that a resumed run cannot change."""
     if not (job_file := RunPaths(run_dir).job_file).exists():
         raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
     changed = [override.partition("=")[0].strip() for override in overrides]
@@ -106,7 +106,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
         allowed = ", ".join((*free, "launch.*", "parallel.*"))
         reason = f"the config of a run is frozen; resume accepts only {allowed}, anything else needs a new run"
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
-    # train.n_steps takes precedence over n_tokens, so clear it if only n_tokens is changed.
+    # `train.n_steps` takes precedence over `n_tokens`, so clear it if only `n_tokens` has changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
     since = settings_since(job_file)
     was = load_job(job_file, since, read=read)
@@ -115,7 +115,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
 
 
 def _step_since(run_dir: Path, was: JobConfig) -> list[str]:
-    """Return an override that keeps the run's tokens per step if "auto" would now choose another number."""
+    """Return an override that keeps the run's tokens per step if "auto" would now choose a different number."""
     if was.train.batch_size != "auto" or was.train.global_batch_size:
         return []
     plans = (read_plan(RunPaths(run_dir).attempt(number) / "plan.json") for number in _attempts(run_dir))
@@ -126,20 +126,20 @@ def _step_since(run_dir: Path, was: JobConfig) -> list[str]:
 
 
 def _whole_step(job: JobConfig, devices: int) -> int:
-    """Return the tokens per step on this number of devices."""
+    """Return the number of tokens per step on the given number of devices."""
     return Layout(job, ranks_of(job, devices)).tokens_per_step
 
 
 def _attempts(run_dir: Path) -> list[int]:
-    """Return the numbers of the attempts, the newest first."""
+    """Return the numbers of the attempts, the latest first."""
     numbers = (folder.name.removeprefix("attempt") for folder in run_dir.glob("attempt*"))
     return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
 def last_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the last attempt that has a readable spec; a supervisor killed early does not write one.
+    """Return the spec of the last attempt with a readable spec; a supervisor that was killed early writes none.
 
-    Its output folder is changed to `sae` in this run folder, unless this is the run of a launched job.
+    The output folder is changed to `sae` in this run folder, unless the run belongs to a launched job.
     """
     reasons = []
     for number in _attempts(run_dir):
@@ -158,7 +158,7 @@ def last_spec(run_dir: Path) -> RankSpec:
 def _was_launched(last: RankSpec, run_dir: Path) -> bool:
     """Return whether this is the original run folder of a launched job, whose SAE is in `saes/` next to `runs/`.
 
-    A copy may have come from another user, so nothing is written to the paths in its spec.
+    A copy may come from another user, so nothing is written to the paths in its spec.
     """
     try:
         here = run_dir.resolve()
@@ -169,7 +169,7 @@ def _was_launched(last: RankSpec, run_dir: Path) -> bool:
 
 
 def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest intact checkpoint, or None if none was saved, and notes about newer, damaged ones.
+    """Return the latest intact checkpoint (None if none was saved), and notes about later, damaged ones.
 
     Raise `UserError` if all are damaged.
     """
@@ -188,7 +188,7 @@ def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
-    """Return notes about data added since the checkpoint; raise `JobFileError` if a recorded shard has changed."""
+    """Return notes about data that was added since the checkpoint; raise `JobFileError` if a recorded shard changed."""
     if run.checkpoint is None:
         return []
     before = run.state.data_before
@@ -197,9 +197,9 @@ def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
 
 
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
-    """Return the job changed to keep its tokens per step on another number of ranks or in another mode, and notes.
+    """Adapt a job so that its tokens per step stay the same with other ranks or another mode; return it with notes.
 
-    `was` ran on `before` devices, `job` will run on `now`. Micro-batches become no larger than the job's own.
+    `was` ran on `before` devices, `job` will run on `now`. Micro-batches do not become larger.
     """
     before, now = ranks_of(was, before), ranks_of(job, now)
     whole = Layout(was, before).tokens_per_step
@@ -213,7 +213,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
 
 
 def _other_change(was: JobConfig, job: JobConfig) -> str:
-    """Name the setting that would change the tokens per step although the number of ranks is the same."""
+    """Return the setting that would change the tokens per step, although the number of ranks is the same."""
     has_another_length = (was.train.n_steps, was.train.n_tokens) != (job.train.n_steps, job.train.n_tokens)
     of_length = "train.n_steps" if job.train.n_steps else "train.n_tokens"
     return f"{of_length if has_another_length else 'parallel.mode'}: changed"

@@ -1,6 +1,6 @@
-"""Sums over the rows of each text that an SAE was measured on, for comparing two SAEs on the same rows.
+"""Sums over the rows of each measured text, for comparing two SAEs on the same rows.
 
-Hard texts raise the error of both SAEs, so the difference of their FVUs is far more precise than either FVU.
+Hard texts increase the error of both SAEs, so the difference of their FVUs is far more precise than either FVU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
-# The maximum number of stored sums; with more texts, several share a sum. 4,096 sums take 160 kB.
+# The maximum number of stored sums; if there are more texts, several texts share a sum. 4,096 sums take 160 kB.
 MOST_CLUSTERS = 4096
 
 
@@ -39,14 +39,14 @@ class RowSums(msgspec.Struct, frozen=True):
 
 
 def read_sums(folder: Path, fvu: float) -> RowSums | None:
-    """Return the sums stored next to a report card with this FVU, or None if they are missing or do not match."""
+    """Return the sums stored next to a report card with the given FVU, or None if they are missing or do not match."""
     sums = read_json(folder / SUMS, RowSums)
     is_of_card = sums is not None and sums.is_valid and math.isclose(sums.fvu, fvu, rel_tol=1e-4)
     return sums if is_of_card else None
 
 
 def paired_error(one: RowSums, other: RowSums) -> float | None:
-    """Return the standard error of the difference of two FVUs over texts (delta method); None for different rows."""
+    """Return the standard error over texts of the difference of two FVUs (delta method); None for different rows."""
     if one.rows != other.rows or len(one.errors) != len(other.errors):
         return None
     n = len(one.errors)

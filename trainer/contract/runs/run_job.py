@@ -1,4 +1,4 @@
-"""Reads the job file of a run; settings that did not exist in the run's version keep that version's behaviour."""
+"""Reads a run's job file; settings that did not exist in the run's version keep the behaviour of that version."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Read = Callable[[Path], str]
 
 
 def load_run_job(job_file: Path, overrides: Sequence[str] = (), *, read: Read = read_plain_text) -> JobConfig:
-    """Read the job file of a training run and apply overrides; raise `JobFileError` with every problem."""
+    """Read the job file of a training run and apply overrides; raise `JobFileError` with all problems."""
     return load_job(job_file, [*overrides, *settings_since(job_file, read)], read=read)
 
 
 def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
-    """Read the job file of a run of any kind; raise `JobFileError` with every problem."""
+    """Read the job file of a run of any kind; raise `JobFileError` with all problems."""
     return load_any(job_file, settings_since(job_file, read), read=read)
 
 
 def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
-    """Return overrides for settings that the run's version lacked and whose current default changes the behaviour."""
+    """Return overrides for settings that the run's version lacked and whose defaults would change the behaviour."""
     raw = read_toml(job_file, read)
     if is_extraction(raw):
         return []
-    # A run's file has all settings of its version, so a missing setting did not exist in that version.
+    # A run's job file contains all settings of its version, so a missing setting did not exist in that version.
     before = {
         "sae.encoder_follows": "off",
         "train.lr_scaling": "off",
@@ -40,7 +40,7 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
 
 
 def _first_seed(raw: Mapping[str, Any]) -> int:
-    """Return the seed of the first SAE's weights, which older versions also used to choose the held-out rows."""
+    """Return the seed of the first SAE's weights, which older versions also used to choose held-out rows."""
     train = raw.get("train")
     seed = train.get("seed", 0) if isinstance(train, Mapping) else 0
     first = seed[0] if isinstance(seed, list) and seed else seed

@@ -1,1 +1,1 @@
-"""The SQLite stores of jobs and of the metrics of runs."""
+"""The SQLite stores for jobs and for the metrics of runs."""

@@ -1,4 +1,4 @@
-"""Opens the SQLite stores: each has one writer, readers are read-only, and every error is one clear sentence."""
+"""Opens the SQLite stores: each has one writer, readers are read-only, and every error message is one sentence."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
-# Suffixes of the files that SQLite keeps next to a store.
+# Suffixes of the files that SQLite creates next to a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# Error codes for a rollback journal left by a killed writer, or a write-ahead log that must be recovered.
+# Error codes for a rollback journal that a killed writer left, and for a write-ahead log that must be recovered.
 _TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
@@ -37,11 +37,11 @@ class StoreError(UserError):
 
 
 class StoreCorrupt(StoreError):
-    """A damaged store, whose content SQLite cannot have written."""
+    """A store that is damaged: SQLite cannot have written its content."""
 
 
 class StoreMissing(StoreError):
-    """A store that does not exist yet, or an empty file whose tables are still to be created."""
+    """A store that does not exist yet, or an empty file without tables."""
 
 
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
@@ -57,16 +57,17 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 def _make(path: Path, schema: Schema) -> None:
     """Create a store with its tables under a temporary name, then rename it.
 
-    Otherwise a full disk could leave an empty store, which would be taken for a damaged one.
+    Otherwise a full disk could leave an empty store, which would be mistaken for a damaged store.
     """
     part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         _make_file(part, path.parent)
         with contextlib.closing(_open_for_writing(part, schema)) as connection:
-            # Closing does this too, but ignores a full disk. The WAL is not renamed, so all of it must be in the store.
+            # Closing does this too, but ignores a full disk. The WAL is not renamed, so its content must be in the
+            # store.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if not rename_if_new(part, path):
-            # The file system cannot rename that way: create an empty file, and its tables later.
+            # The file system cannot rename without replacing: create an empty file now, and its tables later.
             with contextlib.suppress(FileExistsError):
                 _make_file(path, path.parent)
     finally:
@@ -75,9 +76,9 @@ def _make(path: Path, schema: Schema) -> None:
 
 
 def _make_file(path: Path, folder: Path) -> None:
-    # Readers and WAL files take the mode of the main file. It is created without opening it: closing any descriptor of
-    # it would drop the locks that other connections of this process hold (POSIX), and the next process to close the
-    # store would delete the WAL that they use.
+    # Readers and WAL files get the mode of the main file. Create this file without opening it: closing any descriptor
+    # of it would drop the locks that other connections of this process hold (POSIX), and the next process that closes
+    # the store would delete the WAL that they use.
     os.mknod(path, 0o600)
     if is_shared(folder):
         path.chmod(file_mode(folder))
@@ -155,7 +156,7 @@ def data_version(connection: sqlite3.Connection) -> int:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Make the body one atomic write; IMMEDIATE, since a read cannot become a write after another commit."""
+    """Make the body one atomic write; IMMEDIATE, since a read cannot be upgraded to a write after another commit."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
@@ -168,7 +169,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and the file system into sentences that say what to do."""
+    """Convert errors of SQLite and the file system to sentences that say what to do."""
     try:
         yield
     except sqlite3.Error as error:
@@ -182,7 +183,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's extended error code; 0 for an error raised by Python's module itself."""
+    """Return SQLite's extended error code; 0 for an error that Python's `sqlite3` module raised itself."""
     return getattr(error, "sqlite_errorcode", 0)
 
 
@@ -228,7 +229,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_whole(path: Path, schema: Schema) -> None:
-    """Raise `StoreCorrupt` if a store is damaged; reads the complete file (0.3 s for 3 million rows)."""
+    """Raise `StoreCorrupt` if a store is damaged; this reads the complete file (0.3 s for 3 million rows)."""
     try:
         with contextlib.closing(open_reader(path, schema)) as connection, explain_errors(path):
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -241,8 +242,8 @@ def check_whole(path: Path, schema: Schema) -> None:
 def set_aside(path: Path, word: str) -> Path | None:
     """Rename a store and its WAL files to `<name>.<word>-1`, or the next free number.
 
-    Return the new path; None if the store itself is gone. A leftover write-ahead log is also moved or deleted: it would
-    be replayed into the next store.
+    Return the new path, or None if the store itself is gone. A leftover write-ahead log is also moved or deleted, since
+    it would be replayed into the next store.
     """
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
     with explain_errors(path):
@@ -259,9 +260,9 @@ def set_aside(path: Path, word: str) -> Path | None:
 
 
 def no_locks(folder: Path) -> str:
-    """Return why files in a folder cannot be locked, or ""; tested by locking an unnamed file.
+    """Return why files in a folder cannot be locked, or ""; this locks an unnamed file as a test.
 
-    On a file system without locks (such as NFS if the lock service does not answer), SQLite only reports a busy store.
+    On a file system without locks (such as NFS if its lock service does not respond), SQLite reports only a busy store.
     """
     # Imported late: it takes 1 MiB in a waiting supervisor.
     import tempfile
@@ -295,8 +296,8 @@ def _connect(uri: str) -> Iterator[sqlite3.Connection]:
 def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
     """Set the journal mode of the file, retrying for `BUSY_TIMEOUT_S`.
 
-    The change upgrades a read lock. If another process does the same, SQLite refuses at once, ignoring its busy
-    timeout, since two upgrades could wait for each other for ever.
+    The change upgrades a read lock. If another process does the same, SQLite fails at once, regardless of its busy
+    timeout, since two upgrades could wait for each other forever.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -323,8 +324,9 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         _make_tables(connection, schema)
     if _version(connection) == len(MIGRATIONS[schema]):
         return
-    # sqlite-utils takes 17 MiB, too much for the app and waiting supervisors, and 1.5 s if pandas is installed. It is
-    # run from its file with -P, since a user's `trainer.py` in the working directory would hide our package.
+    # Migrate in a separate process, since sqlite-utils takes 17 MiB, too much for the app and waiting supervisors, and
+    # 1.5 s if pandas is installed. Run the file with -P, since a user's `trainer.py` in the working directory would
+    # hide our package.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
@@ -334,7 +336,7 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
 
 def _make_tables(connection: sqlite3.Connection, schema: Schema) -> None:
     with transaction(connection):
-        # Another process may have created them first.
+        # Another process may have created the tables first.
         if _version(connection) == 0:
             for statement in statements_of_new(schema):
                 connection.execute(statement)

@@ -1,4 +1,4 @@
-"""Keeps stores open for a long time, although their files may vanish, be replaced, be locked or be damaged."""
+"""Keeps stores open for a long time, even if their files vanish or are replaced, locked or damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.store.database import StoreMissing, data_version, explain_
 class StoreFile:
     """A connection to the store at a path: opened on first use, and reopened when the file is replaced.
 
-    SQLite itself would continue with the deleted file, and everything written to it would be lost.
+    SQLite itself would continue to use the deleted file, and everything written to it would be lost.
     """
 
     def __init__(self, path: Path, open_store: Callable[[], sqlite3.Connection]) -> None:
@@ -22,7 +22,7 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # Counted here, since a new file may get the inode of the deleted one.
+        # A count, since a new file may get the inode of a deleted file.
         self._times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
@@ -38,7 +38,7 @@ class StoreFile:
             return self._connection
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes when another process has written to the store or has replaced its file."""
+        """Return a value that changes when another process writes to the store or replaces its file."""
         with explain_errors(self.path):
             data = data_version(self.connection())
             return self._times_opened, data
@@ -61,7 +61,7 @@ Store = TypeVar("Store", bound=Versioned)
 
 
 class StoreFollower(Generic[Store]):
-    """Reads a store again whenever it has changed; `store` is its reader while it is open."""
+    """Rereads a store whenever it has changed; `store` is the reader while the store is open."""
 
     def __init__(self, path: Path, open_store: Callable[[Path], Store]) -> None:
         self.store: Store | None = None
@@ -71,10 +71,10 @@ class StoreFollower(Generic[Store]):
         self._was_there = False
 
     def poll(self, read: Callable[[Store | None], None]) -> bool:
-        """Call `read` if the store has changed, with None if its file has gone; return whether it was called.
+        """Call `read` if the store has changed, with None if its file is gone; return whether it was called.
 
-        Raise `UserError` if the store cannot be read now, or if `read` raises it; the next call reopens the store. A
-        call without changes takes one stat and 6 µs.
+        Raise `UserError` if the store cannot be read or `read` raises it; the next call reopens the store. A call
+        without changes needs one stat and 6 µs.
         """
         try:
             self.store = self.store or self._open_store(self._path)

@@ -1,7 +1,7 @@
-"""`control.db`: the jobs, ranks, leases, requests and events of one data folder.
+"""The store `control.db`: the jobs, ranks, leases, requests and events of one data folder.
 
-A job's state is changed in one `BEGIN IMMEDIATE` transaction that checks that the transition is legal, so that two
-processes cannot both make it.
+A job's state changes in a `BEGIN IMMEDIATE` transaction that checks that the transition is legal, so that two processes
+cannot both make the same transition.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from trainer.contract.store.states import ACTIVE, DONE, TRANSITIONS, JobState
 
 # "stop-evaluation" is for the process that evaluates the job's SAEs; the other kinds are for the supervisor.
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
-# Requests that end the current run of a job.
+# Requests that end a job's current run.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
-# The largest number of ids of unreadable rows in one message.
+# The maximum number of unreadable rows whose ids are listed in one message.
 MOST_NAMED = 5
 _REQUESTS = get_args(RequestKind)
 _STATES = frozenset(map(str, JobState))
@@ -53,7 +53,7 @@ class LeaseConflict(UserError):
 
 
 class Unreadable(UserError):
-    """A damaged row, whose values we cannot have written."""
+    """A damaged row, with values that we never write."""
 
     def __init__(self, job_ids: Iterable[int]) -> None:
         ids = sorted(job_ids, reverse=True)
@@ -63,10 +63,10 @@ class Unreadable(UserError):
 
 
 class Control:
-    """The job store of a data folder; opened read-only, it creates and changes nothing.
+    """The job store of a data folder. If opened read-only, it creates and changes nothing.
 
-    Unreadable rows are skipped so that the others stay usable: `unreadable` holds the ids of the jobs that the last
-    `jobs` call skipped, and `mend` replaces such a row.
+    Unreadable rows are skipped, so that the others stay usable. `unreadable` contains the ids that the last `jobs` call
+    skipped; `mend` repairs such a row.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -80,7 +80,7 @@ class Control:
         self._file.close()
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes when another process has written to the store or has replaced its file."""
+        """Return a value that changes when another process writes to the store or replaces its file."""
         return self._file.version()
 
     @property
@@ -98,7 +98,7 @@ class Control:
         with self._write() as db:
             number = _free_number(db, above)
             row = msgspec.structs.replace(job, id=number, created=created, queued=job.queued or created)
-            # Insert first: a full disk then shows before any files exist.
+            # Insert first, so that a full disk is noticed before any files exist.
             _insert(db, to_row(row))
             if prepare:
                 _update(db, number, msgspec.structs.asdict(prepare(row)))
@@ -117,7 +117,7 @@ class Control:
         return True
 
     def mend(self, job_id: int, fallback: Job, *, above: int = 0) -> Job:
-        """Rewrite an unreadable row from its readable columns, and the rest from `fallback`; return the job.
+        """Rewrite an unreadable row from its readable columns, with all others from `fallback`; return the job.
 
         A job with an invalid id gets the next free id above `above`.
         """
@@ -134,7 +134,7 @@ class Control:
     def forget(self, job_id: int) -> bool:
         """Delete an ended job and everything that belongs to it from the store; return False if it is still active.
 
-        If the job had finished, jobs that depend on it no longer wait for it. Otherwise they keep waiting.
+        If the job had finished, jobs that depend on it no longer wait for it. Otherwise they continue to wait.
         """
         with self._write() as db:
             state = _state(db, job_id)
@@ -158,7 +158,7 @@ class Control:
             raise Unreadable([job_id]) from None
 
     def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
-        """Return all jobs, or the jobs in these states, newest first; put the ids of bad rows into `unreadable`."""
+        """Return all jobs, or only jobs in the given states, latest first; store ids of bad rows in `unreadable`."""
         wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
         where = "" if states is None else f"WHERE state IN ({wanted})"
         jobs: list[Job] = []
@@ -173,11 +173,11 @@ class Control:
 
     @property
     def problem(self) -> str:
-        """A sentence on the skipped jobs; "" if all rows were readable."""
+        """A sentence about the skipped jobs; "" if all rows were readable."""
         return str(Unreadable(self.unreadable)) if self.unreadable else ""
 
     def state(self, job_id: int) -> JobState | None:
-        """Return a job's state, or None if there is no such job; raise `Unreadable` if its row holds no valid state."""
+        """Return a job's state, or None if there is no such job; raise `Unreadable` if the stored state is invalid."""
         with explain_errors(self.path):
             return _state(self._db, job_id)
 
@@ -185,7 +185,7 @@ class Control:
         return self.jobs(ACTIVE)
 
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
-        """Set state and fields atomically; return False if that is not legal now or one of `unless` is requested."""
+        """Set state and fields atomically; return False if this is illegal or a request in `unless` is open."""
         with self._write() as db:
             return not _pending_requests(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
 
@@ -207,7 +207,7 @@ class Control:
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Set fields of a job; its state can be changed only by `transition`."""
+        """Set fields of a job, except for its state, which only `transition` can change."""
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
@@ -225,8 +225,8 @@ class Control:
     ) -> bool:
         """Lease GPUs, given as (index, UUID), to a job and move it to `starting`, all in one transaction.
 
-        Raise `LeaseConflict` if another job holds one of them, unless both jobs share it and its memory suffices;
-        `space` holds the bytes by UUID. Return False if the job may no longer start.
+        Raise `LeaseConflict` if another job holds one of the GPUs, unless both jobs share it and its memory suffices;
+        `space` maps UUIDs to bytes. Return False if the job may no longer start.
         """
         with self._write() as db:
             for index, uuid in gpus:
@@ -262,17 +262,17 @@ class Control:
     # requests
 
     def request(self, job_id: int, kind: RequestKind) -> None:
-        """Ask a job to stop, pause, die or finish early; its supervisor and rank 0 poll for requests twice a second."""
+        """Request a job to stop, pause, finish early or be killed; its supervisor and rank 0 poll twice a second."""
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 
     def open_requests(self, job_id: int) -> set[RequestKind]:
-        """Return the kinds of unhandled requests to a job; queueing the job handles all of them."""
+        """Return the kinds of a job's open requests; queueing the job closes them all."""
         with explain_errors(self.path):
             return _pending_requests(self._db, job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
-        """Mark all requests of this kind to a job as handled."""
+        """Close all of a job's requests of this kind."""
         with self._write() as db:
             answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
             db.execute(answered, (time.time(), job_id, kind))
@@ -291,11 +291,11 @@ class Control:
         return list(readable(rows, Event))
 
     def last_event(self) -> int:
-        """Return the number of the newest event of any job, or 0."""
+        """Return the number of the latest event of any job, or 0."""
         return int(self._select("SELECT coalesce(max(id), 0) AS last FROM events")[0]["last"])
 
     def news(self, kinds: Iterable[str], after: int) -> list[tuple[int, Event]]:
-        """Return the readable events of these kinds after event number `after`, each with the id of its job."""
+        """Return the readable events of the given kinds after event number `after`, each with its job id."""
         rows = self._select(f"SELECT * FROM events WHERE id > {int(after)} ORDER BY id")
         wanted = [row for row in rows if row["kind"] in {*kinds}]
         return [(row["job_id"], event) for row in wanted for event in readable([row], Event)]
@@ -324,7 +324,8 @@ def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
-    # One text that is not UTF-8 fails the whole query; read as bytes, it makes only its own row unreadable.
+    # A single text that is not UTF-8 makes the complete query fail; read as bytes, it makes only its own row
+    # unreadable.
     db.text_factory = _text_or_bytes
     return [dict(row) for row in db.execute(query)]
 
@@ -337,7 +338,7 @@ def _text_or_bytes(raw: bytes) -> str | bytes:
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:
-    """Return the next free id above `above` and all jobs' ids, ignoring absurdly large ids of damaged rows."""
+    """Return the next free id above `above` and all job ids, ignoring absurdly large ids from damaged rows."""
     largest_id = "SELECT max(id) FROM jobs WHERE id < ?"
     number = 1 + max(db.execute(largest_id, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
     while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():
@@ -346,7 +347,7 @@ def _free_number(db: sqlite3.Connection, above: int) -> int:
 
 
 def _put(db: sqlite3.Connection, job: Job) -> None:
-    """Insert a job under its id, with leases on its GPUs if it holds GPUs in its state."""
+    """Insert a job with its id, and with GPU leases if its state holds GPUs."""
     holds = not job.state.is_final and job.state != JobState.QUEUED
     _insert(db, to_row(job))
     _take(db, job, zip(job.gpu_ids, job.gpu_uuids, strict=False) if holds else ())

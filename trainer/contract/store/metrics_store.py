@@ -1,4 +1,4 @@
-"""`runs/<id>/metrics.db`: the metrics, heartbeat and events of one run, written only by rank 0."""
+"""The store `runs/<id>/metrics.db`: the metrics, heartbeat and events of one run, written only by rank 0."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import Count, Event, Time, convert, readable
 
-# A roll-up bucket covers 64 steps at level 1 and 4096 at level 2; a history of 10 million rows draws in 3 ms.
+# A roll-up bucket covers 64 steps at level 1 and 4096 steps at level 2. With them, reading 10 million rows for a plot
+# takes 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
-# Training values are far smaller; panels could not compute squares or differences of larger ones.
+# The largest stored value. Metrics are far smaller; squares or differences of larger values could overflow.
 LARGEST = 1e100
-# The phases of training; the second is for a run that was asked to finish early.
+# The phases of training; the second is for a run that finishes early.
 TRAINING, COOLING = "training", "cooling down"
-# The phases at the end: measuring the exported SAEs, finished, and waiting for disk space to write.
+# The phases at the end of a run: measuring the exported SAEs, finished, and waiting for disk space.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
 # The phases before the first step; `LOADING_MODEL` is for extraction models, `COMPILING` for GPU kernels.
 LOADING_MODEL, COMPILING = "loading the model", "compiling kernels"
@@ -30,7 +31,7 @@ _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
 
 def is_before_first_step(phase: str) -> bool:
-    """Return whether a run in this phase has yet to make a step; `COMPILING` may be followed by a kernel count."""
+    """Return whether this phase comes before the first step; `COMPILING` may be followed by a kernel count."""
     return phase in _BEFORE_FIRST_STEP or phase.startswith(COMPILING)
 
 
@@ -44,7 +45,7 @@ class MetricRow(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A value of a series, or the mean, lowest and highest value of a bucket of steps."""
+    """One value of a metric, or the mean, minimum and maximum of a bucket of steps."""
 
     step: int
     value: float | None
@@ -53,7 +54,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A run's latest report: its phase, its position, and the number of dropped rows."""
+    """A run's latest report: its phase, its position, and the number of lost rows."""
 
     phase: str
     step: Count
@@ -63,7 +64,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     dropped: Count = 0
 
     def is_complete(self, total_steps: int) -> bool:
-        """Return whether a run of `total_steps` steps has written everything that training produces."""
+        """Return whether a run of `total_steps` steps has written all its results."""
         return self.phase in (JUDGING, FINISHED) and self.step >= total_steps
 
 
@@ -97,12 +98,12 @@ class SeriesWriter:
             )
 
     def rewind(self, heartbeat: Heartbeat) -> None:
-        """Delete rows after the heartbeat's step; otherwise the newest value of a curve could lie in the future."""
+        """Delete rows after the heartbeat's step; otherwise a curve would have values from later steps."""
         with explain_errors(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
                 db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
-            # The first step of the coarsest bucket that was cut; rewriting one of its rows recomputes its buckets.
+            # The first step of the coarsest bucket that lost rows; rewriting one of its rows recomputes its buckets.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             newest = db.execute(_NEWEST, (first,))
             rewritten = [
@@ -113,7 +114,7 @@ class SeriesWriter:
         self.write(rewritten, heartbeat)
 
     def roll_up_missing(self) -> None:
-        """Rebuild roll-ups that are missing or that another writer did not make, in batches of rows."""
+        """Rebuild missing roll-ups, and those that another writer did not make, in batches of rows."""
         with explain_errors(self.path):
             keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
             for key, rank in [(keys[row["name"]], row["rank"]) for row in self._db.execute(_SERIES)]:
@@ -123,7 +124,7 @@ class SeriesWriter:
                         _roll_up(db, {(key, rank, step) for step in range(begin, end, 1 << ROLLUP_SHIFTS[1])})
 
     def abandon(self) -> None:
-        """Close without waiting for a lock, and without touching a missing or corrupt file."""
+        """Close without waiting for a lock and without writing to a missing or corrupt file."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
@@ -149,7 +150,7 @@ class SeriesReader:
         self._file.close()
 
     def version(self) -> tuple[int, int]:
-        """Return a value that changes when the run has written to the store or its file was replaced."""
+        """Return a value that changes when the run writes to the store or its file is replaced."""
         return self._file.version()
 
     @property
@@ -187,7 +188,7 @@ class SeriesReader:
             return [Point(row["step"], _finite(row["value"])) for row in rows if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
-        """Return a whole series in about `most` points or fewer, without nulls: raw, or as means of 2^n steps."""
+        """Return a complete series without nulls in at most about `most` points: raw, or as means over 2^n steps."""
         series = {"name": name, "rank": rank}
         with explain_errors(self.path):
             first, last = self._db.execute(_EXTENT, series).fetchone()
@@ -198,7 +199,8 @@ class SeriesReader:
             n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
             if not n:
                 return []
-            # A power of two, so that buckets nest: a growing curve redraws its past only when it doubles in length.
+            # A power of two, so that buckets nest: earlier points of a growing curve change only when it doubles in
+            # length.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
             level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift and rolled_up), default=0)
@@ -221,14 +223,14 @@ class SeriesReader:
         return self._db.execute(_MISSING, {"key": key, "rank": series["rank"]}).fetchone() is None
 
     def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
-        """Return when the first row at or after each step was written, as a Unix time, or None."""
+        """Return for each step the Unix time of the first row at or after it, or None."""
         with explain_errors(self.path):
             key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
             rows = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
         return [_finite(row[0]) if row else None for row in rows]
 
     def timed_values(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
-        """Yield every (step, timestamp, value) of a series, reading rows as they are consumed."""
+        """Yield every (step, timestamp, value) of a series; rows are read lazily."""
         query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
         with explain_errors(self.path):
             for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
@@ -236,7 +238,7 @@ class SeriesReader:
                     yield step, _finite(timestamp) or 0.0, _finite(value)
 
     def latest(self, rank: int = 0) -> dict[str, float]:
-        """Return the newest value of each series of a rank, by name; omit series whose newest value is null."""
+        """Return the latest value of each series of a rank, by name; omit series whose latest value is null."""
         newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
         query = f"SELECT name, ({newest}) AS value FROM keys"
         with explain_errors(self.path):
@@ -249,7 +251,7 @@ class SeriesReader:
         return list(readable([dict(row) for row in rows], Event))
 
     def newest_event(self, kinds: Sequence[str]) -> Event | None:
-        """Return the newest event of these kinds; None if it is missing or unreadable."""
+        """Return the latest event of the given kinds; None if it is missing or unreadable."""
         chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
         with explain_errors(self.path):
             rows = self._db.execute(chosen, kinds).fetchall()
@@ -271,7 +273,7 @@ def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
 
 
 def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
-    """Return the newest value of a metric for one SAE of a sweep: its own, or the run's if the SAEs share it."""
+    """Return the latest value of a metric for one SAE of a sweep, or for the run if all SAEs share the metric."""
     own = f"{name}@{label}"
     if label and any(other.startswith(f"{name}@") for other in latest):
         return latest.get(own)
@@ -285,7 +287,7 @@ _SERIES = (
     " WHERE rank IS NOT NULL)"
     " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
 )
-# SQLite sorts text and blobs after all numbers and null before them, so these bounds exclude them.
+# SQLite sorts text and blobs after all numbers, and null before them, so these bounds exclude all three.
 _LAST_STEP = 2**62
 _STEPS = f"step BETWEEN 0 AND {_LAST_STEP}"
 _VALUES = f"value BETWEEN {-LARGEST} AND {LARGEST}"
@@ -296,7 +298,7 @@ _EXTENT = (
 )
 _N_ROLLED_UP = f"SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2"
 _N_OF_ROWS = f"SELECT count(*) FROM (SELECT 1 FROM metrics WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} LIMIT :most)"
-# Level-2 buckets that have rows but no roll-up, or an incomplete level 1. The query jumps from one bucket to the next,
+# Finds level-2 buckets that have rows but no roll-up, or an incomplete level 1. The query jumps from bucket to bucket,
 # which takes 5 ms for 10 million rows.
 _MISSING = (
     "WITH RECURSIVE found(bucket) AS ("
@@ -336,13 +338,13 @@ _NEWEST = (
 
 
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
-    """Add new names and return the id of every name; not cached, since a failed flush rolls its new names back."""
+    """Add new names and return the id of every name; not cached, since a failed write rolls back its new names."""
     db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
     return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
-    """Recompute the buckets of `touched` (key, rank, step) from their rows, so that a rewritten step counts once."""
+    """Recompute the buckets of `touched` (key, rank, step) from their rows, so that rewritten steps count once."""
     for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
         shift = ROLLUP_SHIFTS[level]
         for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:

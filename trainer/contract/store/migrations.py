@@ -1,6 +1,6 @@
-"""The store schemas as append-only lists of migrations; `PRAGMA user_version` counts the applied ones.
+"""The store schemas as append-only lists of migrations; `PRAGMA user_version` counts the applied migrations.
 
-A new store is created directly from the SQL of the newest schema (written by `make schemas`), without sqlite-utils.
+A new store is created directly from the SQL of the latest schema (written by `make schemas`), without sqlite-utils.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Step = Callable[["Database"], None]
 
 
 def control_001(db: Database) -> None:
-    """Create the tables of jobs, their ranks and events, leases on GPUs, and requests to running jobs."""
+    """Create the tables for jobs, their ranks and events, GPU leases, and requests to running jobs."""
     db.table("jobs").create(
         {
             "id": int, "name": str, "state": str, "config": str, "user": str, "host": str, "device": str,
@@ -64,7 +64,7 @@ _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 
 
 
 def control_003(db: Database) -> None:
-    """Add the queue (order, hold, dependencies, any or given GPUs), shared GPUs, tags and notes."""
+    """Add the queue (order, hold, dependencies, any or named GPUs), shared GPUs, tags and notes."""
     jobs = db.table("jobs")
     for name, kind, default in (
         ("priority", int, 0),
@@ -103,13 +103,13 @@ def control_005(db: Database) -> None:
 
 
 def control_006(db: Database) -> None:
-    """Add a job's newest values on held-out data."""
+    """Add a job's latest metrics on held-out rows."""
     for name in ("heldout_fvu", "heldout_l0"):
         db.table("jobs").add_column(name, float)
 
 
 def control_007(db: Database) -> None:
-    """Give imported SAEs that were never trained the state "imported"."""
+    """Set the state of imported SAEs that were never trained here to "imported"."""
     imported = "SELECT job_id FROM events WHERE kind = 'imported'"
     db.execute(
         f"UPDATE jobs SET state = 'imported' WHERE state = 'finished' AND started IS NULL AND id IN ({imported})"
@@ -117,7 +117,7 @@ def control_007(db: Database) -> None:
 
 
 def control_008(db: Database) -> None:
-    """Add the machine id of a job, and remove deleted jobs from the dependency lists of other jobs.
+    """Add each job's machine id, and remove deleted jobs from the dependency lists of other jobs.
 
     Before this version a deleted job counted as finished; now a job waits for every job in its list.
     """
@@ -127,7 +127,7 @@ def control_008(db: Database) -> None:
 
 
 def control_009(db: Database) -> None:
-    """Add the warning about a job whose SAEs fit their training rows clearly better than other rows."""
+    """Add the overfitting warning."""
     db.table("jobs").add_column("overfitting", str)
 
 
@@ -151,7 +151,7 @@ def metrics_001(db: Database) -> None:
 
 
 def gpu_001(db: Database) -> None:
-    """Create a table with a row per GPU and sample, and one with a row per GPU and minute."""
+    """Create a table with one row per GPU and sample, and a table with one row per GPU and minute."""
     db.execute(
         "CREATE TABLE gpu_metrics(host TEXT, gpu_index INTEGER, timestamp REAL, gpu_uuid TEXT, utilization INTEGER,"
         " memory_used INTEGER, memory_total INTEGER, temperature INTEGER, power_draw REAL, job_id INTEGER,"
@@ -165,7 +165,7 @@ def gpu_001(db: Database) -> None:
 
 
 def gpu_002(db: Database) -> None:
-    """Add the reading of the driver's energy counter of a GPU, in J; only some samples have it."""
+    """Add the driver's energy counter for a GPU, in J; only some samples have it."""
     db.execute("ALTER TABLE gpu_metrics ADD COLUMN energy REAL")
 
 
@@ -179,7 +179,7 @@ MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
 }  # fmt: skip
 
 
-# The SQL files that create the tables of a new store, in the newest schema.
+# The SQL files that create the tables of a new store with the latest schema.
 NEW = Path(__file__).parent / "new"
 
 
@@ -189,7 +189,7 @@ def statements_of_new(schema: Schema) -> list[str]:
 
 
 def migrate(path: Path, schema: Schema) -> None:
-    """Apply the missing migrations, each atomically; two processes may call this at once."""
+    """Apply all missing migrations, each atomically; two processes may call this at the same time."""
     from sqlite_utils import Database
 
     # Closing rolls back a migration that failed halfway.

@@ -12,14 +12,14 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow
 from trainer.contract.store.rows import Count, Event
 
-# Below 2**63, so that numbers computed from a step also fit into SQLite's integers.
+# Far below 2**63, so that numbers computed from a step also fit into SQLite's integers.
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-# Name, step, value and rank; the value is null if it is not finite, since JSON has no such numbers.
+# Name, step, value and rank; a non-finite value is null, since JSON cannot represent it.
 _Row = tuple[str, _Step, float | None, Count]
 
 
 class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A report of rank 0; `rewind` is the start of a resumed run: stored rows of later steps must be deleted."""
+    """A report from rank 0; `rewind` marks the start of a resumed run, after which stored rows must be deleted."""
 
     rows: tuple[_Row, ...] = ()
     heartbeat: Heartbeat | None = None

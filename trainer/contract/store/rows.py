@@ -1,4 +1,4 @@
-"""The rows of `control.db`: jobs, ranks, leases on GPUs and events."""
+"""The rows of `control.db`: jobs, ranks, GPU leases and events."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a
 _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
-# The columns with the newest values of a run; values of other metrics are only in the run's own store.
+# Columns with the latest metrics of a run; all other metrics are only in the run's own store.
 VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu", "heldout_l0")
 R = TypeVar("R")
 
-# Bounds of the values in a row: code that uses larger ones, such as date functions for times, would fail.
+# Bounds for the values in a row. Code that uses larger values, such as date functions, would fail.
 LARGEST_ID = 999_999_999
 JobId = Annotated[int, Meta(ge=0, le=LARGEST_ID)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -32,7 +32,7 @@ Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # up to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Device = Literal["cuda", "cpu"]
-# Only the form of registry names is checked: another version may have more entries, which are just displayed.
+# Only the form of registry names is checked: another version may have more entries, which are only displayed.
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
 GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
@@ -73,16 +73,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     output_path: str | None = None
     d_in: Count | None = None
     d_out: Count | None = None
-    # Per rank. The peak is the memory reserved by PyTorch on the fullest GPU, or the memory of the largest CPU process.
+    # Memory per rank. The peak is the memory that PyTorch reserved on the fullest GPU, or that of the largest CPU
+    # process.
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
-    # Queue fields: the ids of its dependencies (`after`), the time it was queued, and what it is waiting for.
+    # Queue fields: among others, the ids of the job's dependencies (`after`), when it was queued, and why it waits.
     priority: Number = 0
     held: bool = False
     after: tuple[JobId, ...] = ()
     queued: Time | None = None
     waits_for: str | None = None
-    # With `any_gpus` it takes any `gpus_wanted` GPUs with enough memory, otherwise the GPUs in `gpu_uuids`.
+    # With `any_gpus`, the job takes any `gpus_wanted` GPUs with enough memory, otherwise the GPUs in `gpu_uuids`.
     gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
     # CUDA_VISIBLE_DEVICES at launch, which limits `any_gpus`.
@@ -90,7 +91,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     shares_gpus: bool = False
     card_memory_bytes: Count | None = None
     expected_s: Duration | None = None
-    # Restarts after a crash: the number allowed, and the number made since a user last started the job.
+    # The maximum number of restarts after a crash, and the number of restarts since a user last started the job.
     max_restarts: Count = 0
     restarts: Count = 0
     backend: Name = "local"
@@ -102,16 +103,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # Measured on held-out rows; `fvu` and `l0` are from the last batches.
     heldout_fvu: float | None = None
     heldout_l0: float | None = None
-    # Set at the end of a run that fits its training rows clearly better than other rows, or was clearly better earlier.
+    # A warning, set if the run fits its training rows clearly better than other rows, or was clearly better earlier.
     overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
-    # The id of its machine, since the host name may change; "" or None if unknown.
+    # The id of the job's machine, since the host name may change; "" or None if unknown.
     machine_id: str | None = None
 
     @property
     def takes_slices(self) -> bool:
-        """Whether each of its GPUs may be a MIG slice.
+        """True if the job can use MIG slices as GPUs.
 
         Multi-GPU training cannot use slices, since its ranks exchange tensors; each process of an extraction can.
         """
@@ -155,7 +156,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, since when, and the bytes leased on a shared GPU."""
+    """A row of `leases`: the job and user that hold a GPU, the start time, and the bytes leased on a shared GPU."""
 
     host: str
     gpu_uuid: str
@@ -183,13 +184,13 @@ def to_row(job: Job) -> dict[str, Any]:
 
 
 def to_job(row: dict[str, Any]) -> Job:
-    """Return the job in a row of `jobs`; raise `ValueError` if a column holds a value that we never write."""
-    # A store of an older version, opened read-only, lacks some columns.
+    """Return the job in a row of `jobs`; raise `ValueError` if a column has a value that we never write."""
+    # A store from an older version that is opened read-only lacks some columns.
     return convert(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
 
 
 def convert(value: Any, kind: type[R]) -> R:
-    """Convert a row or a column to this type; raise `ValueError` if it holds a value that we never write."""
+    """Convert a row or a column to this type; raise `ValueError` if it has a value that we never write."""
     try:
         return convert_as(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
@@ -204,7 +205,7 @@ def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
 
 
 def salvage(row: dict[str, Any], fallback: Job) -> Job:
-    """Return a job from a damaged row: its readable columns, and the rest from `fallback`."""
+    """Return a job with the readable columns of a damaged row, and all other fields from `fallback`."""
     fields = {}
     for name, kind in _TYPES.items():
         with contextlib.suppress(ValueError, KeyError):
@@ -213,7 +214,7 @@ def salvage(row: dict[str, Any], fallback: Job) -> Job:
 
 
 def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job whose values are valid in its row."""
+    """Return only the fields of a job whose values are valid in a row."""
     valid = {}
     for name, value in fields.items():
         with contextlib.suppress(ValueError):
@@ -229,7 +230,7 @@ def _column(name: str, value: Any) -> Any:
 
 
 def as_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job as the columns of `jobs` store them."""
+    """Convert the fields of a job to column values of `jobs`."""
     return {name: _list_to_text(value) if name in _LIST_COLUMNS else value for name, value in fields.items()}
 
 

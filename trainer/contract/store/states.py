@@ -22,7 +22,7 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether no process of the job is running; only resuming the job changes the state."""
+        """True if no process of the job is running and only resuming the job changes the state."""
         return self in _END
 
 

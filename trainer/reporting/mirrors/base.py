@@ -21,9 +21,9 @@ _ID = re.compile("[0-9a-f]{8}")
 
 
 class MirroredRun(msgspec.Struct, frozen=True):
-    """The run to mirror; `id` stays the same when it is resumed, and `first_step` is 0 unless it is resumed.
+    """The run to mirror; a resumed run keeps its `id`, and `first_step` is 0 unless the run was resumed.
 
-    `settings` has the complete job table of every SAE by label; without a sweep, the only label is "".
+    `settings` contains the complete job table of every SAE, by label; if the run is not a sweep, the only label is "".
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class MirroredRun(msgspec.Struct, frozen=True):
 
 
 class Mirror(ABC):
-    """A run in another tool. A single thread uses it, and any call may raise."""
+    """A run in another tool. Only one thread uses it, and any method may raise an exception."""
 
     @abstractmethod
     def __init__(self, run: MirroredRun) -> None:
@@ -43,11 +43,11 @@ class Mirror(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """The place where the user finds the metrics, for messages."""
+        """Where the user finds the metrics, for messages."""
 
     @abstractmethod
     def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of an SAE at a step."""
+        """Send an SAE's values at a step."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -55,17 +55,17 @@ class Mirror(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the run in the other tool; it may be continued later."""
+        """End the run in the other tool; it can be continued later."""
 
 
 def mirrored_run(job: JobConfig, folder: Path, first_step: int) -> MirroredRun:
-    """Return the run to mirror; its id is stored in `folder`."""
+    """Return the run to mirror; `folder` stores its id."""
     settings = {label: to_table(member) for label, member in members(job).items()}
     return MirroredRun(folder, job.name, _id_of(folder / "mirror.id"), first_step, settings)
 
 
 def _id_of(file: Path) -> str:
-    """Return the run's id from a file; create the file with a random id if it has none."""
+    """Return the run's id from a file; write a random id to the file if it has none."""
     try:
         with open_plain(file) as stream:
             known = stream.read(100).decode(errors="replace").strip()

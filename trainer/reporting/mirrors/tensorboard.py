@@ -23,7 +23,7 @@ class TensorBoard(Mirror):
         self._folder = run.folder / "tensorboard"
         refuse_link(self._folder)
         private_folder(self._folder)
-        # Drop the values that an earlier attempt wrote for steps that are now trained again.
+        # Drop values that an earlier attempt wrote for steps that are now repeated.
         purge = run.first_step + 1 if run.first_step else None
         self._writers = {
             label: SummaryWriter(str(self._folder / _as_folder(label)), purge_step=purge) for label in run.settings
@@ -57,5 +57,5 @@ def _pair(name: str) -> list[Any]:
 
 
 def _as_folder(label: str) -> str:
-    """Return the name of an SAE's subfolder; "." without a sweep."""
+    """Return the name of an SAE's subfolder, or "." if the run is not a sweep."""
     return re.sub(r"[^\w.,=+-]", "_", label) or "."

@@ -1,4 +1,4 @@
-"""Mirrors a run to Trackio as one run; the metrics of a sweep are grouped by SAE."""
+"""Mirrors a run to Trackio as one run, in which the metrics of a sweep are grouped by SAE."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.reporting.mirrors.base import PROJECT, Mirror, MirroredRun
 class Trackio(Mirror):
     """Stores metrics locally, in TRACKIO_DIR or the Hugging Face cache; uploads them only if TRACKIO_SPACE_ID is set.
 
-    A resumed run is found by its name, which ends with its id. Steps that it trains again are stored twice.
+    A resumed run is found by its name, which ends with its id. Steps that it repeats are stored twice.
     """
 
     def __init__(self, run: MirroredRun) -> None:

@@ -15,8 +15,8 @@ from trainer.reporting.mirrors.base import PROJECT, Mirror, MirroredRun
 class WandB(Mirror):
     """Uploads metrics if the user is logged in; otherwise writes files for `wandb sync`.
 
-    WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY and similar variables apply. If a resumed run trains steps again, W&B keeps
-    their first values.
+    WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY and similar variables apply. If a resumed run repeats steps, W&B keeps their
+    first values.
     """
 
     def __init__(self, run: MirroredRun) -> None:
@@ -26,7 +26,7 @@ class WandB(Mirror):
         self._folder = run.folder / "wandb"
         refuse_link(self._folder)
         private_folder(self._folder)
-        # Do not capture the rank's log, and do not upload anything about the machine or the code.
+        # Do not capture the rank's log, and upload nothing about the machine or the code.
         settings = wandb.Settings(
             console="off",
             silent=True,
@@ -48,7 +48,7 @@ class WandB(Mirror):
                 dir=str(run.folder),
                 mode=mode,
                 resume="allow",
-                # Several runs are open at the same time.
+                # Several runs can be open at the same time.
                 reinit="create_new",
                 settings=settings,
             )
@@ -75,16 +75,16 @@ class WandB(Mirror):
 
 
 def _put_first(run: Any) -> None:
-    """Show held-out values in the summary of a W&B run, and values of training batches only as curves."""
+    """Show held-out values in the summary of a W&B run, and values from training batches only as curves."""
     for name in held_out_metrics():
         run.define_metric(held_out(name), summary="last")
         run.define_metric(name, summary="none")
 
 
 def _mode() -> Literal["offline"] | None:
-    """Return None, which leaves the choice to W&B, if WANDB_MODE forbids uploads or a key is known; else "offline".
+    """Return None if WANDB_MODE forbids uploads or a key is known, so that W&B chooses the mode; otherwise "offline".
 
-    Otherwise W&B would ask for a key on the terminal.
+    Without "offline", W&B would ask for a key on the terminal.
     """
     import wandb
 
