@@ -1,4 +1,4 @@
-"""Divides the reading of a batch among ranks with the same tokens, and assembles the batch on each of them."""
+"""Splits the reading of a batch among ranks with the same tokens, and assembles the batch on each rank."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _spread(n_rows: int) -> Indices:
 
 
 def _beside(parts: Sequence[Tensor], empty: Empty) -> Tensor:
-    """Concatenate the columns of all parts, which may have different dtypes, in memory from `empty`."""
+    """Concatenate the columns of all parts, which may have different dtypes, into memory from `empty`."""
     dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
     whole = empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype)
     return torch.cat(list(parts), dim=1, out=whole)

@@ -38,7 +38,7 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample; OpenAI uses as many for b_dec. They take 300 MB at d_in 2304.
+# The number of rows in a sample, the same as OpenAI uses for b_dec; these rows take 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
@@ -98,7 +98,7 @@ class HookRows(ABC):
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
         """Yield this rank's share of the held-out rows in batches; with `half`, yield only the rows of this half.
 
-        Halves are 0 and 1. They do not depend on the number of ranks.
+        `half` is 0 or 1. The halves do not depend on the number of ranks.
         """
 
     @abstractmethod

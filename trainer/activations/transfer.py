@@ -100,7 +100,7 @@ class CudaLane:
 class Overlapped(Transfer):
     """A transfer that overlaps with training: rows are read into pinned memory and copied to the GPU by a `Lane`.
 
-    There are two pinned buffers: one is filled while the other is copied. A buffer is only refilled after its copy has
+    It uses two pinned buffers: one is filled while the other is copied. A buffer is only refilled after its copy has
     finished.
     """
 

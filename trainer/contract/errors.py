@@ -36,7 +36,7 @@ class BadUsage(UsageError):
 
 
 class JobFileError(UsageError):
-    """A job cannot run; contains all the reasons."""
+    """Reports that a job cannot run, with all the reasons."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)

@@ -71,7 +71,8 @@ class Evaluation(NamedTuple):
 
     `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured so far.
     `features(n)` returns the tensors that `trainer.contract.runs.features` reads, with `n` texts for each latent, and
-    their parts; with n = 0, only the tokens that latents promote. Both are empty if the tokens of the data are unknown.
+    their parts; with n = 0, only the tokens that latents promote. The tensors and parts are empty if the tokens of the
+    data are unknown.
     """
 
     folder: Path
@@ -132,8 +133,8 @@ def evaluations_of(
 class _Hooks:
     """Provides for each hook the language model, dense probes and rows with tokens, which all SAEs of a hook share.
 
-    Each is created on first use. The SAEs of a hook are evaluated one after another, so only the latest model and
-    probes stay in memory.
+    All of these are created on first use. The SAEs of a hook are evaluated one after another, so only the latest model
+    and probes stay in memory.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 # The number of promoted and of suppressed tokens to keep.
 N_MOVED = 10
-# The maximum number of decoder direction logits in memory at once, in fp32.
+# The maximum number of logits of decoder directions that are in memory at the same time, in fp32.
 _LOGITS_AT_ONCE = 2**25
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
@@ -272,7 +272,8 @@ class SplicedModel:
     def moved_tokens(self, w_dec: Tensor) -> dict[str, Tensor]:
         """Return the tokens that decoder directions [d_sae, d] promote and suppress, or {} if they are undefined.
 
-        They are defined for directions in the residual stream of a model with at most one norm before its unembedding.
+        Promotion is defined for directions in the residual stream of a model with at most one norm before its
+        unembedding.
         """
         w_u = self._model.unembedding() if self._in_stream and self.has_loss else None
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)

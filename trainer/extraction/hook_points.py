@@ -109,8 +109,8 @@ def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
 def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[], object]) -> list[str | None]:
     """Return for each point the path of a module that outputs the tensor at this point, or None.
 
-    `read()` must run the model. It is called only if a point is the input of a module, to find the module that produces
-    this tensor.
+    `read()` must run the model. `read` is called only if a point is the input of a module, to find the module that
+    produces this tensor.
     """
     paths: list[str | None] = [None if point.of_input else point.path for point in points]
     inputs = [number for number, point in enumerate(points) if point.of_input]

@@ -44,11 +44,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The largest allowed difference between the rows of a packed document and of the same document alone. Rounding alone
 # changes the rows: after 30 blocks in bf16 by 0.01 of their norm on average, and by at most 0.015.
 _ROUNDING = 0.05
-# The largest allowed change of a document's rows if only its neighbour's tokens change. Both runs have the same layout
-# and rounding, except in a mixture of experts, where the tokens determine which rows are multiplied together.
+# The largest allowed change of a document's rows if only its neighbour's tokens change. The two compared runs have the
+# same layout and rounding, except in a mixture of experts, where the tokens determine which rows are multiplied
+# together.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
-# The start of the second document in each context of the probe batch, and the length of these contexts. There are two
-# contexts because some kernels separate documents in only one.
+# The start of the second document in each context of the probe batch, and the length of these contexts. The batch has
+# two contexts because some kernels separate documents only in a single context.
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")

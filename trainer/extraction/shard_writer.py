@@ -222,8 +222,8 @@ def _pieces(raw: Raw, order: NDArray[np.int64]) -> Iterator[Raw]:
 def order_of_shard(seed: int, name: str, n: int) -> Tensor:
     """Return the order [n] in which a shard stores its rows: stored row i is row `order[i]` in text order.
 
-    It depends on the seed and the shard's name, which contains the number of the shard and, if there are several, of
-    the process.
+    The order depends on the seed and on the shard's name, which contains the shard's number and, if there are several
+    processes, the process's number.
     """
     numbers = [int(one) for one in re.findall("[0-9]+", name)]
     return torch.from_numpy(np.random.default_rng([seed, *numbers]).permutation(n))
@@ -266,7 +266,7 @@ def _write(
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
     """Return the names of the tensors in file order, and the header of a file with `n` rows of each tensor.
 
-    Both are derived from the file that safetensors writes for one row.
+    Names and header are derived from the file that safetensors writes for one row.
     """
     small = save({name: one[:1].contiguous() for name, one in like.items()})
     table = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])

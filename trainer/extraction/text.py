@@ -185,7 +185,7 @@ def _as_python(rows: Any) -> list[Any]:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """Return an Arrow type in which bytes replace texts, including nested texts."""
+    """Return an Arrow type with its text types, including nested ones, replaced by bytes."""
     import pyarrow
 
     types = pyarrow.types
@@ -202,7 +202,7 @@ def _as_bytes(kind: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a value in which texts replace bytes."""
+    """Return a value with bytes decoded to text, including nested bytes."""
     if isinstance(value, dict):
         return {name: _decoded(one) for name, one in value.items()}
     if isinstance(value, list):

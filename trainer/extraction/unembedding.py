@@ -78,8 +78,8 @@ def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, T
 def folded(ending: Unembedding) -> Tensor:
     """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
 
-    The result includes the norm's weight and its subtraction of the mean, if any, as in TransformerLens (`fold_ln`). It
-    does not include the division by the size of the row, which is undefined for a direction.
+    The result includes the norm's weight and its subtraction of the mean, if any, as in TransformerLens (`fold_ln`).
+    The result does not include the division by the row's size, which is undefined for a direction.
     """
     w_u = ending.weight.detach().float().T
     if ending.norm is None:
@@ -92,8 +92,8 @@ def folded(ending: Unembedding) -> Tensor:
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
     """Return the weight [d] of a norm, and whether the norm subtracts the mean.
 
-    Both are measured, since norms name their parameters differently. A norm scales a row of mean 0, multiplies it by
-    the weight and adds the bias. The bias cancels in the difference from the output for the opposite row.
+    The results are measured, since norms name their parameters differently. A norm scales a row of mean 0, multiplies
+    it by the weight and adds the bias. The bias cancels in the difference from the output for the opposite row.
     """
     row = torch.ones(d, dtype=like.dtype, device=like.device)
     row[1::2] = -1

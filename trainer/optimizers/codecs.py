@@ -1,10 +1,11 @@
 """Stores Adam's moments in less than fp32: in bf16, or in 8 bits with a scale for every block of weights.
 
 The second moment decreases by at most 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128.
-Rounding to nearest would therefore never let it decrease. Dithered rounding, like stochastic rounding, rounds up in
-proportion to the remainder, so it keeps the mean. The dither is not random: it comes from a sequence that covers its
-range evenly over the steps, so that ranks and resumed runs agree. In runs of 500 steps, which are shorter than the
-averaging time of the moment, dithering makes no difference (held-out FVU in bf16 0.0923 with it, 0.0925 without).
+Rounding to nearest would therefore never let the second moment decrease. Dithered rounding, like stochastic rounding,
+rounds up in proportion to the remainder, so it keeps the mean. The dither is not random: it comes from a sequence that
+covers its range evenly over the steps, so that ranks and resumed runs agree. In runs of 500 steps, which are shorter
+than the averaging time of the moment, dithering makes no difference (held-out FVU in bf16 0.0923 with it, 0.0925
+without).
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ class Bf16(Codec):
 class Int8(Codec):
     """Moments in 8 bits, scaled by the largest value of each block.
 
-    The first moment is stored as its signed square root in ±127 levels, the second as its fourth root in 255 levels.
-    A block is a row of W_dec, or 64 rows of one column of W_enc. It never spans several latents, since gradients of
-    rare and frequent latents differ by orders of magnitude. The roots distribute the levels over the
-    orders of magnitude, like the dynamic data type of Dettmers et al. 2021 (arXiv 2110.02861).
+    The first moment is stored as its signed square root in ±127 levels, the second as its fourth root in 255 levels. A
+    block is a row of W_dec, or 64 rows of one column of W_enc. A block never spans several latents, since gradients of
+    rare and frequent latents differ by orders of magnitude. The roots distribute the levels over the orders of
+    magnitude, like the dynamic data type of Dettmers et al. 2021 (arXiv 2110.02861).
     """
 
     def new(self, weight: Tensor, dim: int) -> State:

@@ -102,8 +102,8 @@ def _longer(matrix: Tensor) -> LatentAxis:
 def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -> tuple[Tensor, Tensor]:
     """Return int32 row offsets [n_rows, 1] and column offsets [n_columns]; their sums modulo 2^16 are the dither.
 
-    If the step is skipped, the dither is 2^15 everywhere. It uses each latent's index in the full SAE, so it does not
-    depend on which rank has the latent.
+    If the step is skipped, the dither is 2^15 everywhere. The dither uses each latent's index in the full SAE, so it
+    does not depend on which rank has the latent.
     """
     numbers = [torch.arange(size, device=matrix.device) for size in matrix.shape]
     numbers[latents.dim] = latents.ids

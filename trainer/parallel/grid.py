@@ -15,7 +15,7 @@ from trainer.parallel.shares import Shares
 class Grid(Parallel):
     """A grid of ranks: ranks in a row split the latents; ranks in a column have the same latents and split the tokens.
 
-    `ddp` is a grid with one column: every rank has a full replica. It uses explicit all-reduces instead of
+    `ddp` is a grid with one column: every rank has a full replica. `ddp` uses explicit all-reduces instead of
     DistributedDataParallel, since a sparse backward pass is too short to overlap with transfers. `tensor` is a grid
     with one row: every rank processes the complete batch; ranks exchange top-k candidates and partial reconstructions,
     but no weight gradients. `hybrid` has several rows and columns. Consecutive ranks split the latents, because this

@@ -161,7 +161,7 @@ def format_named(name: str) -> Format:
 
 
 def format_in(place: Path) -> str | None:
-    """Return the name of the format of the SAE at a path; None if there is no readable SAE."""
+    """Return the format name of the SAE at a path; None if there is no readable SAE."""
     return next((name for name in catalog.READ_FORMATS if format_named(name).recognises(place)), None)
 
 

@@ -51,7 +51,7 @@ _WITHOUT_GAIN = (
 
 
 class GemmaScope(Format):
-    """Reads JumpReLU SAEs and transcoders. Both encode x, not x − b_dec."""
+    """Reads JumpReLU SAEs and transcoders, which encode x, not x − b_dec."""
 
     reads = ((FIRST,), (CONFIG, SECOND), (SECOND,))
 

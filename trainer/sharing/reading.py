@@ -298,7 +298,7 @@ def _encoded_bias(weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def wanted(config: Mapping[str, Any], place: Path, **values: Any) -> None:
-    """Raise `UsageError` if a setting has no allowed value; a missing setting has the first allowed value."""
+    """Raise `UsageError` if a setting has a value that is not allowed; the first allowed value is the default."""
     for name, allowed in values.items():
         if config.get(name, allowed[0]) not in allowed:
             listed = " or ".join(repr(value) for value in allowed)

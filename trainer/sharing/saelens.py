@@ -38,7 +38,8 @@ TRANSFORMER_LENS_MODELS = frozenset(
         "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
     ]
 )  # fmt: skip
-# Hooks that TransformerLens has in every block of these models. It has no hooks at circuit-tracer's MLP inputs.
+# Hooks that TransformerLens has in every block of these models. TransformerLens has no hooks at circuit-tracer's MLP
+# inputs.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
 
 

@@ -145,7 +145,7 @@ def _refuse_odd(path: Path) -> None:
 
 
 def as_text(content: bytes) -> str:
-    """Decode a text column leniently: SQLite's own decoding fails the whole query if one text is not UTF-8."""
+    """Decode a text column leniently: with SQLite's decoding, one text that is not UTF-8 makes the query fail."""
     return content.decode(errors="replace")
 
 
