@@ -89,7 +89,7 @@ def train(
     `settings` are the settings of `[sae]` and `[train]` in a job file, by name. Raise `JobFileError` if a setting is
     unknown or invalid, and `UserError` if training on the data is impossible; warn if there is too little data.
     `on_log(step, values)` is called every `log_every` steps; `values` are means over the steps since the last call.
-    `held_out` contains rows that are not in `data`. With it, the result's `values` include `heldout_fvu` and
+    `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include `heldout_fvu` and
     `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -97,7 +97,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
     """Report an error, in JSON or as one line per problem, and return the exit code."""
     if isinstance(error, OSError):
-        # For example, a full or read-only disk, or a folder that belongs to another user.
+        # The cause may be a full or read-only disk, or a folder that belongs to another user.
         error = UserError(f"{error.filename or 'failed'}: {error.strerror or error}")
     if as_json:
         show_failure(error)
@@ -146,7 +146,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _allowed(job: J, flags: argparse.Namespace) -> J:
-    """Return the job; raise `JobFileError` if it runs a model's own code and no flag allows this."""
+    """Return the job; raise `JobFileError` if the job runs a model's own code and no flag allows this."""
     # The Python and the sbatch options need no check here, since only `sae-tui` uses them.
     refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
     return job

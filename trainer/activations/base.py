@@ -57,7 +57,7 @@ def in_fp32(pair: Pair) -> Pair:
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return each row's norm [n] in fp32; it is infinite or NaN if it overflows or the row [d] is not finite."""
+    """Return the norms [n] of rows [n, d] in fp32: infinite or NaN on overflow, or if the row is not finite."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms
 
@@ -202,4 +202,4 @@ class StreamSource(Source):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go to the position at which `state` returned this value, in this process or an earlier one."""
+        """Go to the position at which `state` returned this value, in this or an earlier process."""

@@ -78,8 +78,8 @@ class Batches:
         self._last: int | None = None
         self._n_taken = 0
         # Ranks that each read a part of a batch start to exchange it before they train on the previous batch, so that
-        # the exchange overlaps with that step. All of them start it between the same two steps, because all ranks must
-        # issue collectives in the same order.
+        # the exchange overlaps with that step. All of them start this exchange between the same two steps, because all
+        # ranks must issue collectives in the same order.
         self._n_ahead = int(data.readers.size > 1)
         self._arriving: deque[Arriving] = deque()
         # Seconds that `next` has spent waiting for batches.
@@ -136,7 +136,8 @@ class Batches:
 
     def _read_ahead(self) -> None:
         if self._device.type == "cuda":
-            # A new thread's current device is GPU 0; without this, every rank would allocate and run kernels there.
+            # A new thread's current device is GPU 0; without this call, every rank would allocate memory and run
+            # kernels there.
             torch.cuda.set_device(self._device)
         try:
             for n_read, (step_start, token_slice) in enumerate(self._token_slices()):

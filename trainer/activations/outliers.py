@@ -35,7 +35,7 @@ class LeftOut(NamedTuple):
 
 
 class Outliers:
-    """Finds rows to leave out, from a sample of inputs x [n, d_in] and targets y [n, d_out]; y is x for an SAE.
+    """Finds rows to leave out, based on a sample of inputs x [n, d_in] and targets y [n, d_out]; y is x for an SAE.
 
     A row is an outlier if its norm is more than `times` the median norm of non-zero rows; with `times` = 0, only if its
     norm exceeds `_BEYOND_FP32` times the median. Rows that are not finite in fp32 are also left out and, with
@@ -51,7 +51,7 @@ class Outliers:
     @property
     def counts(self) -> Tensor:
         """The fields of `LeftOut` for all rows passed to `note` and `replace` so far, float64 [4]."""
-        # Filled on the device, because a copy from the host would synchronise.
+        # Create the tensor on the device, because a copy from the host would synchronise.
         n_seen = self._n_marked.new_full((), self._n_seen)
         n_within, n_finite, *n_not_zero = self._n_marked
         n_zero = n_seen - n_not_zero[0] if n_not_zero else torch.zeros_like(n_seen)
@@ -62,7 +62,7 @@ class Outliers:
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Replace each row to leave out by the previous kept row, cyclically, and count the replaced rows.
+        """Replace each left-out row by the previous kept row, cyclically, and count the replaced rows.
 
         This keeps the batch size, so the host does not wait for the GPU. `note` counts all rows.
         """

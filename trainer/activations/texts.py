@@ -95,7 +95,7 @@ def seed_key(*seed: int) -> Words:
 
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:
-    """Return the numbering of each shard, from 0; if it is unclear, all shards share one."""
+    """Return the numbering of each shard, from 0; if this is unclear, all shards share one numbering."""
     if not parts:
         return np.zeros(0, np.int64)
     lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))

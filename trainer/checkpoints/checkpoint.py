@@ -124,9 +124,9 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """Remove checkpoints that this save makes obsolete, until the disk has enough space for it.
+        """Remove checkpoints that this save makes obsolete, until the disk has enough space for the new checkpoint.
 
-        Raise `UserError` if there is too little space even without them.
+        Raise `UserError` if there is too little space even after removing all of these checkpoints.
         """
         needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
         if free >= needed:

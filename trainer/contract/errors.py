@@ -52,7 +52,7 @@ def first_line(error: BaseException) -> str:
     """Return a library error's first line (two lines if the first ends with a colon), or its class name if empty."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
-    # torch recommends weights_only=False for such a file, which would run the code in it.
+    # For such a file, torch recommends `weights_only=False`, which would run code in the file.
     return "it holds a pickle with more than tensors, which could run code" if "weights_only" in line else line
 
 

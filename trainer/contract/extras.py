@@ -25,8 +25,8 @@ class OtherInterpreter(NamedTuple):
     """The packages of another Python; `names` contains the installed ones among the requested packages, None if
     unknown.
 
-    `python` is its path. `torch_version` is "" if unknown. `torch_runtime` is what its torch is built for: "cuda",
-    "hip", or "" for neither.
+    `python` is its path. `torch_version` is "" if unknown. `torch_runtime` is the platform for which this Python's
+    torch is built: "cuda", "hip", or "" for neither.
     """
 
     python: str
@@ -78,7 +78,7 @@ def _way_of(prefix: Path) -> str:
     """Return the install command that suits an environment; pipx and uv create environments without pip."""
     if (prefix / "pipx_metadata.json").exists():
         return "pipx install --force"
-    # `uvx` creates environments in its cache, and they do not last.
+    # `uvx` creates environments in its cache, which do not last.
     is_of_uvx = prefix.parent.name.startswith("archive-v")
     return "uv tool install" if is_of_uvx or (prefix / "uv-receipt.toml").exists() else "pip install"
 

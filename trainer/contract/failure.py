@@ -12,7 +12,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.output import show_text
 from trainer.contract.printable import printable_json
 
-# A flag, an argument or a job file setting, followed by the colon that begins the rest of the message.
+# Matches a flag, an argument or a job file setting that is followed by a colon and a message.
 _FIELD = re.compile(r"(--[a-z][a-z-]*|[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+|[A-Z][A-Z_]+(?:\.toml)?): (?=\S)")
 
 

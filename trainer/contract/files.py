@@ -17,7 +17,7 @@ from trainer.contract.paths import file_mode, open_below
 
 # The start of the pointer file that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this long: an older temporary file was left by a killed process.
+# No write takes this long, so an older temporary file was left by a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
@@ -48,14 +48,14 @@ def _encoded(content: bytes | str) -> bytes:
 @contextlib.contextmanager
 def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a stream to a new file, which replaces `path` once it is complete and on disk; links are not followed."""
-    # The name is random: if it could be guessed, another user could create a link there first.
+    # Use a random name: if other users could guess it, they could create a link with this name first.
     temporary = f".{path.name[:40]}.{os.urandom(8).hex()}"
     folder = open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         clear_cut_off(path.parent, path.name)
         with open(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
-            # Not passed to `os.open`: the umask would remove permissions that a group needs.
+            # Set the mode afterwards: with `os.open`, the umask would remove permissions that a group needs.
             os.fchmod(stream.fileno(), mode)
             yield stream
             stream.flush()

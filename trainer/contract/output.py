@@ -23,7 +23,7 @@ _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "
 # Actions that this command has completed and that must not be repeated; see `has_done`.
 _DONE: list[str] = []
 
-# The start of an argparse message about an argument, such as `argument -n/--count: `.
+# Matches the start of an argparse message about an argument, such as `argument -n/--count: `.
 _ARGUMENT = re.compile(r"argument ([^\s:]+): ")
 
 

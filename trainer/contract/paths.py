@@ -106,7 +106,7 @@ class RunPaths:
 
 
 class DataDir:
-    """The folder that holds the stores, the runs and the finished SAEs of one user."""
+    """The folder with the stores, the runs and the finished SAEs of one user."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -206,7 +206,8 @@ def numbered(folder: Path) -> list[Path]:
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
     """Return the data folder: `chosen`, or $SAE_TUI_DATA_DIR, or the platform's user data folder.
 
-    Raise `UserError` if this needs a home folder that does not exist, as for a user without a name in a container.
+    Raise `UserError` if this requires a home folder that does not exist, for example for a nameless user in a
+    container.
     """
     path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
     if str(path) == "~" or str(path).startswith("~/"):
@@ -416,7 +417,8 @@ def private_folder(path: Path, setting: str = "") -> Path:
 def _make(folder: Path, *, shared: bool) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-        # Not passed as `mode`: the umask removes bits from it, and the parent's setgid bit adds one.
+        # Set the mode afterwards: the umask would remove bits from the `mode` argument, and the parent's setgid bit
+        # adds one.
         folder.chmod(0o2770 if shared else 0o700)
 
 

@@ -42,13 +42,13 @@ def printable_json(text: str) -> str:
 def printable_toml(text: str) -> str:
     """Escape unprintable characters in a TOML text as `\\U0000001b`; its values stay the same.
 
-    Its strings must be in double quotes, not literal strings.
+    Strings in the text must be in double quotes, not literal strings.
     """
     return _escape_unprintable(text, lambda char: f"\\U{ord(char):08x}")
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8; a terminal may send bytes in another encoding, which cannot."""
+    """Return whether a text can be encoded as UTF-8; False for bytes in another encoding, which a terminal may send."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -234,7 +234,8 @@ class _ProgressLines:
         if reached and elapsed_s >= self._next_s:
             # Count from now, so that no missed lines are printed after a suspension.
             self._next_s = elapsed_s + LINE_EVERY_S
-            # Imported late: a waiting supervisor imports this module, and argparse takes 1 MiB of its 20 MiB.
+            # Import late: a waiting supervisor imports this module, and argparse would take 1 MiB of the supervisor's
+            # 20 MiB.
             from trainer.contract.output import complain
 
             complain(f"{self._what}: {reached.words or f'{duration(elapsed_s)} so far'}\n")
@@ -255,7 +256,7 @@ class _Bar:
         if self._bar is None:
             if elapsed_s < QUIET_S:
                 return
-            # Imported late: it takes a tenth of a command's start-up time.
+            # Import late, since importing tqdm takes a tenth of a command's start-up time.
             from tqdm import tqdm
 
             self._bar = tqdm(total=100, leave=False, dynamic_ncols=True, bar_format="{desc}|{bar:20}|{postfix}")

@@ -61,7 +61,7 @@ def distrust_of_program(program: Path) -> str:
     """Explain why a program must not be run; return "" if only this user and root can change it.
 
     This also checks each folder and link on the path, since anyone who can write to one of them controls which program
-    runs. `program` is absolute. Raise `OSError` if it does not exist.
+    runs. `program` is absolute. Raise `OSError` if the program does not exist.
     """
     place, rest, n_links = Path("/"), list(reversed(program.parts)), 0
     while rest:

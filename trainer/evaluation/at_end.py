@@ -33,7 +33,7 @@ from trainer.training.loop import Trainer
 ERROR_NAME = error_of(held_out(CRITERION))
 # The maximum number of rows to measure, which equals the default maximum of held-out rows.
 MOST_ROWS = 32_768
-# The minimum number of training tokens per measured row. Measuring a row takes a third of the time of training on it.
+# The minimum number of training tokens per measured row. Measuring a row takes a third as long as training on it.
 SHARE_OF_TOKENS = 20
 # The number of texts to keep for each latent: half as many as the command `eval` keeps, since fewer rows are read.
 N_CONTEXTS = 10

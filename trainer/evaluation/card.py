@@ -38,7 +38,7 @@ from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, has_own_mode
 def write_card(
     folder: Path, card: Card, tensors: Mapping[str, Tensor] | None = None, replaces: Card | None = None
 ) -> Card:
-    """Merge new measurements into the report card next to an SAE's weights, and return the merged card.
+    """Merge new measurements into the report card next to an SAE's weights, and return the result.
 
     Earlier measurements of the same weights are kept unless they were repeated. The same holds for `tensors`: the texts
     that latents fire on and the tokens that they promote. The previous report card becomes an older version, unless the

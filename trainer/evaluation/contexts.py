@@ -99,7 +99,7 @@ class Contexts:
         self.n_rows = 0
 
     def add(self, text: TokenRows, entries: ActivationEntries) -> None:
-        """Add a text, with the activations of the latents in it."""
+        """Add a text with its latent activations."""
         self.n_rows += entries.n_rows
         if not len(entries.values):
             return
@@ -151,7 +151,7 @@ class Contexts:
 def contexts_of(
     acts_of: Callable[[Tensor], Acts], texts: Iterable[TokenRows], outliers: Outliers, d_sae: int, n_contexts: int
 ) -> Contexts | None:
-    """Return the contexts in which latents fire most, or None without texts.
+    """Return the contexts in which latents fire most, or None if there are no texts.
 
     Outliers and non-finite rows are left out.
     """
@@ -248,8 +248,8 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
     """Complete `tensors` for `write_features` from an older file of the same weights.
 
-    Each of them may lack the latents' texts or the tokens that the latents promote. Return {} if both lack the texts. A
-    damaged older file counts as missing.
+    The tensors and the file may each lack the latents' texts or the promoted tokens. Return {} if both lack the texts.
+    A damaged older file counts as missing.
     """
     before: dict[str, Tensor] = {}
     if older is not None:

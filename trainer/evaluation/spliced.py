@@ -169,8 +169,8 @@ class PatchedSums:
 class SplicedModel:
     """A language model with its unembedding; its rows at one hook can be replaced during a forward pass.
 
-    New rows are computed from the rows at `hook`, and replace them or, if given, the rows at `hook_out`. For a model
-    that predicts no next token, `NoLoss` is raised, or `has_loss` is False if it `only_reads`.
+    New rows are computed from the rows at `hook`; they replace the rows at `hook_out` if given, otherwise those at
+    `hook`. For a model that predicts no next token, `NoLoss` is raised, or `has_loss` is False if it `only_reads`.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ def _replaced(counts: Tensor, change: Change, read: Tensor, written: Tensor) -> 
 
 
 def job_of_data(folder: Path) -> ExtractJob:
-    """Return the extraction that wrote a folder of shards; raise `UserError` if it is unknown.
+    """Return the extraction that wrote a folder of shards; raise `UserError` if the extraction is unknown.
 
     The folder may come from another user, so it cannot allow a model's own code to run; only a job file can do this.
     """

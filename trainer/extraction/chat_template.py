@@ -12,9 +12,9 @@ from typing import Any
 
 from trainer.contract.errors import UserError, first_line
 
-# Seconds. A template normally takes milliseconds, but a bad one may never end.
+# Seconds. A template normally takes milliseconds, but a bad template may never end.
 _LIMIT_S = 3.0
-# Limits on an operator's result: bits of an integer, and characters of a text or entries of a list. The last limit
+# Limits on an operator's result: bits of an integer, and characters of a text or entries of a list. `_LARGEST_ARGUMENT`
 # applies to integers, such as a width, that are passed to filters and to methods of texts or integers.
 _MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
 _HUGE = "it creates a huge number or text"

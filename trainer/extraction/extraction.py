@@ -184,7 +184,7 @@ class Extraction:
         return result_of(self._job, self._state, "stopped", self._rate())
 
     def _prepare(self, locks: contextlib.ExitStack) -> None:
-        """Lock and prepare the output folder, before any process writes to it."""
+        """Lock and prepare the output folder before any process writes to it."""
         locks.enter_context(RunLock(private_folder(self._output, "extract.output")))
         state = stored_state(self._job, self._peers.size)
         if not state.n_stored:
@@ -373,7 +373,7 @@ class Extraction:
     def _complete(self) -> None:
         """Write the last shard of this process.
 
-        The state file records this shard together with the end of the extraction. If it were recorded earlier, a
+        The state file records this shard together with the end of the extraction. If the shard were recorded earlier, a
         resumed extraction would read the shard's last batch again.
         """
         self._note_written()

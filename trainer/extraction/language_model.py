@@ -159,8 +159,8 @@ class LanguageModel:
     def unembedding(self) -> Tensor | None:
         """Return the matrix [d_model, n_ids] that maps a direction at the last block's output to logits.
 
-        Return None if there is more than one norm between them. Only a `whole` model has an unembedding; see
-        `unembedding.folded`.
+        Return None if there is more than one norm between the last block and the unembedding. Only a `whole` model has
+        an unembedding; see `unembedding.folded`.
         """
         ending = find_ending(self._model, self._blocks, self._read_a_little)
         return None if ending is None else folded(ending)
@@ -294,7 +294,7 @@ def _require_unembedding(model: Any, missing: set[str]) -> None:
 def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, Any, set[str]]:
     """Return a model, its tokenizer, and the names of the parameters that its files lack.
 
-    Only a `whole` model has its unembedding. Raise `UserError` with a remedy if loading fails.
+    Only a `whole` model includes the unembedding. Raise `UserError` with a remedy if loading fails.
     """
     if lack := lack_of_model(settings.path) or _lack_of_tokenizer(Path(settings.path)):
         raise UserError(f"model.path: {lack}")
@@ -382,7 +382,7 @@ def spread(model: Any) -> Any:
 
     Raise `UserError` if the GPUs have too little free memory.
     """
-    # Imported only when needed, since the import takes 2 s.
+    # Import only when needed, since this takes 2 s.
     from accelerate import dispatch_model
     from accelerate.utils import get_max_memory
 

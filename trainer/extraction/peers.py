@@ -22,7 +22,7 @@ TELL_EVERY_S = 0.5
 
 
 class Stopped(Exception):
-    """A stop was requested while this process waits for others."""
+    """A stop was requested while this process was waiting for other processes."""
 
 
 class Alone:

@@ -34,7 +34,7 @@ _PIECE_BYTES = 2**22
 # The number of rows that are summed at a time, few enough to fit into a core's cache in float64. With 4096 rows, which
 # do not fit, the sums took half of the time of an extraction, excluding the model.
 _ROWS_AT_ONCE = 256
-# The largest number of values that torch converts in the calling thread. For more values, it starts extra threads.
+# The largest number of values that torch converts in the calling thread; for more values, torch starts threads.
 _NUMBERS_ALONE = 2**15 - 1
 # The number of bytes of a row's token id, position and document number.
 _BYTES_BESIDE = 12
@@ -281,7 +281,7 @@ def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
 
 
 def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
-    """Write all bytes, since one `write` may write only some of them, and hash them if a digest is given."""
+    """Write all bytes, since a single `write` may write only some, and hash the bytes if a digest is given."""
     left = memoryview(values).cast("B")
     if digest:
         digest.update(left)

@@ -49,7 +49,7 @@ class ExtractionState(msgspec.Struct):
 def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
     """Return the job's progress from its output folder; raise `UsageError` if the folder has another extraction.
 
-    With several processes, this is the sum of their progress.
+    If there are several processes, this is the sum of their progress.
     """
     output, asked = Path(job.extract.output), identity(job)
     if lack := lack_of_output(job):

@@ -231,7 +231,7 @@ def _saved_rows(root: Path, text: TextSettings) -> Iterator[Any]:
     try:
         stored = datasets.load_from_disk(str(root))
     except Exception as error:
-        # For example, a damaged or missing JSON file, or an Arrow exception.
+        # The cause may be a damaged or missing JSON file, or an Arrow exception.
         raise UserError(f"text.path: {root} cannot be read: {first_line(error)}") from None
     if isinstance(stored, dict):
         if text.split not in stored:

@@ -1,4 +1,4 @@
-"""The bytes of each token; in many tokenizers, a token can be part of a character, so it is no valid text alone."""
+"""The bytes of each token; in many tokenizers, a token can be part of a character and is then not valid text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _are_known(steps: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all steps are supported: they convert each token alone, or change only the ends of a text."""
+    """Return whether all steps are supported: each converts single tokens, or changes only the ends of a text."""
     kinds = [step.get("type") for step in steps]
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     of_ends = all(at > fused for at, kind in enumerate(kinds) if kind == "Strip")

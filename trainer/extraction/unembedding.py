@@ -92,8 +92,9 @@ def folded(ending: Unembedding) -> Tensor:
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
     """Return the weight [d] of a norm, and whether the norm subtracts the mean.
 
-    The results are measured, since norms name their parameters differently. A norm scales a row of mean 0, multiplies
-    it by the weight and adds the bias. The bias cancels in the difference from the output for the opposite row.
+    This function measures both, since norms name their parameters differently. A norm scales a row of mean 0,
+    multiplies it by the weight and adds the bias. The bias cancels in the difference from the output for the opposite
+    row.
     """
     row = torch.ones(d, dtype=like.dtype, device=like.device)
     row[1::2] = -1

@@ -57,7 +57,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
 def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the measurements of rank 0; raise `UserError` with the reason of the first rank that failed.
+    """Return the measurements of rank 0; raise `UserError` with the reason why the first rank failed.
 
     No language model runs, so `data.model_gpus = "auto"` means 0.
     """
@@ -128,7 +128,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _reason(paths: RunPaths, codes: list[int]) -> str:
-    """Return the last log line of the rank that failed first; others may have failed only because of it."""
+    """Return the last log line of the rank that failed first, which may have caused the failure of other ranks."""
     logs = sorted((paths.log(rank) for rank, code in enumerate(codes) if code), key=lambda log: log.stat().st_mtime_ns)
     lines = logs[0].read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"a rank ended with {next(filter(None, codes))}"

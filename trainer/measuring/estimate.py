@@ -25,7 +25,7 @@ _BUSY = 1.5
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The estimated memory of each training GPU and of a GPU that only runs a model, and the estimated speed."""
+    """The estimated memory of each training GPU and of each GPU that only runs a language model, and the speed."""
 
     placed: ModelPlacement
     device_name: str

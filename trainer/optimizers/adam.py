@@ -13,7 +13,7 @@ from trainer.optimizers.base import Optimizer, RowStep
 from trainer.optimizers.row_adam import RowAdam
 from trainer.optimizers.tiled import adam_step, betas_of
 
-# Unwrapped, since in torch 2.6 to 2.13 the wrapper around `step` imports the compiler (see `Optimizer`).
+# The unwrapped step, since in torch 2.6 to 2.13 the wrapper of `step` imports the compiler (see `Optimizer`).
 _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 

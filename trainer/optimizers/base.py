@@ -28,7 +28,7 @@ class Now(NamedTuple):
 def rate_of(group: dict[str, Any], like: Tensor) -> Tensor:
     """Return a group's learning rate, 0-dim on the device of `like`."""
     rate = group["lr"]
-    # Create it on the device: a copy from the host would block, and a Python float would be compiled in as a constant.
+    # Create the rate on the device: a copy from the host would block, and a float would be compiled in as a constant.
     return rate if isinstance(rate, Tensor) else like.new_full((), rate)
 
 
@@ -99,7 +99,8 @@ class Optimizer(torch.optim.Optimizer):
     unit_rows: tuple[nn.Parameter, ...] = ()
     # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
-    # The follower of each leading parameter. The `by_rows` step applies it; without one, the caller of `step` does.
+    # The follower of each leading parameter. The `by_rows` step updates the follower; without such a step, the caller
+    # of `step` does.
     followers: Mapping[nn.Parameter, TiedParameter] = MappingProxyType({})
     # If True, the learning rate is not decayed at the end of training.
     is_schedule_free = False

@@ -36,8 +36,8 @@ class Codec(ABC):
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
         """Store the moments; this may overwrite `m` and `v`.
 
-        The larger `dither` (int32, 0 to 2^16 - 1) is, the more values are rounded up. If it is 2^15, unchanged moments
-        from `read` are stored with the same bits as before.
+        The larger `dither` (int32, 0 to 2^16 - 1) is, the more values are rounded up. If `dither` is 2^15, unchanged
+        moments from `read` are stored with the same bits as before.
         """
 
 

@@ -70,9 +70,9 @@ class Signum(Optimizer):
 
 @Compiled
 def _update(y: Tensor, z: Tensor, grad: Tensor, share: Tensor, now: Now, momentum: float) -> None:
-    """Step z and move x by `share` of its distance to the new z, in place; a skipped step adds 0."""
+    """Update z, and move x by `share` of its distance to the new z, in place; a skipped step adds 0."""
     rate = now.lr * ~now.skips
     sign = grad.sign().nan_to_num_(0)
-    # This is (1 − momentum)·z' + momentum·(x + share·(z' − x)), with x, which is not stored, computed from y and z.
+    # The new y is (1 − momentum)·z' + momentum·(x + share·(z' − x)); x is not stored but computed from y and z.
     y.lerp_(z, share).addcmul_(sign, rate * (1 - momentum * (1 - share)), value=-1)
     z.addcmul_(sign, rate, value=-1)

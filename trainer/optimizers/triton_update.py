@@ -207,7 +207,7 @@ def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
         f"inout_{prefix}m_scale": scale,
         f"inout_{prefix}v_scale": moments.get("exp_avg_sq_scale"),
         f"{prefix}latent_stride": 0 if scale is None else scale.stride(matrix.latent_dim),
-        # Stride 0: all blocks share a single scale.
+        # A stride of 0 means that all blocks share a single scale.
         f"{prefix}block_stride": 0 if scale is None or scale.shape[across] == 1 else scale.stride(across),
         f"{prefix}BY_LATENT": BY_COLUMN if matrix.latent_dim else BY_ROW,
         f"{prefix}BY_WEIGHT": BY_ROW if matrix.latent_dim else BY_COLUMN,
@@ -236,7 +236,7 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, 
         unit = tl.load(unit_rows + start + columns, mask=inside, other=0)
         dot = tl.sum(g * unit, axis=0)
         tl.store(out_dots + row, dot, mask=row >= 0)
-        # Subtract before squaring: if the result is small, a difference of two squares would lose all its digits.
+        # Subtract before squaring: if the result is small, a difference of two squares would lose its precision.
         g -= dot * unit
     tl.store(out_squares + row, tl.sum(g * g, axis=0), mask=row >= 0)
 
@@ -262,7 +262,7 @@ def _step_rows(
     follower_BY_LATENT: tl.constexpr, follower_BY_WEIGHT: tl.constexpr, follower_ONE_SCALE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Step one row of a matrix and the same row of its follower."""
+    """Update one row of a matrix and the same row of its follower."""
     if tl.load(found_inf) == 0:
         row, width = tl.program_id(0).to(tl.int64), vectors * _VECTOR
         scale = tl.load(divisor)
@@ -411,7 +411,7 @@ def _largest(sizes, ONE_SCALE: tl.constexpr):
 
 @triton.jit
 def _rest_of_power(ln_beta, n):
-    """Return 1 - beta^n to full fp32 precision; subtracting the power from 1 would lose digits for small n."""
+    """Return 1 - beta^n to full fp32 precision; subtracting the power from 1 would lose precision for small n."""
     x = ln_beta * n
     series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
     return tl.where(x > -0.5, -x * series, 1 - tl.exp(x))

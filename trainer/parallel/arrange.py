@@ -172,7 +172,7 @@ def _ranks_on_this_host(world: World) -> int:
 
 
 def _all_true(own: bool, world: World) -> bool:
-    """Return whether `own` is true on all ranks, which may be on hosts of different sizes."""
+    """Return whether `own` is true on all ranks, which may be on different kinds of hosts."""
     return bool(world.group.gather(torch.tensor([int(own)], device=world.device)).min())
 
 

@@ -60,7 +60,7 @@ class Parallel:
         self.capacity: list[float] | None = None
         # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
         self.most_tokens: int | None = None
-        # True if each rank in `latents` reads only some of the stored rows and receives all others from the other
+        # True if each rank in `latents` reads only some of the stored rows and receives the remaining rows from other
         # ranks.
         self.reads_parts = False
 
@@ -98,7 +98,7 @@ class Parallel:
         """Reduce the `StepSums` of all SAEs at the end of a step, and return which requests any rank has made."""
         if self.world_size == 1:
             return requests
-        # Create it on the device, since a copy from the host would synchronise.
+        # Create the tensor on the device, since a copy from the host would synchronise.
         wanted = torch.stack([torch.full((), float(request), device=self.device) for request in requests])
         sums = StepSums.concatenate(several)
         # Vectors are small, so all-reduce them together with the other small tensors.
@@ -141,7 +141,7 @@ class Parallel:
         return self.totals(parts, group).read()
 
     def totals(self, parts: Mapping[str, Tensor], group: Group) -> Totals:
-        """Start to sum vectors over a group in one exchange; all of them must be on the device, or all on the CPU."""
+        """Start to sum vectors over a group in one exchange; all vectors must be on the device, or all on the CPU."""
         return Totals(parts, group, self.device)
 
     def all_gather(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -204,5 +204,5 @@ class CudaRequests:
 
 
 def requests_reader(device: torch.device) -> RequestReader:
-    """Return the reader for this device."""
+    """Return the reader of requests for a device."""
     return CudaRequests() if device.type == "cuda" else HostRequests()

@@ -70,7 +70,7 @@ def device_name(device: torch.device) -> str:
 
 
 class Within(NamedTuple, Generic[T]):
-    """The result of a measurement, None if memory was too short even for the smallest size."""
+    """The result of a measurement, or None if there was too little memory even for the smallest size."""
 
     value: T | None
     is_whole: bool

@@ -26,7 +26,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 LOST, FAILED = "the connection to another rank was lost", "an exchange with other ranks failed"
-# NCCL errors caused by another rank or the network.
+# Matches NCCL errors that another rank or the network has caused.
 _OF_PEERS = r"remote process|system error"
 
 
@@ -72,7 +72,7 @@ class Group:
         """
         total = wide(tensor, copy=True)
         self.sum_parts_([total])
-        # Clone, since a view would keep the memory of all rows allocated.
+        # Clone the rows, since a view would keep the memory of all rows allocated.
         return local_shard(total, self).clone()
 
     def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
@@ -100,7 +100,7 @@ class Group:
         return tensor[None]
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """Return [n_rows, ...], with each row from the rank that owns it.
+        """Return rows [n_rows, ...], each from the rank that owns it.
 
         `tensor` [size, n_own, ...] contains the rows that this rank computed for every rank, in the layout of
         `to_owners`.

@@ -72,7 +72,7 @@ def _verdict(store: dist.Store, found: str) -> str:
 
 
 def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_early: bool = False) -> None:
-    """Wait until all ranks are here or, with `ends_early`, there is a verdict; raise `PeerLost` after `limit_s`.
+    """Wait until all ranks arrive or, with `ends_early`, there is a verdict; raise `PeerLost` after `limit_s`.
 
     Poll instead of blocking, since a blocking wait on a TCP store prevents other threads from using it.
     """

@@ -40,12 +40,12 @@ class World:
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         """Connect the ranks of each group in `groups`, and return this rank's group; call this on all ranks together.
 
-        Return a group of only this rank if none of `groups` contains it.
+        If none of `groups` contains this rank, return a group that contains only this rank.
         """
         return Group()
 
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Like `part`, but connect each group by shared memory.
+        """Do the same as `part`, but connect each group through shared memory.
 
         Return a group of only this rank if the ranks are on several machines or there is too little shared memory.
         """
@@ -72,7 +72,7 @@ class Connected(World):
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
-        """Return a group of `members` that exchanges through shared memory, or None if that is impossible."""
+        """Return a group of `members` that exchanges through shared memory, or None if this is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
         index = members.index(self.group.index)
         return open_shared_memory(store, device, len(members), index, time, self._patience)
@@ -144,10 +144,10 @@ def join(
 ) -> World:
     """Connect this rank to the others and return the world of all ranks.
 
-    Ranks meet through the file `rendezvous`, which all of them can access. Without it they meet through torchrun's
-    environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than `patience`.
-    On GPUs, `on_hang` is called if the first exchanges hang. Ranks that restart afterwards need a new name, `attempt`,
-    to meet again.
+    Ranks meet through the file `rendezvous`, which all of them can access. Without `rendezvous`, they meet through
+    torchrun's environment variables, on any host. An exchange fails if a rank keeps the others waiting for longer than
+    `patience`. On GPUs, `on_hang` is called if the first exchanges hang. Ranks that restart afterwards need a new name,
+    `attempt`, to meet again.
     """
     if world_size == 1:
         return World(device)

@@ -70,7 +70,7 @@ class Balancer:
         return RebalanceDecision(self._stragglers(times, totals, seconds), self._better())
 
     def adopt(self, shares: Shares) -> None:
-        """Switch to new shares and discard the measurements made with the old ones."""
+        """Switch to new shares and discard measurements made with the old shares."""
         self._shares = shares
         self._seen.clear()
         self._late.clear()
@@ -92,7 +92,7 @@ class Balancer:
         return sum(seconds for seconds, _ in self._seen)
 
     def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[HistoryEvent]:
-        """Return an event for each rank that has now been late for long enough, or has caught up again."""
+        """Return an event for each rank that has now been late for long enough to report, or has caught up again."""
         typical, events = statistics.median_low(times), []
         for rank, time in enumerate(times):
             is_late = time > LATE * typical

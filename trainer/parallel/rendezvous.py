@@ -35,7 +35,7 @@ class ProcessBarrier:
             connection.setblocking(False)
 
     def meet(self) -> None:
-        """Wait until all ranks are here; raise `PeerLost` if a rank has ended or does not arrive in time."""
+        """Wait until all ranks arrive; raise `PeerLost` if a rank has ended or does not arrive in time."""
         with losing_peers():
             if self._is_first:
                 self._hear()
@@ -124,7 +124,7 @@ def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple
 
 
 def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
-    """Bind the socket and return the shared memory, or None if the system refuses either of them."""
+    """Bind the socket and return the shared memory, or None if the system refuses the socket or the memory."""
     try:
         door.bind(name)
         door.listen()

@@ -12,7 +12,7 @@ import torch
 
 
 class Waits(Protocol):
-    """The time spent in a set of transfers."""
+    """The time that a set of transfers took."""
 
     def seconds(self) -> float:
         """Wait until all transfers have ended and return their total time."""
@@ -54,7 +54,7 @@ class HostWaiting:
 
 
 class CudaWaiting:
-    """Measures transfers that only the device waits for, by CUDA events that are read after they have completed."""
+    """Measures transfers that only the device waits for, with CUDA events that are read after they have completed."""
 
     def __init__(self) -> None:
         self._since = CudaWaits()

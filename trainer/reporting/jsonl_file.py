@@ -65,7 +65,7 @@ class LineFile:
             self.write((), None, ())
 
     def _append(self, line: bytes) -> None:
-        """Append a line in one write; raise `OSError` if it is incomplete, for example because the disk is full.
+        """Append a line in one write; raise `OSError` if the line is incomplete, for example because the disk is full.
 
         The next call first ends an incomplete line with a newline.
         """

@@ -139,7 +139,7 @@ class Dealer:
         self._of_saes: set[str] = set()
 
     def out(self, rows: Iterable[MetricRow]) -> dict[tuple[str, int], dict[str, float]]:
-        """Return the values by label and step; values of the whole run are added to every SAE."""
+        """Return the values by label and step; values for the run are added to every SAE."""
         values: dict[tuple[str, int], dict[str, float]] = {}
         for row in rows:
             name, _, label = row.name.partition("@")

@@ -84,7 +84,7 @@ class Report:
         self.log("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
 
     def copies(self, sentence: str, hook: str = "") -> None:
-        """Warn that held-out rows are also training rows; `sentence` is "" if they are not."""
+        """Warn that held-out rows are also training rows; `sentence` is "" if there are no such rows."""
         if sentence:
             self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 

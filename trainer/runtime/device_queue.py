@@ -15,7 +15,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
-            # Clone, since the tensor may be overwritten later.
+            # Clone the tensor, since it may be overwritten later.
             self._values = tensor.clone()
         else:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

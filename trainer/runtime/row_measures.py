@@ -16,8 +16,8 @@ class RowMeasures:
     products of gradients and weights, and `squares` measure only the component orthogonal to the weights.
 
     The measurements are valid only for the tensor that was measured. An addition to the gradient, for example by a
-    second micro-batch, increments torch's version counter and makes them invalid. Data from other ranks does not
-    increment the counter, so gradients that ranks exchange must not be measured.
+    second micro-batch, increments torch's version counter and invalidates the measurements. Data from other ranks does
+    not increment the counter, so gradients that ranks exchange must not be measured.
     """
 
     def __init__(self, squares: Tensor, dots: Tensor | None) -> None:
@@ -50,7 +50,7 @@ class RowMeasures:
 
 
 def keep(weights: Tensor, measures: RowMeasures) -> None:
-    """Request that the rows of a matrix's gradient are measured while it is summed."""
+    """Request that the rows of a matrix's gradient be measured while it is summed."""
     weights.row_measures = measures  # type: ignore[attr-defined]
 
 

@@ -205,7 +205,7 @@ def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
 
 
 def public_name(value: Any) -> Any:
-    """Return a value for publication: of an absolute path only the last component, any other value unchanged."""
+    """Return a value for publication: only the last component of an absolute path, any other value unchanged."""
     is_path = isinstance(value, str) and Path(value).is_absolute()
     return Path(value).name or value if is_path else value
 

@@ -51,7 +51,7 @@ class CircuitTracer(Format):
         return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[SharedSae], folder: Path) -> None:
-        """Write transcoders of different layers as one set, atomically. First check `refusal` for each of them."""
+        """Write transcoders of different layers as one set, atomically. Check `refusal` for each transcoder first."""
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
                 write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))

@@ -92,7 +92,7 @@ def _nothing(place: Path, form: str | None) -> str:
 
 
 def _refused(folder: Path) -> str:
-    """Return why the files of an SAE cannot be read, usually because one is a link; "" if no SAE is complete."""
+    """Return why the files of an SAE cannot be read, usually because a file is a link; "" if no SAE is complete."""
     for names in (names for form in catalog.READ_FORMATS for names in format_named(form).reads):
         if not all(os.path.lexists(folder / name) for name in names):
             continue

@@ -29,9 +29,10 @@ from trainer.sharing.reading import (
 
 CONFIG, FIRST, SECOND = "config.json", "params.npz", "params.safetensors"
 _SKIP = "affine_skip_connection"
-# A Gemma Scope 1 repository: "gemma-scope-2b-pt-res"; a folder in it: "layer_12/width_16k/average_l0_60".
+# Matches a Gemma Scope 1 repository, "gemma-scope-2b-pt-res", with folders like "layer_12/width_16k/average_l0_60".
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)\b")
-# A Gemma Scope 2 repository: "gemma-scope-2-1b-pt"; a folder in it: "transcoder_all/layer_7_width_16k_l0_small".
+# Matches a Gemma Scope 2 repository, "gemma-scope-2-1b-pt", and folders like
+# "transcoder_all/layer_7_width_16k_l0_small".
 _SECOND_REPOSITORY = re.compile(r"gemma-scope-2-(270m|1b|4b|12b|27b)-(pt|it)\b")
 _SECOND_SITE = re.compile(r"(resid_post|mlp_out|attn_out|transcoder)(?:_all)?/layer_([0-9]{1,4})_[^/]*$")
 _SECOND_HOOKS = {
@@ -125,7 +126,7 @@ def _place(point: str, module: str, hook: str) -> dict[str, Any]:
 
 
 def _settings(folder: Path, given: Given) -> dict[str, Any]:
-    """Return the settings of a Gemma Scope 2 SAE; derive them from its path if it has no settings file."""
+    """Return the settings of a Gemma Scope 2 SAE; without a settings file, derive them from its path."""
     if os.path.lexists(folder / CONFIG):
         return read_config(folder / CONFIG, given)
     path, config = folder.absolute().as_posix(), {"architecture": "jump_relu"}

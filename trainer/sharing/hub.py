@@ -20,8 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 class Repository:
     """The target repository of an upload: its `url`, and whether it `is_new` and `has_card`, a model card.
 
-    The constructor requests the user's name and the repository's files and changes nothing on the hub. It raises
-    `UsageError` if an upload is impossible and `UserError` if the hub does not respond.
+    The constructor requests the user's name and the repository's files and changes nothing on the hub. The constructor
+    raises `UsageError` if an upload is impossible and `UserError` if the hub does not respond.
     """
 
     def __init__(self, name: str, *, public: bool) -> None:

@@ -24,7 +24,7 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
 }
 # The maximum length of a text and the upper limit of a number, since other people's files may contain anything.
 _LONGEST, _LARGEST = 200, 2**31
-# A module name in transformers; sparsify and Gemma Scope 2 name hooks by modules.
+# Matches a module name in transformers; sparsify and Gemma Scope 2 name hooks by modules.
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
 _SITES = {
     "": "resid_post",
@@ -35,7 +35,7 @@ _SITES = {
     "self_attn": "attn_out",
     "attention": "attn_out",
 }
-# A hook name used by dictionary_learning's scripts: "resid_post_layer_3", "mlp_out_layer3".
+# Matches hook names in dictionary_learning's scripts, such as "resid_post_layer_3" and "mlp_out_layer3".
 _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_layer_?([0-9]{1,4})")
 
 

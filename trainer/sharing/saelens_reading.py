@@ -42,11 +42,11 @@ ARCHITECTURES = (
     "jumprelu_transcoder",
     "jumprelu_skip_transcoder",
 )
-# Architectures in training checkpoints and our names for them; `save_inference_model` writes them as "jumprelu".
+# Architectures in training checkpoints and our names for them; `save_inference_model` writes these as "jumprelu".
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
 # Current setting names, and their names in versions 1 to 5.
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
-# For each unsupported normalisation, why it cannot be folded into the weights.
+# The reason why each unsupported normalisation cannot be folded into the weights.
 _NORMALISED = {
     "layer_norm": "it centres and scales each row on its own",
     "constant_norm_rescale": "it scales each row on its own to a fixed norm",

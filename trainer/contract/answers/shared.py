@@ -280,7 +280,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
     "features": (str, 'Digest of the stored file of its latents; "": none, or the report card is current.'),
 }
-# The progress of a training, by the names of the series in a run's store.
+# JSON fields for the progress of a training, with the names of the metrics in a run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {
     PASSES: (float | None, "Passes over the training rows; null: a stream, or not measured."),
     BEST_STEP: (int | None, "Step at which the held-out FVU was lowest; null: not measured."),

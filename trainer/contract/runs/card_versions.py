@@ -90,7 +90,7 @@ def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Versio
 def archive(folder: Path) -> None:
     """Store the report card and the features of a folder as a version, unless they are already stored.
 
-    The folder also keeps its report card and features. Raise `OSError` or `UserError` if they cannot be written.
+    The folder also keeps its report card and features. Raise `OSError` or `UserError` if the version cannot be written.
     """
     current = _read(folder / CARD)
     if current is None:

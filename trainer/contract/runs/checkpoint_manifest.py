@@ -111,7 +111,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def newest_whole(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, otherwise the latest intact checkpoint in it.
+    """Return `path` if it is a checkpoint, otherwise the latest intact checkpoint in that folder.
 
     Raise `UserError` if there is no intact checkpoint.
     """

@@ -8,8 +8,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-# Deterministic matmuls need this variable. PyTorch before 2.10 reads it at the first matmul; if it is not set, all
-# matmuls of a deterministic run fail. A rank's measurements before training already run matmuls.
+# Deterministic matmuls need this variable. PyTorch before 2.10 reads the variable at the first matmul; if it is not
+# set, all matmuls of a deterministic run fail. A rank's measurements before training already run matmuls.
 _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # Each step allocates and frees tensors of many sizes. With expandable segments, PyTorch reserves little more memory

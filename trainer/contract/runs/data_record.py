@@ -93,7 +93,7 @@ def sampled(record: DataRecord) -> DataRecord:
 
 
 def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
-    """Return a sentence about the shards added since a checkpoint, or None without new shards."""
+    """Return a sentence about the shards added since a checkpoint, or None if there are none."""
     if before is None:
         return _NOT_RECORDED if now else None
     new = [one for old, folder in zip(before, now, strict=True) for one in folder.shards[len(old.shards) :]]

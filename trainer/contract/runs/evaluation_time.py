@@ -46,7 +46,7 @@ class LanguageModelSize(msgspec.Struct, frozen=True):
 
 
 def language_model(job: JobConfig) -> LanguageModelSize | None:
-    """Return the model whose activations a job trains on, or None if it is not recorded."""
+    """Return the model whose activations a job trains on, or None if the data does not record the model."""
     for settings in job.hooks.values():
         path: object = None
         if isinstance(settings, ModelSettings):

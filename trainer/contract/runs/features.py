@@ -69,7 +69,7 @@ class LogitChange(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A token of a context with the latent's activation on it, 0 if the latent does not fire.
+    """A token of a context and the latent's activation on this token, 0 if the latent does not fire.
 
     Tokens that share a character are merged into one token with the largest of their activations.
     """
@@ -90,7 +90,7 @@ class ActivatingExample(msgspec.Struct, frozen=True):
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """A latent: the share of rows on which it fires, its largest and mean activation on them, and its top contexts.
+    """A latent: the share of rows on which it fires, its largest and mean activation, and its top contexts.
 
     `histogram` counts activations in bins of equal width up to the largest one. `nearest` are the latents with the most
     similar decoder directions, as (latent, cosine), the most similar first. `promoted` and `suppressed` are the tokens

@@ -24,10 +24,10 @@ _PREFIX = "training_"
 class HowFar(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run when the weights of an SAE were saved, at step `step` of `total_steps`.
 
-    `lr_share` is the learning rate divided by the full one, or None for an optimizer without decay. `passes` is the
-    number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches, `heldout_fvu`
-    the FVU on held-out rows, and `best` the lowest held-out FVU of the run, if it is clearly lower than the current
-    one.
+    `lr_share` is the learning rate divided by the full learning rate, or None for an optimizer without decay. `passes`
+    is the number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches,
+    `heldout_fvu` the FVU on held-out rows, and `best` the lowest held-out FVU of the run, if it is clearly lower than
+    the current one.
     """
 
     step: Count

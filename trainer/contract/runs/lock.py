@@ -80,7 +80,7 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 
 
 def is_held(file: Path) -> bool | None:
-    """Return whether a process in any PID namespace holds the lock, or None if that is unknown."""
+    """Return whether a process in any PID namespace holds the lock, or None if unknown."""
     for _ in range(_LOOKS):
         # Another process may be testing the lock, which holds it exclusively for a moment, so check again.
         if not (held := _is_taken(file)):

@@ -96,7 +96,7 @@ class ChildRank(RankEnd):
         return -signal.SIGKILL if self.hangs else self.process.returncode
 
     def kill(self) -> None:
-        """Send SIGKILL; a rank still alive `GIVEN_UP_AFTER_S` later counts as ended and as the cause of the failure."""
+        """Send SIGKILL; a rank that survives for `GIVEN_UP_AFTER_S` counts as ended and as the cause of the failure."""
         if self.killed_at is None:
             self.killed_at = time.monotonic()
         elif self.ended is None and time.monotonic() - self.killed_at > GIVEN_UP_AFTER_S:
@@ -115,8 +115,8 @@ class ChildRank(RankEnd):
         """Return when the rank recorded its error, or else when it ended; for a killed rank, `NOTICED_WITHIN_S`
         earlier.
 
-        A rank that raises an error may shut down more slowly than other ranks, which end when they lose their
-        connection to it.
+        A rank that raises an error may shut down more slowly than other ranks, which end as soon as they lose the
+        connection to this rank.
         """
         ended = self.ended or time.time()
         if self.hangs:
@@ -160,7 +160,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 
 def first_failed(ranks: Iterable[R]) -> R | None:
-    """Return the rank that failed first, or None; a rank that this process killed needs a recorded error to count."""
+    """Return the rank that failed first, or None; ignore ranks that this process killed and that recorded no error."""
     failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 

@@ -52,7 +52,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     # True if the ranks run on other hosts than the process that started them. They then share files with it, but not
     # the SQLite database.
     by_files: bool = False
-    # The memory in bytes that a rank may use on a shared device, or None for no limit.
+    # The memory in bytes that a rank may use on a shared device, or None if there is no limit.
     may_take_bytes: Count | None = None
     # The number of additional devices that only run a language model, and a clause with the reason if this number was
     # chosen automatically.
@@ -141,7 +141,8 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
 
 
 def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment with torchrun's variables; SLURM sets GPUs and cores, the batch script all others.
+    """Return a rank's environment with torchrun's variables; SLURM sets GPUs and cores, the batch script everything
+    else.
 
     Raise `UserError` if srun has started a different number of processes than the attempt has ranks.
     """

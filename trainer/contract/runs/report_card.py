@@ -126,7 +126,7 @@ class AllTokens(Losses, frozen=True, kw_only=True):
 class PatchedModel(Losses, frozen=True, kw_only=True):
     """The losses if only rows that an extraction for this SAE would keep are replaced.
 
-    The other rows stay unchanged and do not count. `left_out` describes them ("first tokens"), or is None if unknown.
+    The other rows are neither changed nor counted. `left_out` describes them ("first tokens"), or is None if unknown.
     Standard errors are computed over `n_texts` texts. For `ce_with_mean`, rows are replaced by the mean row of the
     data. `is_unseen` is set if the text is known to come after the extracted part. `rows` is the reconstruction
     quality, and `all_tokens` contains the losses if all rows are replaced.
@@ -286,7 +286,7 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether this report card is for the weights; without a digest, compare tokens and step (0: any)."""
+        """Return whether this report card is for these weights; without a digest, compare tokens and step (0: any)."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
@@ -321,7 +321,7 @@ def read_card(folder: Path) -> Card | None:
 
 
 def card_from(table: dict[str, Any]) -> Card | None:
-    """Return the report card in a table that was read from JSON, or None if it is not valid."""
+    """Return the report card in a table that was read from JSON, or None if the table is not valid."""
     try:
         return convert_as(_without_unknown(table), Card)
     except (msgspec.ValidationError, RecursionError):

@@ -115,7 +115,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
 def _open_readonly(path: Path, schema: Schema) -> sqlite3.Connection:
     with _connect(f"file:{_quote(path)}?mode=ro") as connection:
         connection.execute("PRAGMA query_only=ON")
-        # Version 0: the writer has created the file but not yet its tables.
+        # Version 0 means that the writer has created the file, but not yet its tables.
         if _refuse_newer(connection, path, schema) == 0:
             raise StoreMissing(f"there is no store at {path} yet")
         return connection
@@ -150,7 +150,7 @@ def as_text(content: bytes) -> str:
 
 
 def data_version(connection: sqlite3.Connection) -> int:
-    """Return a number that changes when another connection commits; costs about 6 µs."""
+    """Return a number that changes when another connection commits; this takes about 6 µs."""
     return int(connection.execute("PRAGMA data_version").fetchone()[0])
 
 
@@ -196,7 +196,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if "locked" in text or "busy" in text:
         if problem := no_locks(path.parent):
             return f"the store {path} cannot be locked: {problem}"
-        # Imported late: a waiting supervisor does not need it.
+        # Import late, since a waiting supervisor does not need this module.
         from trainer.contract.store.holder import describe_holder, holder_of
 
         pid = holder_of(path)
@@ -264,7 +264,7 @@ def no_locks(folder: Path) -> str:
 
     On a file system without locks (such as NFS if its lock service does not respond), SQLite reports only a busy store.
     """
-    # Imported late: it takes 1 MiB in a waiting supervisor.
+    # Import late, since `tempfile` takes 1 MiB in a waiting supervisor.
     import tempfile
 
     try:

@@ -30,7 +30,8 @@ class StoreFile:
         with explain_errors(self.path):
             if self._connection is None or file_identity(self.path) != self._identity:
                 self.close()
-                # Read before opening: if the file is replaced in between, the next call notices.
+                # Read the identity before opening the file, so that the next call notices if the file was replaced in
+                # between.
                 identity = file_identity(self.path)
                 self._connection = self._open_store()
                 self._identity = identity or file_identity(self.path)

@@ -148,7 +148,7 @@ class Control:
             return True
 
     def job(self, job_id: int) -> Job:
-        """Return the job with this id; raise `UserError` if it is missing, `Unreadable` if its row is damaged."""
+        """Return the job with this id; raise `UserError` if it does not exist, `Unreadable` if its row is damaged."""
         rows = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
         if not rows:
             raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
@@ -200,7 +200,7 @@ class Control:
             fields.setdefault("waits_for", None)
             db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
         if to == JobState.QUEUED:
-            # The job starts fresh, so earlier requests count as handled.
+            # The job starts from scratch, so earlier requests count as handled.
             db.execute("UPDATE requests SET handled = ? WHERE job_id = ? AND handled IS NULL", (time.time(), job_id))
             fields = {"queued": time.time(), "ended": None, "error": None} | fields
         _update(db, job_id, fields)
@@ -367,7 +367,7 @@ def _pending_requests(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
 
 def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:
     marks = ", ".join("?" * len(row))
-    # Quoted, since "after" is an SQL keyword.
+    # Quote the names, since "after" is an SQL keyword.
     names = ", ".join(f'"{name}"' for name in row)
     return int(db.execute(f"INSERT INTO jobs({names}) VALUES({marks})", tuple(row.values())).lastrowid or 0)
 

@@ -214,7 +214,7 @@ class SeriesReader:
         return [Point(step, row["mean"], row["low"], row["high"]) for step, row in zip(middles, rows, strict=True)]
 
     def is_rolled_up(self) -> bool:
-        """Return whether all series have their roll-ups; without them a long history takes 1 s per million rows."""
+        """Return whether all series have roll-ups; without them, reading a long history takes 1 s per million rows."""
         with explain_errors(self.path):
             return all(self._is_rolled_up({"name": name, "rank": rank}) for name, rank in self.series())
 
@@ -355,5 +355,5 @@ def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None
 
 
 def _finite(value: Any) -> float | None:
-    """Return a value as a float; None if it is not a number or beyond `LARGEST`."""
+    """Return a value as a float, or None if it is not a number or exceeds `LARGEST`."""
     return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None
