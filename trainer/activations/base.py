@@ -105,12 +105,12 @@ class IndexedSource(Source):
     # mixed in proportion to their rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
-    # The texts of each of these sets; empty if a shard does not record them.
+    # The texts of each set of shards; empty if a shard does not record its texts.
     texts: Sequence[Texts] = ()
     # The default of `data.hold_out` for this source.
     usual_hold_out: HoldOut = "rows"
     # If the data has grown since the run began: the number of rows in each set at that time. Held-out rows are chosen
-    # only from these rows.
+    # only from the original rows.
     split_sizes: Sequence[int] = ()
     # The number of neighbouring rows that may be in the same batch; more than 1 if the stored rows are shuffled.
     run: int = 1

@@ -1,4 +1,5 @@
-"""Finds heavy dimensions: a few dimensions with most of the variance. An SAE that learns only these has a low FVU.
+"""Finds heavy dimensions: a few dimensions with most of the variance. An SAE that learns only heavy dimensions has a
+low FVU.
 
 Each dimension gets a factor: below 1 to scale it down, 0 to leave it out.
 """

@@ -175,7 +175,7 @@ class ShuffleBuffer:
         return BufferPlace(self._block, self._n_gone, self._begin)
 
     def fill(self, place: BufferPlace) -> None:
-        """Restore the buffer's content at this position by reading the stream again.
+        """Restore the buffer's content at a position by reading the stream again.
 
         Raise `UserError` if the stream now has fewer rows.
         """

@@ -13,8 +13,7 @@ from trainer.contract.settings.sources import HoldOut
 BLOCK = 128
 # The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8
-# Complete texts are only held out if they have at most this share of all rows, or at most twice the requested number of
-# rows.
+# The maximum share of all rows in held-out texts; twice the requested number of rows is always allowed.
 MOST_IN_TEXTS = 0.25
 # The minimum share of the held-out rows in each half.
 LEAST_OF_HALF = 0.25
@@ -100,8 +99,8 @@ def halves_of(labels: Indices) -> Indices:
     """Return the half, 0 or 1, of each row, given the label of its text; no text is in both halves, if possible.
 
     The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
-    less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves, so
-    that neighbours mostly stay together and both halves cover the data from beginning to end.
+    less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves. So
+    neighbours mostly stay together, and both halves cover the data from beginning to end.
     """
     _, of_row, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     half_of, totals = np.zeros(len(sizes), np.int64), [0, 0]
@@ -146,7 +145,7 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
     """Choose random texts of at most `n_wanted` rows each, until they have `n_wanted` rows in total.
 
-    If these do not suffice, add longer texts, the shortest first.
+    If these texts do not suffice, add longer texts, the shortest first.
     """
     order = np.argsort(keys_of(texts.number, seed, texts.numbering), kind="stable")
     is_long = texts.n_rows[order] > n_wanted

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trainer.activations.permutation import Indices, Words, mixed
 
 Numbers = NDArray[Any]
-# Text numbers are counted in a table if it has at most this many entries per row.
+# The maximum number of table entries per row; with a larger table, text numbers are counted by sorting.
 _PLACES_PER_ROW = 4
 
 

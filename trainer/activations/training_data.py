@@ -314,8 +314,8 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
 def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] = ()) -> Clusters:
     """Label some ascending rows by their text or, if texts are unknown, by blocks of `BLOCK` neighbours.
 
-    If `first_sizes` is given, the rows are among each set's first rows, up to these numbers, and added rows do not
-    affect the labels.
+    If `first_sizes` is given, all the rows are among the first rows of each set, and later rows do not affect the
+    labels.
     """
     if not source.texts:
         return Clusters(rows // BLOCK, "blocks")

@@ -163,5 +163,5 @@ class _PinnedBuffer:
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """Return the kind of transfer for this device."""
+    """Return the kind of transfer that suits a device."""
     return Overlapped(device, CudaLane(device)) if device.type == "cuda" else Transfer(device)

@@ -76,7 +76,7 @@ class Checkpoints:
         self._n_train_rows = n_train_rows
 
     def folder(self, position: Position) -> Path:
-        """Return the folder of the checkpoint at this position; it need not exist."""
+        """Return the folder for a checkpoint at a position; the folder need not exist."""
         return self._folder / f"step-{position.step:08d}"
 
     def best(self) -> CheckpointState | None:

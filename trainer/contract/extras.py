@@ -17,7 +17,7 @@ from typing import NamedTuple
 from trainer.contract.errors import UsageError
 from trainer.contract.wording import join_words
 
-# Every process of the trainer imports these.
+# Packages that every process of the trainer imports.
 OF_TRAINER = ("torch", "numpy", "safetensors")
 
 

@@ -38,13 +38,13 @@ def prepare(kind: Any) -> None:
 
 
 def convert_as(value: Any, kind: type[T]) -> T:
-    """Convert a value to this type like `msgspec.convert`, but safely in any thread."""
+    """Convert a value to a type like `msgspec.convert`, but safely in any thread."""
     prepare(kind)
     return msgspec.convert(value, kind)
 
 
 def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
-    """Decode JSON as a value of this type; raise `ValueError` with the reason if it is not valid."""
+    """Decode JSON as a value of the given type; raise `ValueError` with the reason if it is not valid."""
     try:
         prepare(kind)
         return msgspec.json.decode(_without_mark(text), type=kind, dec_hook=dec_hook)
@@ -67,7 +67,7 @@ def load_json(
     dec_hook: Callable[[type, Any], Any] | None = None,
     open_file: Callable[[Path], io.BufferedReader] = open_plain,
 ) -> T:
-    """Decode a JSON file as this type; raise `ValueError` if it is not valid, `OSError` if it cannot be read."""
+    """Decode a JSON file as the given type; raise `ValueError` if it is not valid, `OSError` if it cannot be read."""
     with open_file(file) as stream:
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
@@ -76,7 +76,7 @@ def load_json(
 
 
 def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:
-    """Decode a JSON file as this type; return None if it is missing, unreadable or not valid."""
+    """Decode a JSON file as the given type; return None if it is missing, unreadable or not valid."""
     try:
         return load_json(Path(file), kind)
     except (OSError, ValueError):

@@ -100,7 +100,7 @@ def complain(text: str) -> None:
 
 
 def can_show(characters: str, stream: TextIO) -> bool:
-    """Return whether the stream's encoding supports these characters."""
+    """Return whether a stream's encoding supports the given characters."""
     try:
         characters.encode(stream.encoding)
     except UnicodeEncodeError:

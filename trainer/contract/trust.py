@@ -1,4 +1,4 @@
-"""Checks who owns a file or folder and who else can write to it, like ssh does for its files."""
+"""Checks who owns a file or folder and who else can write to it, as ssh does for its files."""
 
 from __future__ import annotations
 

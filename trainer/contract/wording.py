@@ -66,7 +66,7 @@ def number(value: float) -> str:
 
 def count(value: float) -> str:
     """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow its changes."""
-    # From these limits on, the smaller unit would round to four digits before the decimal point.
+    # From each of these limits on, the smaller unit would round to four digits before the decimal point.
     for limit, one, unit in ((999_950_000, 1e9, "G"), (999_950, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / one:.1f}{unit}"

@@ -63,9 +63,10 @@ def evaluate(
     For a transcoder in a folder, `targets` are its targets; `given` corrects settings in the folder's files. Return for
     each SAE its report card (`card`), its text (`lines`), and the folder that it was written to (`written_to`). A job
     file may request a language model's own Python code, which runs only if `allows_code` is set. With `keeps_rows`,
-    rows are measured only if the report card has no such measurement for these weights. With `is_probed`, the SAEs of a
-    run are probed on `n_sets` (12) sets of texts that `model` reads. Report cards, and up to `n_contexts` (20) texts
-    for each latent, are written if the run has exported the SAE. Raise `UserError` if something cannot be read.
+    rows are measured only if the report card has no measurement on rows for the same weights. With `is_probed`, the
+    SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads. Report cards, and up to `n_contexts`
+    (20) texts for each latent, are written if the run has exported the SAE. Raise `UserError` if something cannot be
+    read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: needs --model; give both, or leave it out")

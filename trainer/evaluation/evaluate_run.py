@@ -96,7 +96,7 @@ def evaluations_of(
     `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
     it. With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and
     probed on `n_sets` data sets that the model reads. With `keeps_rows`, rows are not measured again if the report card
-    in the folder has such a measurement for the same weights. Raise `UserError` if something cannot be read.
+    in the folder has a measurement on rows for the same weights. Raise `UserError` if something cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)

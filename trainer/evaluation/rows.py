@@ -104,7 +104,7 @@ class EvaluationRows:
                 yield ordinary
 
     def _note(self, labels: Indices, whole: Pair, ordinary: Pair) -> None:
-        """Store the labels of the rows that are measured, and hash these rows."""
+        """Store the labels of the measured rows, and hash the rows."""
         if len(ordinary[0]) < len(labels):
             labels = labels[self.outliers.ordinary(*whole).cpu().numpy()]
         self._labels.append(labels)

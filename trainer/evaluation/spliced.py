@@ -261,7 +261,7 @@ class SplicedModel:
             advance()
 
     def _everything(self, reading: ReadContexts, batch: ContextBatch) -> ReadContexts:
-        """Return the same reading, but with every token counted."""
+        """Return the same `ReadContexts`, but with every token counted."""
         counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
         return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
 
@@ -296,7 +296,7 @@ class SplicedModel:
         return itertools.islice(contexts_of(self._job, self._model), first, first + n)
 
     def _read(self, batch: ContextBatch) -> tuple[ReadContexts, Tensor]:
-        """Run the unchanged model on a batch; return the reading to compare with, and the logits."""
+        """Run the unchanged model on a batch; return its `ReadContexts`, for later comparisons, and its logits."""
         logits = self._model.logits(batch)
         device = logits.device
         ids, positions, documents = (torch.from_numpy(one).to(device) for one in batch)
@@ -364,7 +364,7 @@ def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
     Neuronpedia: W_dec @ W_U. Here W_U includes the weight of the model's final norm, as with TransformerLens'
     `fold_ln`. Each result has the shape [d_sae, n].
 
-    `trainer.contract.runs.features` reads these names. `w_dec` [d_sae, d_model] has the directions, and
+    `trainer.contract.runs.features` reads tensors with the same names. `w_dec` [d_sae, d_model] has the directions, and
     `w_u` [d_model, n_ids] maps them to logits.
     """
     n, at_once = min(N_MOVED, w_u.shape[1]), max(1, _LOGITS_AT_ONCE // w_u.shape[1])

@@ -205,7 +205,7 @@ class Extraction:
         self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
 
     def _refuse_other_dtype(self) -> None:
-        """Raise `UsageError` if the dtype of the stored rows differs from the dtype on this device."""
+        """Raise `UsageError` if the dtype of the stored rows differs from the dtype on the current device."""
         dtype = str(self._dtype).removeprefix("torch.")
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} hold {self._state.dtype}, and this device gives {dtype}"

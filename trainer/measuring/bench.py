@@ -72,7 +72,7 @@ def run_ranks(
 ) -> dict[str, Any]:
     """Run `python -m MODULE SPEC.json ARGUMENTS` for each rank, and return the content of rank 0's `found.json`.
 
-    Raise `UserError` with the reason of the first rank that failed.
+    Raise `UserError` with the reason why the first rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         paths = RunPaths(Path(folder))

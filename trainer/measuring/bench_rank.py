@@ -157,7 +157,7 @@ def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[
 def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str, float]:
     """Return a lower bound of the step time in ms: the time of the encoder's product or of the memory traffic.
 
-    The longer of the two counts. The time of the memory traffic is its size divided by the measured bandwidth of a
+    The longer time is the bound. The time of the memory traffic is its size divided by the measured bandwidth of a
     large copy.
     """
     micro_batches, precision = len(steps.cut.token_slices), resolve_precision(job.train.precision, device)

@@ -158,7 +158,7 @@ class Parallel:
     def slot(self, value: float) -> Tensor:
         """Return a vector [world_size] on the CPU that is `value` at this rank and 0 elsewhere.
 
-        The sum of these vectors over the ranks contains the value of every rank.
+        The sum of the vectors of all ranks contains the value of every rank.
         """
         values = torch.zeros(self.world_size, dtype=torch.float64)
         values[self.rank] = value

@@ -20,7 +20,7 @@ from trainer.runtime.out_of_memory import is_shortage
 SMALL = 2**20
 
 _coalescing: Any = dist.distributed_c10d._coalescing_manager
-# torch 2.13 renamed these functions.
+# torch 2.13 renamed reduce-scatter and all-gather.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -225,7 +225,7 @@ class DistributedGroup(Processes):
         return tensor.is_cuda and self._has_even_parts(tensor)
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Coalesce GPU transfers of these tensors that start within the context."""
+        """Coalesce GPU transfers of the given tensors that start within the context."""
         is_worth_it = len(tensors) > 1 and tensors[0].is_cuda
         return _coalescing(self._group) if is_worth_it else contextlib.nullcontext()
 

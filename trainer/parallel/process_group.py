@@ -184,7 +184,7 @@ def join(
 
 
 def _may_hang(device: torch.device) -> bool:
-    """Return whether ranks on this device use NCCL, whose first exchanges can hang and allocate memory."""
+    """Return whether ranks on a device use NCCL, whose first exchanges can hang and allocate memory."""
     return device.type == "cuda"
 
 

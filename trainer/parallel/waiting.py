@@ -98,5 +98,5 @@ class CudaWaits:
 
 
 def waiting(device: torch.device) -> Waiting:
-    """Return the `Waiting` implementation for this device."""
+    """Return the `Waiting` implementation for a device."""
     return CudaWaiting() if device.type == "cuda" else HostWaiting()

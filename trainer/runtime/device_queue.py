@@ -57,7 +57,7 @@ class CudaMoment:
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the point when this device has finished all work that this thread has queued so far."""
+    """Return the point at which a device has finished all work that this thread has queued so far."""
     return CudaMoment(device) if device.type == "cuda" else CompletedWork()
 
 
@@ -109,5 +109,5 @@ class CudaStopwatch:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """Start a stopwatch for this device's work."""
+    """Start a stopwatch for the work of a device."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()

@@ -19,7 +19,7 @@ NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Replace "auto" by the most suitable precision for this device."""
+    """Replace "auto" by the most suitable precision for a device."""
     if precision != "auto":
         return precision
     return auto_precision(device.type, _capability(device) if device.type == "cuda" else (0, 0))

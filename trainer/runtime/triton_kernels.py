@@ -159,7 +159,7 @@ def _hook_of_triton() -> tuple[Any, str]:
 
 
 def withhold(names: Iterable[str]) -> None:
-    """Disable these modules, although they may work on this rank."""
+    """Disable the given modules, although they may work on this rank."""
     _withheld.update(names)
 
 

@@ -41,7 +41,7 @@ SMALL, TINY = Size(128, 2048, 16, 1024), Size(32, 256, 4, 256)
 
 
 def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
-    """Return a job of this size with the given settings in [sae] and [train], and defaults for all other settings."""
+    """Return a job of the given size and settings in [sae] and [train], with defaults for all other settings."""
     sizes = {"d_sae": size.d_sae, "k": size.k}, {"batch_size": size.batch_size, "n_steps": 1000}
     job, problems = parse_job({"data": {"path": "unused"}, "sae": sizes[0] | sae, "train": sizes[1] | train})
     assert job is not None, problems

@@ -50,7 +50,7 @@ class SharedSae(NamedTuple):
 
     `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, a transcoder x itself.
     `k` is the number of active latents per token in training, None if unknown. `levels` are the prefix widths of a
-    Matryoshka SAE. `features` is the file that `eval` stored for these weights. `firings` computes the activations on
+    Matryoshka SAE. `features` is the file that `eval` stored for the weights. `firings` computes the activations on
     the run's data, for formats that need them; it is None if the tokens of the data are unknown. `l0` is the L0 that
     the imported files state; `notes` are sentences about these files.
     """

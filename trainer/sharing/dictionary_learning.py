@@ -193,7 +193,7 @@ def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
 def _class_of(sae: SharedSae) -> str:
     """Return the name of a class that computes the same as the SAE.
 
-    The class of its training method is used only if k is known and all latents share one threshold."""
+    The class for the SAE's training method is used only if k is known and all latents share one threshold."""
     name = _TRAINED.get(sae.trained_as)
     if name is None or sae.k is None or (sae.weights["threshold"] != sae.weights["threshold"][0]).any():
         return _COMPUTED[sae.architecture]

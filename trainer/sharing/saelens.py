@@ -15,11 +15,12 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# The SAELens version with which these files were tested; SAELens uses it to decide how to convert them.
+# The SAELens version with which the exported files were tested; SAELens uses it to decide how to convert the files.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-# Common models for SAEs that TransformerLens knows by these hub names (it does not know "openai-community/gpt2").
-# Exports for other models set model_class_name to AutoModelForCausalLM and name the module as the hook.
+# Common models for SAEs, with their hub names in TransformerLens (it does not know
+# "openai-community/gpt2"). Exports for other models set model_class_name to AutoModelForCausalLM and name the module as
+# the hook.
 TRANSFORMER_LENS_MODELS = frozenset(
     [
         "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "EleutherAI/gpt-neo-125M", "EleutherAI/gpt-j-6B",

@@ -217,7 +217,7 @@ def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | No
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the SAE's metadata. Version 6 has a table for it; older versions mix it with the settings."""
+    """Return the SAE's metadata. Version 6 has a metadata table; older versions mix metadata with the settings."""
     facts = as_extracted(table(config, "metadata"))
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):

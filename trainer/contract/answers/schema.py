@@ -19,7 +19,7 @@ def whole(title: str, schema: Schema) -> Schema:
 
 
 def fields(title: str, described: Mapping[str, tuple[Kind, str]], *, may_lack: Iterable[str] = ()) -> Schema:
-    """Return the schema of an object with these fields and no others; the fields in `may_lack` are optional."""
+    """Return the schema of an object with exactly the given fields; the fields in `may_lack` are optional."""
     lacking = set(may_lack)
     return {
         "title": title,

@@ -109,7 +109,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return the seconds that each part took on this kind of device, summed over `cards`, one per SAE."""
+    """Return the seconds that each part took on the given kind of device, summed over `cards`, one per SAE."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():

@@ -395,7 +395,7 @@ def is_of_weights(file: Path | None, weights: str) -> bool:
 
 
 def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> ActivatingExample:
-    """Return these tokens as a context; `at` is the index of the strongest token."""
+    """Return tokens as a context; `at` is the index of the strongest token."""
     kept = without_cut_ends(tokens, at)
     runs = runs_of_tokens(kept)
     joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)

@@ -37,7 +37,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     world_size: WorldSize
     device: Device
     gpu_uuids: tuple[str, ...] = ()
-    # The vendor of these GPUs, a key of `VENDORS`; "" without GPUs.
+    # The vendor of the GPUs, a key of `VENDORS`; "" without GPUs.
     gpu_vendor: str = ""
     control_db: Path | None = None
     job_id: JobId | None = None

@@ -268,7 +268,7 @@ class Card(msgspec.Struct, frozen=True):
     spliced: PatchedModel | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
-    # Stored in a separate file.
+    # A separate file stores the sums.
     sums: RowSums | None = None
     recipe: Recipe | None = None
     threshold_set_on: str = ""
@@ -286,7 +286,7 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether this report card is for these weights; without a digest, compare tokens and step (0: any)."""
+        """Return whether this is the report card of the given weights; without a digest, compare tokens and steps."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
@@ -300,7 +300,7 @@ class Card(msgspec.Struct, frozen=True):
             self,
             data=rows.data,
             figures=rows.figures,
-            # An evaluation of an SAE folder without its run does not know these fields.
+            # An evaluation of an SAE folder without its run does not know the label, the step and similar fields.
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,

@@ -272,7 +272,7 @@ class Control:
             return _pending_requests(self._db, job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
-        """Close all of a job's requests of this kind."""
+        """Close all of a job's requests of one kind."""
         with self._write() as db:
             answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
             db.execute(answered, (time.time(), job_id, kind))

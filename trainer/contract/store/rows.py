@@ -190,7 +190,7 @@ def to_job(row: dict[str, Any]) -> Job:
 
 
 def convert(value: Any, kind: type[R]) -> R:
-    """Convert a row or a column to this type; raise `ValueError` if it has a value that we never write."""
+    """Convert a row or a column to the given type; raise `ValueError` if it has a value that we never write."""
     try:
         return convert_as(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
@@ -198,7 +198,7 @@ def convert(value: Any, kind: type[R]) -> R:
 
 
 def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
-    """Convert rows to this type, skipping rows with values that we never write."""
+    """Convert rows to the given type, skipping rows with values that we never write."""
     for row in rows:
         with contextlib.suppress(ValueError):
             yield convert(row, kind)

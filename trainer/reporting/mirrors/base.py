@@ -34,7 +34,7 @@ class MirroredRun(msgspec.Struct, frozen=True):
 
 
 class Mirror(ABC):
-    """A run in another tool. Only one thread uses it, and any method may raise an exception."""
+    """A run in another tool. Only one thread uses a mirror, and any method may raise an exception."""
 
     @abstractmethod
     def __init__(self, run: MirroredRun) -> None:
