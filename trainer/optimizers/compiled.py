@@ -31,7 +31,7 @@ class Compiled:
             self._function(first, *others)
             return
         if self._compiled is None:
-            # If only some replicas compiled, they would round differently.
+            # If only some replicas compiled this function, they would round differently.
             withheld = COMPILED_UPDATES.is_withheld
             self._compiled = self._function if withheld else torch.compile(self._function, dynamic=True)
         try:

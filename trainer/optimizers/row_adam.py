@@ -35,7 +35,7 @@ class RowAdam(RowStep):
 
     @classmethod
     def of(cls, optimizer: Optimizer, codec: str) -> RowAdam | None:
-        """Return the Triton step of the optimizer's parameters, or None if the kernels do not support its matrices."""
+        """Return the Triton step for an optimizer's parameters, or None if the kernels do not support its matrices."""
         kernels = next((OPTIMIZER_STEPS.on(one) for one in optimizer.latent_axes), None)
         step = cls(optimizer, codec, kernels) if kernels else None
         if step is None or not step._may_have_all():

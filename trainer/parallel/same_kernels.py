@@ -33,7 +33,7 @@ def agree(
     dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
         try_all(device, dtype, needed)
-    # `cpu()` waits for the gather, which is only queued on a GPU; without it the other ranks would start to compile.
+    # `cpu()` waits for the gather, which a GPU only queues; without it, the other ranks would start to compile.
     group.gather(torch.zeros(1, device=device)).cpu()
     failures = try_all(device, dtype, needed)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]

@@ -1,4 +1,4 @@
-"""The registry of Triton kernels, which are tried on a device before they are used there.
+"""The registry of Triton kernels, which are tried on a device before they are used on it.
 
 A module of kernels has a function `try_out(device)`, or `try_out(device, dtype)` if they are compiled by dtype. It
 compares each kernel with torch's operations, and raises an error if a kernel fails or its results are wrong.
@@ -26,18 +26,18 @@ from trainer.runtime.out_of_memory import is_shortage
 RETRY_S = 2.0
 # All kernels, by module.
 KERNELS: dict[str, Kernels] = {}
-# Modules disabled by `withhold`, since another rank cannot use them.
+# Modules that `withhold` has disabled, since another rank cannot use them.
 _withheld: set[str] = set()
-# Why modules failed, by device and module.
+# The reasons why modules failed, by device and module.
 _failures: dict[torch.device, dict[str, str]] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """The kernels in a module: their purpose and number, and whether they are compiled by the dtype of products.
+    """The kernels in a module: their purpose and number, and whether they are compiled for the dtype of products.
 
     `n` counts the kernels and variants that the trials of a 16-bit job compile with Triton. With `also_fp32`, kernels
-    compiled by dtype are used in fp32 too. A new instance is added to `KERNELS`.
+    that are compiled by dtype are also used in fp32. A new instance is added to `KERNELS`.
     """
 
     module: str
@@ -50,24 +50,25 @@ class Kernels:
         KERNELS[self.module] = self
 
     def on(self, tensor: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
-        """Return the module if its kernels work on the tensor's GPU for `dtype` (default: its own); else None.
+        """Return the module if its kernels work on the tensor's GPU for `dtype` (default: the tensor's), otherwise
+        None.
 
-        Kernels compiled by dtype do not support float64.
+        Kernels that are compiled by dtype do not support float64.
         """
         dtypes = [dtype or tensor.dtype] if self.by_dtype else []
         return self.working(tensor.device, *dtypes) if tensor.is_cuda and torch.float64 not in dtypes else None
 
     def working(self, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
-        """Import the module and run its `try_out(device, *dtypes)`; warn and return None if either fails.
+        """Import the module and run its `try_out(device, *dtypes)`; warn and return None if this fails.
 
-        Triton needs a C compiler and the Python headers, and a machine may lack either. Older versions of Triton do not
+        Triton needs a C compiler and the Python headers, which may be missing. Older versions of Triton do not
         support bf16 on GPUs without bf16 hardware.
         """
         return None if self.is_withheld else _tried(self, device, *dtypes)
 
     @property
     def is_withheld(self) -> bool:
-        """Whether `withhold` has disabled the kernels."""
+        """True if `withhold` has disabled the kernels."""
         return self.module in _withheld
 
     def dtypes(self, dtype: torch.dtype) -> list[list[torch.dtype]]:
@@ -76,7 +77,7 @@ class Kernels:
         return [[dtype], *others] if self.by_dtype else [[]]
 
 
-# Functions that torch.compile compiles; they have no kernels of their own.
+# Functions that torch.compile compiles; the module has no kernels.
 COMPILED_UPDATES = Kernels("trainer.optimizers.compiled", "compiled updates", 0)
 DEAD_LATENTS = Kernels(
     "trainer.saes.kernels.triton_dead_latents", "dead latents' weights", 6, by_dtype=True, also_fp32=True
@@ -123,7 +124,7 @@ def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> 
 
 
 def try_all(device: torch.device, dtype: torch.dtype, kernels: Iterable[Kernels]) -> dict[str, str]:
-    """Compile and try these kernels; return the reasons of all failures on this device, by module."""
+    """Compile and try the given kernels; return the reasons for all failures on a device, by module."""
     for one in kernels:
         for dtypes in one.dtypes(dtype):
             one.working(device, *dtypes)
