@@ -188,7 +188,7 @@ class SeriesReader:
             return [Point(row["step"], _finite(row["value"])) for row in rows if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
-        """Return a complete series without nulls in at most about `most` points: raw, or as means over 2^n steps."""
+        """Return a complete series without nulls; if it has more than `most` points, return means over 2^n steps."""
         series = {"name": name, "rank": rank}
         with explain_errors(self.path):
             first, last = self._db.execute(_EXTENT, series).fetchone()
