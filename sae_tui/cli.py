@@ -1,4 +1,4 @@
-"""`sae-tui`: opens the app if there is no command; the commands do the same work for scripts."""
+"""The `sae-tui` program: opens the app if no command is given; the commands offer the same functions to scripts."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.contract.process import take_back_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Print one line for each problem that a user can cause."""
+    """Run one command and return its exit code. Print each user error in one line."""
     take_back_signals()
     keep_own_access()
     code = run_command(lambda: _main(argv), teller="sae-tui: error: ")
@@ -70,7 +70,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _refuse(error: UserError, *, as_json: bool) -> Exit:
-    """Report the error, as JSON for a script or as one line per problem for a person; return the exit code."""
+    """Report the error, as JSON for scripts or as one line per problem for people; return the exit code."""
     if as_json:
         show_failure(error)
     elif isinstance(error, BadUsage):
@@ -84,7 +84,7 @@ def _refuse(error: UserError, *, as_json: bool) -> Exit:
 
 
 def _exit_of(error: UserError) -> Exit:
-    """Return the exit code; only errors in the command line itself are usage errors."""
+    """Return the exit code for an error; only errors in the command line itself are usage errors."""
     if isinstance(error, JobFileError) and all(problem.path.startswith("--") for problem in error.problems):
         return Exit.USAGE
     return Exit.USAGE if isinstance(error, BadUsage) else Exit.FAILED
@@ -93,7 +93,7 @@ def _exit_of(error: UserError) -> Exit:
 def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
     in_browser = os.environ.get("TEXTUAL_DRIVER") == BROWSER_DRIVER
     if in_browser:
-        # End with the server process. If it has died already, the app notices the end of its standard input.
+        # Exit together with the server process. If it has died already, the app detects the end of its standard input.
         end_with_parent(os.getppid())
     elif not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(
@@ -105,12 +105,11 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
             f"the app needs characters that this locale ({sys.stdout.encoding}) does not have; "
             "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands (see sae-tui --help)"
         )
-    # Almost nothing that is created before the first frame is garbage, and a collection takes a tenth of the startup
-    # time.
+    # Few of the objects created before the first frame are garbage, and a collection takes a tenth of the startup time.
     gc.disable()
     from sae_tui.start import run_app
 
-    # Without a command, all arguments only select the data folder and the GPUs.
+    # Without a command, all arguments merely select the data folder and the GPUs.
     command = shlex.join(["sae-tui", *sys.argv[1:]])
     return run_app(
         data=context.data,

@@ -1,4 +1,4 @@
-"""Numbers and texts formatted for people. Every function returns plain text, never markup."""
+"""Formats numbers and text for people. Every function returns plain text, never markup."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainer.contract.settings.series import measure as series_in_words
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-# A bar is thinner than its row, so that bars below each other stay separate; its rail shows the full length.
+# A bar is thinner than its row, so that stacked bars remain separate; its rail shows the full length.
 LINE, HALF, RAIL = "━", "╸", "─"
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """Return the text in exactly `width` cells, cut with an ellipsis; control characters are made visible."""
+    """Return the text in exactly `width` cells, truncated with an ellipsis; make control characters visible."""
     text = visible(text)
     if cell_len(text) > width:
         text = set_cell_size(text, max(0, width - 1)) + "…" if width > 0 else ""
@@ -47,7 +47,7 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """Return the text as drawn in a cell: a mark replaces every control character, including tabs."""
+    """Return the text as drawn in a cell, with every control character, including tabs, replaced by a mark."""
     return text if text.isprintable() else printable(text).replace("\t", MARK)
 
 
@@ -100,14 +100,14 @@ def bar(fraction: float | None, width: int) -> str:
 
 
 def columns(values: Sequence[float | None], width: int) -> Sequence[float | None]:
-    """Return the values to draw in at most `width` columns: the newest values, or a whole period downsampled."""
+    """Return the values to draw in at most `width` columns: the latest values, or a downsampled period."""
     if width <= 0:
         return ()
     return values.in_columns(width) if isinstance(values, Period) else values[-width:]
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None) -> str:
-    """Return a history in `width` columns on a fixed axis from 0 to `top`; None stays empty."""
+    """Return a history in `width` columns on a fixed axis from 0 to `top`; columns with None stay empty."""
     if not top:
         return " " * width
     return "".join(_block(value, top) for value in columns(values, width)).rjust(width)
@@ -129,7 +129,7 @@ def tall_sparkline(
 ) -> list[str]:
     """Return a sparkline of `height` rows, top row first, with the same axis and columns as the one-row form.
 
-    A rail marks columns in which only `others`, another quantity, has a value.
+    Columns in which only `others`, another quantity, has a value show a rail.
     """
     values, rows = columns(values, width), []
     gaps = _gaps(values, columns(others, width))
@@ -144,7 +144,7 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the columns (-1 is the last) in which only `others` has a value; none if `values` has no value at all."""
+    """Return the columns (-1 is the last) in which only `others` has a value; return none if `values` is all None."""
     if all(value is None for value in values):
         return set()
     pairs = zip(reversed(values), reversed(others), strict=False)

@@ -1,1 +1,1 @@
-"""Alerts: lasting problems of this machine that a user should know about. It contains no UI code."""
+"""Alerts about lasting problems of this machine. This package contains no UI code."""

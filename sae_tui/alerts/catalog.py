@@ -1,4 +1,4 @@
-"""The kinds of alerts. Each is one declaration: the measured value, the bound, and how long it must be exceeded."""
+"""The kinds of alerts. Each declares a measured value, its bound, and how long the value must exceed the bound."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sae_tui.jobs.gpus.idle import IDLE_AFTER_S
 from sae_tui.settings import Settings
 from trainer.contract.wording import gibibytes
 
-# Used for a GPU that does not report its throttling temperature.
+# The fallback for a GPU that does not report its throttling temperature.
 USUAL_SLOWDOWN_C = 90
 GIB = 1 << 30
 
 
 class AlertReadings(NamedTuple):
-    """The current readings: the newest sample of each GPU, the holders of the GPUs, and the free space on the disk."""
+    """The current readings: the latest sample of each GPU, the holders of the GPUs, and the free disk space."""
 
     samples: Sequence[GpuSample] = ()
     held: Holders = Holders()
@@ -27,9 +27,9 @@ class AlertReadings(NamedTuple):
 
 
 class MeasuredValue(NamedTuple):
-    """A measured value, its location as an id (`gpu-0`, `disk`) and in words, and the text of the alert.
+    """A measured value, its location as an id (`gpu-0`, `disk`) and in words, and the alert text.
 
-    `value` is None if it is unknown, which raises no alert. `about` holds more fields for the user's command.
+    `value` is None if it is unknown; then no alert is raised. `about` holds additional fields for the user's command.
     """
 
     place: str
@@ -40,9 +40,9 @@ class MeasuredValue(NamedTuple):
 
 
 class AlertKind(NamedTuple):
-    """A kind of alert. Its setting is the bound for the value or, for a flag, how long the flag must stay set.
+    """A kind of alert. Its setting is the bound for the value; for a flag, it is how long the flag must stay set.
 
-    The alert ends after the value has been better than the bound by `slack` for `clear_s` seconds.
+    The alert ends once the value has been better than the bound by `slack` for `clear_s` seconds.
     """
 
     name: str
@@ -53,7 +53,7 @@ class AlertKind(NamedTuple):
     clear_s: float
     raise_s: float = 0.0
     slack: float = 0.0
-    # The unit of a flag's setting in seconds, and how many seconds have already passed when the flag is set.
+    # For a flag: seconds per unit of its setting, and how many seconds have already passed when the flag is set.
     unit_s: float = 1.0
     passed_s: float = 0.0
 
@@ -69,7 +69,7 @@ class AlertKind(NamedTuple):
         return Rule(bound, bound - self.slack, self.raise_s, self.clear_s)
 
     def badness(self, value: float | None) -> float | None:
-        """Return the value with a sign such that larger is worse, as in the bounds of the rule."""
+        """Return the value with its sign chosen so that larger is always worse, as in the bounds of the rule."""
         return -value if value is not None and self.bad == "below" else value
 
 
@@ -81,7 +81,7 @@ def _on_gpu(sample: GpuSample, value: float | None, words: str, held: Holders) -
         "gpu_uuid": sample.uuid,
         "job_id": job.id if job else None,
     }
-    # Use the index, since the UUID is unknown if the GPU is lost from the start.
+    # Use the index, since the UUID is unknown if the GPU has been lost since the start.
     return MeasuredValue(f"gpu-{sample.index}", place, value, f"{place} {words}", about)
 
 

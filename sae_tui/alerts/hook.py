@@ -1,4 +1,4 @@
-"""The user's command for alerts, which receives the alert as JSON on its standard input."""
+"""Runs the user's command for alerts, which receives the alert as JSON on standard input."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ KILL_AFTER_S = 5
 def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
     """Run a command without a shell, in a new session; raise `UserError` if it fails or takes too long.
 
-    `timeout` ends the command even after this process has ended. The message is kept in memory, not in a temporary
-    file, since the disk may be full.
+    `timeout` ends the command even after this process has exited. The message is kept in memory rather than in a
+    temporary file, since the disk may be full.
     """
     bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
     try:

@@ -1,4 +1,4 @@
-"""Decides when a value has been bad, or good again, for long enough to begin or end an alert."""
+"""Decides when a value has been bad long enough to begin an alert, or good long enough to end it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-# The value for a place that no longer exists, such as a removed GPU.
+# The value for something that no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that begins three times within an hour is flapping. It then ends only after the value was good for 5 min or,
-# if that is longer, for twice the longest good period of the last hour. So a periodic fault gives only one alert.
+# An alert that begins three times within an hour is flapping. It then ends only after the value has been good for 5 min
+# or, if that is longer, for twice the longest good period of the last hour. A periodic fault thus raises only one
+# alert.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
 class Rule(NamedTuple):
-    """An alert begins after `raise_s` seconds from `raise_at` up, and ends after `clear_s` seconds below `clear_at`."""
+    """When an alert begins and ends.
+
+    It begins after `raise_s` seconds at or above `raise_at`, and ends after `clear_s` seconds below `clear_at`.
+    """
 
     raise_at: float
     clear_at: float
@@ -30,7 +34,7 @@ class Hysteresis:
         self._rule = rule
         self._since: float | None = None
         self._raised: deque[float] = deque(maxlen=FLAPS_AT)
-        # When the value was last not good, and the ends of long good periods, each with its duration.
+        # When the value last stopped being good, and the end and duration of each long good period.
         self._bad_at: float | None = None
         self._returns: deque[tuple[float, float]] = deque(maxlen=64)
 
@@ -57,13 +61,13 @@ class Hysteresis:
         return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= HOUR_S
 
     def _lasts_s(self, value: float | None, now: float) -> float:
-        """Return how many seconds the value must stay bad, or good during an alert, before the alert changes."""
+        """Return how many seconds the value must stay bad to begin an alert, or good to end it."""
         if not self.is_raised:
             return self._rule.raise_s
         return max(self._rule.clear_s, self._calm_s(now)) if self.flaps and value != GONE else self._rule.clear_s
 
     def _calm_s(self, now: float) -> float:
-        """Return how many seconds the value of a flapping alert must be good before the alert ends."""
+        """Return how many seconds the value must stay good before a flapping alert ends."""
         longest = max((good_s for at, good_s in self._returns if now - at <= HOUR_S), default=0.0)
         return min(HOUR_S, max(LEAST_CALM_S, 2 * longest))
 
@@ -75,7 +79,7 @@ class Hysteresis:
         self._bad_at = now
 
     def _is_leaving(self, value: float | None) -> bool:
-        """Return whether the value would change the state: bad without an alert, good during an alert."""
+        """Return whether the value would change the state: bad if there is no alert, good if there is one."""
         if value is None:
             return False
         return value < self._rule.clear_at if self.is_raised else value >= self._rule.raise_at

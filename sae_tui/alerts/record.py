@@ -13,7 +13,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Time
 
 DAY_S = 86_400.0
-# More than the alerts that a broken sensor can raise in a day, at one change per minute.
+# The maximum number of stored alerts. A broken sensor, at one change per minute, raises fewer in a day.
 MOST = 1000
 MOST_HOSTS = 100
 Words = Annotated[str, Meta(max_length=1000)]
@@ -50,10 +50,10 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 
 
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
-    """Return this host's active alerts, and the alerts of all hosts from the last 24 hours.
+    """Return this host's active alerts, and all hosts' alerts from the last 24 hours.
 
-    The age of another host's active alert counts from its beginning, since the app there may have been closed. If
-    there are more than `MOST` alerts, leave out the oldest ended ones.
+    Another host's active alert ages from its beginning, since the app on that host may have been closed. If there are
+    more than `MOST` alerts, omit the ended ones that are oldest.
     """
     recent = [alert for alert in alerts if _is_recent(alert, now, host)]
     surplus = len(recent) - MOST
@@ -67,7 +67,7 @@ def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
 def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return the alerts to store.
 
-    The last day ends no later than the newest alert, so that a clock that runs ahead deletes no alerts.
+    The last day ends no later than the latest alert, so that a clock that runs ahead deletes no alerts.
     """
     known = list(alerts)
     newest = max((alert.cleared or alert.raised for alert in known), default=now)

@@ -26,13 +26,13 @@ from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
-# Changes of one kind are collected for this many seconds after a report, since GPUs that fail together are noticed one
+# Changes of one kind are collected for this many seconds after a report, since GPUs that fail together are detected one
 # by one.
 GROUP_S = 5.0
 
 
 class Alerts:
-    """The alerts of this machine: `turn` processes the current readings. Tests can pass their own clocks."""
+    """Tracks the alerts of this machine: `turn` processes the current readings. Tests can pass their own clocks."""
 
     def __init__(
         self,
@@ -46,13 +46,14 @@ class Alerts:
         self._rules = [(kind, rule) for kind in KINDS if (rule := kind.rule(settings))]
         known = {kind.name: rule for kind, rule in self._rules}
         mine = [alert for alert in stored if alert.host == self._host]
-        # A stored alert continues after a restart of the app, but ends if its kind has been turned off since.
+        # A stored alert continues after a restart of the app, but ends if its kind has been turned off in the meantime.
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
-        # For each active alert whose value is unknown, when it became unknown.
+        # For each active alert with an unknown value, the time since when the value has been unknown.
         self._unknown: dict[tuple[str, str], float] = {}
-        # By kind and whether the alerts have ended: unreported changes, and the earliest time of the next report.
+        # Unreported changes, and the earliest time of the next report. The keys are the kind of alert and whether it
+        # has ended.
         self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
         # The reason why a kind of alert could not be checked.
@@ -60,19 +61,19 @@ class Alerts:
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """The active alerts, oldest first; an alert with an unknown value says since when."""
+        """The active alerts, oldest first; if the value of an alert is unknown, its text says since when."""
         return tuple(self._with_age(alert) for alert in self._mine if alert.cleared is None)
 
     @property
     def recent(self) -> list[Alert]:
-        """The alerts of this host to store, oldest first."""
+        """This host's alerts that will be stored, oldest first."""
         return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: AlertReadings) -> list[Alert]:
         """Process the current readings; return the alerts to report as begun or ended.
 
-        Alerts of one kind that begin or end within `GROUP_S` are merged into one. Return none until every GPU has
-        answered for the first time, since before that a GPU is neither lost nor recovered.
+        Merge alerts of one kind that begin or end within `GROUP_S`. Return no alerts until every GPU has responded
+        once, since until then no GPU counts as lost or recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
@@ -83,7 +84,7 @@ class Alerts:
             try:
                 measured = list(kind.measure(look))
             except Exception as error:
-                # Still check the other kinds.
+                # Continue with the other kinds.
                 self.failure = f"alerts of {kind.title} cannot be checked: {error!r}"
                 seen |= {key for key in self._states if key[0] == kind.name}
                 continue
@@ -91,7 +92,7 @@ class Alerts:
                 seen.add((kind.name, one.place))
                 changed += self._take(kind, rule, one)
         for key in self._states.keys() - seen if look.samples else ():
-            # The driver lists other GPUs, but no longer this one.
+            # The driver still lists other GPUs, but not this one.
             if self._states[key].changes(GONE, self._clock()):
                 changed.append(self._end(key))
         return self._news(changed)
@@ -152,7 +153,7 @@ class Alerts:
 
 
 def together(alerts: Sequence[Alert]) -> Alert:
-    """Merge alerts of one kind, like `GPUs 0-63 cannot be read: …`; return a single alert unchanged."""
+    """Merge alerts of one kind into one like `GPUs 0-63 cannot be read: …`; return a single alert unchanged."""
     first = alerts[-1]
     gpus = sorted({index for alert in alerts if isinstance(index := alert.about.get("gpu_index"), int)})
     if len(gpus) < 2:
@@ -176,16 +177,16 @@ def as_ranges(numbers: Sequence[int]) -> str:
 
 
 def _ended(alert: Alert, now: float) -> Alert:
-    """Return the alert as ended now, but not before its beginning, since the clock may have been set back."""
+    """Return the alert as ended now, but no earlier than it began, since the clock may have been set back."""
     return msgspec.structs.replace(alert, cleared=max(now, alert.raised)) if alert.cleared is None else alert
 
 
 class AlertWatcher:
-    """Checks for alerts at each interval, on its own thread, since reading the free disk space may take forever.
+    """Checks for alerts at regular intervals, on a separate thread, since reading the free disk space may hang.
 
     `samples` returns None until the GPUs are known. `changed` holds the alerts that have begun or ended since the
-    start, oldest first; `on_change` is called after each addition.
-    If several apps run on a host, only the app that holds the lock writes the file and runs the user's command.
+    start, oldest first; `on_change` is called after each addition. If several apps run on a host, only the app that
+    holds the lock writes the file and runs the user's command.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class AlertWatcher:
     ) -> None:
         self.changed: tuple[Alert, ...] = ()
         self.active: tuple[Alert, ...] = ()
-        # Failures of the checks, the file or the command, one sentence each.
+        # Failures of the checks, the file or the command, as one sentence each.
         self.problems: tuple[str, ...] = ()
         self._data, self._on_change, self._readonly = data, on_change, readonly
         self.change(settings)
@@ -228,7 +229,7 @@ class AlertWatcher:
         self._stop.set()
 
     def recent(self) -> list[Alert]:
-        """Return the alerts of the last day, newest first: this host's from memory, other hosts' from their files."""
+        """Return the alerts of the last day, latest first: this host's from memory, other hosts' from their files."""
         host = socket.gethostname()
         others = [one for one in read_alerts(self._data) if one.host != host]
         recent = of_last_day([*self._recent, *others], time.time(), host)
@@ -251,7 +252,7 @@ class AlertWatcher:
                 self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
-        """Return the stored alerts; none if the disk does not answer, so that the checks can start anyway."""
+        """Return the stored alerts; return none if the disk does not respond, so that the checks can start anyway."""
         try:
             return on_thread(lambda: read_alerts(self._data)).result(DISK_LIMIT_S)
         except Exception as error:
@@ -259,7 +260,7 @@ class AlertWatcher:
             return []
 
     def _look(self, alerts: Alerts) -> None:
-        # While a driver hangs, its GPUs are unknown, but the disk can be checked.
+        # While a driver hangs, the state of its GPUs is unknown, but the disk can still be checked.
         samples = self._samples() or ()
         changed = alerts.turn(AlertReadings(samples, self._held(), self._free_bytes()))
         self.active, self._recent = alerts.active, alerts.recent
@@ -279,7 +280,7 @@ class AlertWatcher:
         self._to_write.put((changed, alerts.recent))
 
     def _write_down(self, reports: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
-        """Run the user's command and write the file, on a separate thread, since the disk may hang."""
+        """Run the user's command and write the file on a separate thread, since the disk may hang."""
         while True:
             changed, recent = reports.get()
             try:
@@ -304,7 +305,7 @@ class AlertWatcher:
 
     def _run_hooks(self, alerts: queue.SimpleQueue[Alert]) -> None:
         """Run the user's command for the alerts, one at a time."""
-        # Imported with the first alert, since most apps have none.
+        # Imported when the first alert occurs, since most sessions have none.
         from sae_tui.alerts.hook import run_hook
 
         while True:
@@ -322,9 +323,9 @@ class AlertWatcher:
             self._on_change()
 
     def _free_bytes(self) -> int | None:
-        """Return the free bytes as last read; None while the disk does not answer.
+        """Return the free bytes as last read; None while the disk does not respond.
 
-        Do not ask the disk again until it has answered.
+        Do not query the disk again until it has responded.
         """
         now = time.monotonic()
         if self._asked and self._asked.done():
@@ -352,5 +353,5 @@ def sentence_of(alert: Alert) -> str:
 
 
 def title_of(alert: Alert) -> str:
-    """Return the title of the alert's kind, or its name if this version does not know the kind."""
+    """Return the title of the alert's kind; if this version does not know the kind, return the kind's name."""
     return next((kind.title for kind in KINDS if kind.name == alert.kind), alert.kind)

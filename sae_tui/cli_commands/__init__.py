@@ -1,1 +1,1 @@
-"""The shell commands of `sae-tui`: they call the same functions as the screens, and print tables or JSON."""
+"""The shell commands of `sae-tui`: they call the same functions as the screens and print tables or JSON."""

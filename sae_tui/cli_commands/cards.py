@@ -1,4 +1,4 @@
-"""`sae-tui job ID --cards | --card N`: the current and earlier report cards of a job."""
+"""`sae-tui job ID --cards | --card N`: prints the current and earlier report cards of a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
 
 
 def show_cards(context: CommandContext, job_id: int) -> None:
-    """List the report cards with their time, step, parts and FVU."""
+    """List the report cards with their times, steps, parts and FVU."""
     cards = versions_of(context.data.sae(job_id))
     if context.as_json:
         show_json([_row(label, one) for label, versions in cards.items() for one in versions])
@@ -38,7 +38,7 @@ def show_card(context: CommandContext, job_id: int, number: int) -> None:
 
 
 def measured(version: Version) -> float | None:
-    """Return the time when the newest part was measured; None if unknown."""
+    """Return the time of the latest measurement in a report card; None if unknown."""
     return max((part.measured for part in version.card.parts.values()), default=None)
 
 
@@ -74,6 +74,6 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
 
 
 def features_of(context: CommandContext, job_id: int, number: int) -> dict[str, Path]:
-    """Return the feature files of the report card with this number, by SAE; empty if they are no longer stored."""
+    """Return the feature files of a report card by SAE; return none if they are no longer stored."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

@@ -41,7 +41,7 @@ def compare(context: CommandContext, flags: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _open_runs(context: CommandContext, job_ids: Sequence[int]) -> Iterator[Runs]:
-    """Open each run once; raise `UserError` if a job does not exist."""
+    """Open each run; raise `UserError` if a job does not exist."""
     job_ids = list(dict.fromkeys(job_ids))
     with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
         for job_id in job_ids:

@@ -1,4 +1,4 @@
-"""Completion of commands, flags and job ids in bash, zsh and fish; argcomplete asks this program for the words."""
+"""Completes commands, flags and job ids in bash, zsh and fish; argcomplete gets the words from this program."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _ASKED = "_ARGCOMPLETE"
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """If the shell asks for completions, print them and exit; else do nothing, at no cost."""
+    """If the shell requests completions, print them and exit; otherwise return at once."""
     if _ASKED in os.environ:
         import argcomplete
 
-        # Also complete the flags that only the help of the whole program lists.
+        # Also complete the flags that are listed only in the help of the main program.
         argcomplete.autocomplete(parser, print_suppressed=True)
 
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """Return the id of every job with its name and state."""
+    """Return the name and state of every job by its id."""
     reader = JobsReader(CommandContext(parsed_args).data)
     reader.poll()
     return {str(job.id): f"{text(job.name)} ({describe_state(job).word})" for job in reader.jobs}
@@ -71,12 +71,12 @@ def _script(shell: str) -> str:
 
 
 def _own_shell() -> str:
-    """Return the name of the shell: $SHELL, or the login shell, since containers and services do not set $SHELL."""
+    """Return the name of the user's shell: $SHELL or, since containers and services do not set it, the login shell."""
     return os.path.basename(os.environ.get("SHELL") or _login_shell())
 
 
 def _login_shell() -> str:
-    """Return the path of this user's login shell; empty if the system does not know the user."""
+    """Return the path of this user's login shell; return "" if the system does not know the user."""
     try:
         return pwd.getpwuid(os.getuid()).pw_shell
     except KeyError:
@@ -84,10 +84,10 @@ def _login_shell() -> str:
 
 
 def _install(context: CommandContext, shell: str) -> int:
-    """Write the script to the file that the shell loads; refuse to overwrite a file that we did not write."""
+    """Write the completion script to the file that the shell loads; refuse to overwrite a file from another program."""
     file, content = file_for(shell), _marked(_script(shell), shell)
     try:
-        # Every new shell runs this file.
+        # Every new shell runs this file, so its folder must be trustworthy.
         if why := distrust_of_searched(private_folder(file.parent)):
             raise UserError(why)
         if changed := _text_of_ours(file) != content:
@@ -107,7 +107,7 @@ def _install(context: CommandContext, shell: str) -> int:
 
 
 def file_for(shell: str) -> Path:
-    """Return the file in this user's folders where a shell looks for the completions of this program."""
+    """Return the file in the user's folders where a shell looks for completions of this program."""
     home = home_folder()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -129,13 +129,13 @@ def _left_to_do(shell: str, file: Path) -> str:
 
 
 def _marked(script: str, shell: str) -> str:
-    """Return the script with our mark in its first line; in the second for zsh, which needs `#compdef` in the first."""
+    """Return the script with `_MARK` in the first line; for zsh in the second, since the first must be `#compdef`."""
     first, _, rest = script.lstrip("\n").partition("\n")
     return f"{first}\n{_MARK}\n{rest}" if shell == "zsh" else f"{_MARK}\n{script}"
 
 
 def _text_of_ours(file: Path) -> str | None:
-    """Return the content of the file, or None; raise `UserError` if it is a link or not ours."""
+    """Return the content of the file, or None if it is missing; raise `UserError` if it is a link or from elsewhere."""
     try:
         if file.is_symlink():
             raise UserError(f"{file} is a link; remove it first")

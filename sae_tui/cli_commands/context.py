@@ -1,4 +1,4 @@
-"""The state and helpers that all commands share: data folder, settings, GPUs and job files."""
+"""The state and helpers shared by all commands: data folder, settings, GPUs and job files."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
 
-# Seconds. A sleeping disk or a restarting file server needs time to answer.
+# In seconds. A sleeping disk or a restarting file server needs time to respond.
 _LIMIT_S = 60.0
 
 
 class CommandContext:
-    """Holds the data folder, settings and GPUs of one command, from the flags that all commands share."""
+    """Holds the data folder, settings and GPUs of a command, as selected by the flags that all commands share."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
-        # The reason why the data folder cannot be used now: its disk or file server hangs.
+        # Why the data folder cannot be used now, for example because its disk or file server hangs.
         self.hung = _check_folder(base.root, getattr(flags, "folder_limit_s", _LIMIT_S))
         if self.hung and not hasattr(flags, "folder_limit_s"):
             raise UserError(self.hung)
         self.data = DataDir(base.root / "demo") if demo else base
-        # Commands read and write in job folders, so the folders of all named jobs are checked here, once.
+        # Commands read and write in job folders, so the folders of all jobs named on the command line are checked here,
+        # once.
         for job_id in _jobs_named(flags):
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
@@ -62,7 +63,7 @@ class CommandContext:
         self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
         self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
         self.as_json: bool = getattr(flags, "json", False)
-        # Whether the command needs GPUs. If not, no warning explains why there are none.
+        # Flags by which another sae-tui process finds the same jobs and GPUs.
         self.wants_gpus = True
 
     @functools.cached_property
@@ -74,7 +75,7 @@ class CommandContext:
 
     @functools.cached_property
     def gpus(self) -> Snapshot:
-        """The current GPUs; if the command needs GPUs, warns on stderr why there are none or why some are hidden."""
+        """The current GPUs. If the command needs GPUs, warns on stderr if there are none or if some are hidden."""
         if self.wants_gpus and (message := self._read.problem or self._read.note):
             warn(message)
         return self._read
@@ -85,20 +86,20 @@ class CommandContext:
         return take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
 
     def has_broken_driver(self) -> bool:
-        """Return whether GPUs exist but cannot be read; report the reason, as JSON for scripts."""
+        """Return whether GPUs exist but cannot be read; if so, report the reason, as JSON for scripts."""
         if self.as_json and self._read.is_broken:
             show_failure(self._read.problem)
             return True
         return self.gpus.is_broken
 
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
-        """Yield a snapshot every `every_s` seconds, with the driver kept open, until no process reads the output."""
+        """Yield a snapshot every `every_s` seconds until the reader of the output is gone; the driver stays open."""
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
         return watch(source, occupancy, self.data, every_s)
 
     def past(self) -> list[Job]:
-        """Return all jobs, newest first; none if the store cannot be read."""
+        """Return all jobs, latest first; return none if the store cannot be read."""
         with (
             contextlib.suppress(UserError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
@@ -110,7 +111,7 @@ class CommandContext:
         return []
 
     def mend(self) -> None:
-        """Repair what a crash or a reboot left behind, if the store is writable."""
+        """Repair inconsistencies left by a crash or a reboot, if the store is writable."""
         from sae_tui.jobs.revive import reconcile_and_revive
 
         with contextlib.suppress(UserError):
@@ -123,11 +124,11 @@ def _jobs_named(flags: argparse.Namespace) -> list[int]:
 
 
 def _check_folder(root: Path, limit_s: float) -> str:
-    """Raise `UserError` if the data folder cannot be used; return a message if it does not answer, else ""."""
+    """Raise `UserError` if the data folder cannot be used; return a message if it does not respond, otherwise ""."""
 
     def check() -> None:
         _refuse_unusable(root)
-        with contextlib.suppress(OSError):  # `stat` may be answered from a cache, a listing is not
+        with contextlib.suppress(OSError):  # `stat` may be served from a cache, a listing is not
             os.listdir(root)
 
     # On a thread, since a call that hangs in the kernel cannot be interrupted, not even with Ctrl-C.
@@ -141,7 +142,7 @@ def _check_folder(root: Path, limit_s: float) -> str:
 
 
 def _refuse_unusable(root: Path) -> None:
-    """Raise `UserError` if the path is too long, not UTF-8 or not a folder, or if others can write to the folder."""
+    """Raise `UserError` if the path is too long, not UTF-8 or not a folder, or if other users can write to it."""
     if not is_utf8(str(root)):
         raise UserError(f"the data folder {str(root)!a} is not UTF-8; choose another with --data-dir")
     try:
@@ -157,14 +158,14 @@ def _refuse_unusable(root: Path) -> None:
 
 
 def consent_of(context: CommandContext, flags: argparse.Namespace) -> Consent:
-    """Return which code from job files the flags and settings allow to run."""
+    """Return which code in job files may run, according to the flags and settings."""
     settings = context.settings
     names = (settings.python, *settings.trusted_code)
     return Consent(flags.allow_code, names)
 
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT) -> AnyJob:
-    """Return the job of a job file with `--set` and `--gpus` applied; raise `JobFileError` with all problems."""
+    """Return the job from a job file, with `--set` and `--gpus` applied; raise `JobFileError` listing all problems."""
     judged = Judged(pipes=True)
     job = load_any(path, overrides_of(overrides, gpus), read=judged)
     _refuse_code(job, consent, overrides, judged)
@@ -174,7 +175,7 @@ def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, cons
 def read_training(
     path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT
 ) -> JobConfig:
-    """Return a training job as `read_job` does; raise `JobFileError` for any other kind of job."""
+    """Return a training job like `read_job`; raise `JobFileError` for any other kind of job."""
     judged = Judged(pipes=True)
     job = load_job(path, overrides_of(overrides, gpus), read=judged)
     _refuse_code(job, consent, overrides, judged)
@@ -189,9 +190,9 @@ def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged
 def examine_job(
     path: Path, overrides: Sequence[str], gpus: str | None, consent: Consent
 ) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
-    """Return the job without its invalid settings, its problems, and its refused code as further problems.
+    """Return the job without its invalid settings, its problems, and separately the problems of refused code.
 
-    The job also lacks the settings that would run refused code, so that all other settings can be checked.
+    The returned job also omits the settings that would run refused code, so that all other settings can be checked.
     """
     judged = Judged(pipes=True)
     raw = read_toml(path, judged)
@@ -211,7 +212,7 @@ def examine_job(
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
-    """Return the `--set` overrides, and `--gpus` as a further override."""
+    """Return the `--set` overrides, with `--gpus` appended as one more override."""
     return [*overrides, *([f"launch.gpus={_gpus_value(gpus)}"] if gpus else [])]
 
 

@@ -1,4 +1,4 @@
-"""`sae-tui doctor`: lists what would prevent training on this machine, and estimates what a job would need."""
+"""`sae-tui doctor`: reports what would prevent training on this machine, and estimates the needs of a job."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
     report = None
     if job and not box.is_silent:
         gpus = box.gpus
-        # Read after the probe, which measures the speeds.
+        # Read this after the probe, which measures the speeds.
         speeds = read_box(context.data.box_file)
         held = Occupancy(context.data).holders()
         used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]
@@ -70,7 +70,7 @@ def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _has_settings(context: CommandContext) -> bool:
-    """Read the settings; return False if their disk does not answer."""
+    """Read the settings; return False if their disk does not respond."""
     try:
         on_thread(lambda: context.settings).result(FOLDER_LIMIT_S)
     except TimeoutError:
@@ -88,7 +88,7 @@ def _as_json(findings: Iterable[Finding], report: JobReport | None) -> dict[str,
 
 
 def _show(finding: Finding) -> None:
-    """Print a finding and its remedy, wrapped to the width of the terminal if there is one."""
+    """Print a finding and its remedy, wrapped to the terminal width if standard output is a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     head = f"{level_words(finding):<{LEVEL_WIDTH}} {finding.subject:<{SUBJECT_WIDTH - 1}}"
     _wrap(finding.sentence, width, f"{head} ", f"{INDENT} ")

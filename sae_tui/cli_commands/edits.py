@@ -29,7 +29,7 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Resume an ended or paused job from its last good checkpoint; with `--wait`, wait for its end as `launch` does."""
+    """Resume an ended or paused job from its last good checkpoint; with `--wait`, wait for its end like `launch`."""
     place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (message := _release_if_held(context, flags.id, finish=flags.finish)):
@@ -50,7 +50,7 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _release_if_held(context: CommandContext, job_id: int, *, finish: bool) -> str:
-    """Release a held or paused job and return the message; return "" for any other job."""
+    """Release a held or paused job and return a message; return "" for any other job."""
     with store_access.existing(context.data, job_id) as control:
         job = control.job(job_id)
         if not job.held or job.state.is_final:
@@ -108,7 +108,7 @@ def tag(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def remove(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Delete jobs and all their files permanently, after a confirmation; delete all of the jobs or none."""
+    """Delete jobs and all their files permanently after a confirmation; delete either all of the jobs or none."""
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)
@@ -128,7 +128,7 @@ def remove(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def repair(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Rebuild the job list from the job folders if it was lost, and repair what a crash left behind."""
+    """Rebuild the job list from the job folders if it was lost, and repair inconsistencies left by a crash."""
     done = []
     for step in repaired(context.data, flags.host_gone or ""):
         done.append(step)

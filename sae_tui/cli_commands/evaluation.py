@@ -22,7 +22,7 @@ from trainer.contract.store.rows import Job
 
 
 def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Start the evaluation of a job; with `--wait`, return when it ends: 0 if it succeeded, else 1."""
+    """Start an evaluation of a job; with `--wait`, wait for its end and return 0 if it succeeded, otherwise 1."""
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
     request.refuse(context.data, job)
@@ -57,7 +57,7 @@ def _model(given: str | None) -> str | None:
 
 
 def _runs_code(context: CommandContext, flags: argparse.Namespace, model: str | None) -> bool:
-    """Return whether the model's job file runs code; raise `JobFileError` if it would run code without consent."""
+    """Return whether the model's job file runs code; raise `JobFileError` if it would do so without consent."""
     if model in (None, request.AUTO):
         return False
     table = read_toml(Path(str(model)), judged := Judged())
@@ -67,7 +67,7 @@ def _runs_code(context: CommandContext, flags: argparse.Namespace, model: str | 
 
 
 def _gpu(context: CommandContext, job: Job) -> request.ReservedGpu | None:
-    """Return an idle GPU for the evaluation, or None; a job that trained on the CPU gets none."""
+    """Return an idle GPU for the evaluation, or None if there is none or the job was trained on the CPU."""
     if job.device != "cuda":
         return None
     return request.idle_gpu(context.data, job, context.gpus.choices, context.gpus.source_name)

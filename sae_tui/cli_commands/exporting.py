@@ -1,4 +1,4 @@
-"""`sae-tui export-metrics`: serves metrics of GPUs and jobs to Prometheus, on this machine only."""
+"""`sae-tui export-metrics`: serves GPU and job metrics to Prometheus, on this machine only."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from trainer.contract.output import show_text
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost")
-# Seconds after which a client is disconnected.
+# A client is disconnected after this many seconds.
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
-# Seconds without a request after which the driver is closed, and how long the next request waits for it to open.
+# After `REST_AFTER_S` seconds without a request the driver is closed; the next request waits up to `WAKE_S` seconds for
+# it to open.
 REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 
@@ -48,7 +49,7 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
         show_text(PrometheusText(context.data, lambda: context.gpus.samples).text())
         return Exit.DONE
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
-    # One thread per GPU, so that a GPU that hangs delays no other.
+    # One thread per GPU, so that a GPU that hangs does not delay the others.
     sampler = Sampler(source, context.settings.sampling_interval_s)
     gpus = AskedGpus(sampler, source.name)
     figures = PrometheusText(context.data, gpus.samples, lambda: sampler.problem)
@@ -64,13 +65,13 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
             server.serve_forever()
     finally:
         if not sampler.stop():
-            # A thread that hangs in the driver cannot be stopped, and the interpreter would wait for it.
+            # A thread that hangs in the driver cannot be stopped, and the interpreter would wait for it at exit.
             os._exit(Exit.FAILED)
     return Exit.DONE
 
 
 class AskedGpus:
-    """Reads the GPUs only while clients send requests: a GPU cannot be reset while its driver is open."""
+    """Reads the GPUs only while clients send requests, since a GPU cannot be reset while its driver is open."""
 
     def __init__(self, sampler: Sampler, source_name: str) -> None:
         self._sampler, self._name = sampler, source_name
@@ -79,7 +80,7 @@ class AskedGpus:
         self._asked = time.monotonic()
 
     def samples(self) -> Sequence[GpuSample]:
-        """Return the newest samples; if the driver was closed, wait up to `WAKE_S` for it to open."""
+        """Return the latest samples; if the driver was closed, wait up to `WAKE_S` for it to open."""
         with self._lock:
             self._asked = time.monotonic()
             if self._rests:
@@ -95,7 +96,7 @@ class AskedGpus:
         return is_opening or any(one.reason == faults.NO_ANSWER_YET for one in self._sampler.latest())
 
     def rest(self) -> None:
-        """Close the driver if there was no request for `REST_AFTER_S`."""
+        """Close the driver if there has been no request for `REST_AFTER_S`."""
         if self._rests or time.monotonic() < self._asked + REST_AFTER_S or not self._lock.acquire(blocking=False):
             return
         try:
@@ -106,12 +107,12 @@ class AskedGpus:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves at most `MOST_AT_ONCE` clients at a time; further connections are closed at once and so cost nothing."""
+    """Serves at most `MOST_AT_ONCE` clients at a time; closes further connections immediately, so they cost nothing."""
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: Any, between: Callable[[], object] = lambda: None) -> None:
-        """Bind the address; `between` is called about twice a second."""
+        """Bind the address; `between` is called about twice per second."""
         self._capacity = threading.Semaphore(MOST_AT_ONCE)
         self._between = between
         super().__init__(address, handler)
@@ -126,7 +127,7 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        # The limit covers the whole request, however slowly the client sends it.
+        # The limit applies to the entire request, however slowly the client sends it.
         hang_up = threading.Timer(PATIENCE_S, _hang_up, (request,))
         hang_up.daemon = True
         hang_up.start()
@@ -137,7 +138,7 @@ class Server(ThreadingHTTPServer):
             self._capacity.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that have disconnected; report errors of our own as usual."""
+        """Ignore disconnected clients; report errors of the server itself as usual."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -158,8 +159,8 @@ class Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        # DNS rebinding: a web page can reach this port through its own host name, but the Host header then has
-        # that name.
+        # Prevent DNS rebinding: a web page can reach this port through its own host name, but the Host header then
+        # contains that name.
         if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
             self._answer(403, "use the name 127.0.0.1 or localhost\n")
         elif self.path != "/metrics":

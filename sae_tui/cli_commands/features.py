@@ -30,7 +30,7 @@ from trainer.contract.wording import bars
 
 
 def features(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print one latent with its contexts, or a list of latents in the requested order."""
+    """Print one latent with its max-activating examples, or a list of latents in the requested order."""
     read = Features(_file(context, flags))
     if flags.latent is not None:
         feature = read.feature(flags.latent)

@@ -1,7 +1,4 @@
-"""`sae-tui gpus
-metrics
-recommend`: shows what the GPUs are doing and which of them to use.
-"""
+"""`sae-tui gpus | metrics | recommend`: shows the activity of the GPUs and recommends GPUs for a job."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def show_gpus(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _watch(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the GPUs every second until interrupted or until no process reads the output."""
+    """Print the GPUs every second until interrupted or until the reader of the output is gone."""
     problem = ""
     for snapshot in context.watch_gpus(WATCH_S):
         rows = [row for row in _gpus(snapshot) if flags.index in (None, row["index"])]
@@ -80,7 +77,7 @@ def _show(snapshot: Snapshot, context: CommandContext, flags: argparse.Namespace
 
 
 def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print totals or every GPU, with stored history on request; return 1 if the driver is broken."""
+    """Print totals or the values of each GPU, with stored history on request; return 1 if the driver is broken."""
     if context.has_broken_driver():
         return Exit.FAILED
     if flags.csv:
@@ -112,7 +109,7 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> None:
-    """Print the stored history as CSV: of all GPUs together, or of one GPU after the other."""
+    """Print the stored history as CSV: of all GPUs combined, or of one GPU after another."""
     past = past_of(context, flags)
     assert past is not None
     if flags.view == "aggregated":
@@ -124,8 +121,8 @@ def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> N
 
 
 def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the GPUs that suit a job best; return 1 if there are none or the driver is broken."""
-    # No consent is needed: this command runs no code from the job file.
+    """Print the GPUs that suit a job best; return 1 if there are none or if the driver is broken."""
+    # No consent is needed, because this command runs no code from the job file.
     job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():
         return Exit.FAILED
@@ -186,7 +183,7 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
 
 
 def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()) -> None:
-    """Print a row for each GPU; GPUs reserved for other users share one row."""
+    """Print one row per GPU; all GPUs reserved for other users share one row."""
     withheld = [row["index"] for row in rows if row["index"] in withheld]
     reason = next((row["reason"] for row in rows if row["index"] in withheld), "")
     if len(withheld) > 1:
@@ -241,7 +238,7 @@ def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
 
 
 def _field_text(name: str, value: Any) -> object:
-    """Return a field of a GPU as text with its unit; a timestamp becomes a date."""
+    """Return a field of a GPU as text with its unit; convert a timestamp to a date."""
     if name == "timestamp":
         return clock_time(value)
     return _with_unit(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""`sae-tui import`: imports an SAE of another tool as a job."""
+"""`sae-tui import`: imports an SAE from another tool as a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.progress import Progress
 
 
 def take_in(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Create a job from the SAE in a folder, and print what can be done with it."""
+    """Create a job from the SAE in a folder, and print the commands that can use it."""
     settings = [word for override in flags.overrides for word in ("--set", override)]
     arguments = [*settings, *(["--format", flags.format] if flags.format else [])]
     arguments += [word for one in flags.config for word in ("--config", one)]

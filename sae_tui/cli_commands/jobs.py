@@ -1,4 +1,4 @@
-"""`sae-tui jobs | job | stop | logs`, and waiting for jobs to end."""
+"""`sae-tui jobs | job | stop | logs`: shows and stops jobs. Also waits for jobs to end."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from trainer.contract.wording import duration, gibibytes
 POLL_S = 0.25
 WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
-# The fields of a report card that JSON contains, and the facts that are printed.
+# The fields of a report card in JSON, and the facts that are printed for people.
 _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
     "parts",
 )  # fmt: skip
 _KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
-# The exit codes of commands that wait for a job.
+# Exit codes of commands that wait for a job.
 EXITS = {
     JobState.FINISHED: Exit.DONE,
     JobState.STOPPED: Exit.STOPPED,
@@ -87,7 +87,7 @@ def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _watch(context: CommandContext, flags: argparse.Namespace, reader: JobsReader) -> Exit:
-    """Print the matching jobs, and again after each change, until no process reads the output."""
+    """Print the matching jobs after each change, until the reader of the output is gone."""
     shown, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
     while True:
         matches = _matches(reader, flags)
@@ -118,7 +118,7 @@ def _rows(context: CommandContext, jobs: Sequence[JobView]) -> list[dict[str, An
 
 
 def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print one job and its events; with `--wait`, wait for its end and return the exit code of its final state."""
+    """Print one job and its events; with `--wait`, wait for its end and return the exit code for its final state."""
     code = Exit.DONE
     if flags.wait:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
@@ -168,13 +168,13 @@ def _how_far(reader: JobReader) -> dict[str, float | int | None]:
 
 
 def _card_fields(shown: Sequence[Card]) -> list[dict[str, Any]]:
-    """Return the measurements of each SAE, without the contexts of its latents (`sae-tui features` shows them)."""
+    """Return the measurements of each SAE, without the max-activating examples that `sae-tui features` shows."""
     tables = map(as_table, shown)
     return [{"sae": table["label"], **{name: table[name] for name in _OF_CARD}} for table in tables]
 
 
 def _show_cards(shown: Sequence[Card]) -> None:
-    """Print the key facts of a report card, or one row per SAE of a sweep."""
+    """Print the key facts of a report card; for a sweep, print one row per SAE."""
     if not shown:
         return
     say()
@@ -189,7 +189,7 @@ def _show_cards(shown: Sequence[Card]) -> None:
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:
-    """Return the values of the best SAE of a sweep with its label, such as `0.1463 (k=32)`; empty for a single SAE."""
+    """Return the values of a sweep's best SAE with its label, such as `0.1463 (k=32)`; return none for a single SAE."""
     if not job.best_sae:
         return {}
     of_sae = {name: _field_text(job, name, value) for name, value in _values(job).items() if value is not None}
@@ -197,7 +197,7 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
 
 
 def _show_cause(postmortem: Postmortem, job_id: int) -> None:
-    """Print the remedy, the exception and last log lines of the first failed rank, and how the other ranks ended."""
+    """Print the remedy, the exception and log of the rank that failed first, and how the other ranks ended."""
     advice = [postmortem.remedy] if postmortem.remedy else []
     if postmortem.resumes:
         advice.append(f"`sae-tui resume {job_id}` {postmortem.resumes}")
@@ -269,7 +269,7 @@ def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def wait_for(context: CommandContext, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
-    """Wait until all jobs have ended and return the worst exit code; Ctrl-C leaves the jobs as they are."""
+    """Wait until all jobs have ended and return the worst exit code; Ctrl-C does not affect the jobs."""
     if not context.as_json:
         for job_id in job_ids:
             say(f"job {job_id} {began}; Ctrl-C leaves it {leaves}")
@@ -281,7 +281,7 @@ def wait_for(context: CommandContext, *job_ids: int, began: str = "is launched",
 
 
 def _what_came_of(view: JobView) -> str:
-    """Return the reason why a job failed, or the path of its output; "" if there is neither."""
+    """Return why a job failed, or the path of its output; return "" if there is neither."""
     if view.error:
         return f": {view.error}"
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
@@ -312,7 +312,7 @@ def _wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = T
 
 
 def _reached(job: JobView) -> Reached:
-    """Return the progress of a job: why it waits, its phase before the first step, or its step."""
+    """Return a job's progress: why it waits, its phase before the first step, or its step."""
     if job.state == JobState.QUEUED:
         return Reached(f"waits: {waits(job)}")
     if not job.step or not job.total_steps:
@@ -323,7 +323,7 @@ def _reached(job: JobView) -> Reached:
 
 
 def _reader(context: CommandContext, job_id: int) -> JobReader:
-    """Return a reader that has polled the job once; raise `UserError` if there is no such job."""
+    """Return a reader that has polled the job once; raise `UserError` if the job does not exist."""
     reader = JobReader(context.data, job_id, mends=True)
     reader.poll()
     if reader.view is None:
@@ -367,14 +367,14 @@ def _values(job: JobView) -> dict[str, float | None]:
 
 
 def _field_title(name: str) -> str:
-    """Return the title of a field; metrics have the titles that the screens show."""
+    """Return the title of a field; metrics have the same titles as on the screens."""
     if name in (*measured_names(), "tokens_per_s"):
         return title_of(name)
     return "left" if name == "eta_s" else name
 
 
 def _field_texts(job: JobView) -> dict[str, object]:
-    """Return the fields formatted for people; JSON has the raw values."""
+    """Return the fields formatted for people; JSON contains the raw values."""
     fields = _fields(job)
     del fields["best_sae"], fields["evaluation"]
     if not job.overfitting:
@@ -402,7 +402,7 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
 
 
 def _show_table(jobs: Sequence[JobView]) -> None:
-    """Print the jobs as a table; the columns for tags and for wait reasons appear only if they have content."""
+    """Print the jobs as a table; omit the columns for tags and wait reasons if they would be empty."""
     titles = (series_named(name).title.upper() for name in _listed())
     headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "K", "D_SAE", *titles, "TOKENS/S", "LEFT", "ON")
     rows = [_row(job) for job in jobs]
@@ -427,16 +427,16 @@ def _row(job: JobView) -> tuple[object, ...]:
 
 
 def _listed() -> list[str]:
-    """Return the metrics that the list of jobs shows."""
+    """Return the metrics that the jobs list shows."""
     return list(dict.fromkeys([*key_metrics(), "dead_fraction"]))
 
 
 def _judged_text(job: JobView, name: str) -> str:
-    """Return a metric on held-out data, or before the first evaluation the value of the last batches, with a mark."""
+    """Return a metric on held-out data; before the first evaluation, return the marked value of the last batches."""
     value, is_of_batch = judged_value(job, name)
     return UNKNOWN if value is None else f"{OF_BATCH * is_of_batch}{measure(value, series_named(name))}"
 
 
 def _time_left(job: JobView) -> str:
-    """Return the estimated time left, such as `12 min`, from the steps left and the recent speed."""
+    """Return the estimated time left, such as `12 min`, from the remaining steps and the recent speed."""
     return UNKNOWN if job.eta_s is None else duration(job.eta_s)

@@ -1,6 +1,4 @@
-"""`sae-tui validate
-launch`, and launching for other commands that create jobs.
-"""
+"""`sae-tui validate | launch`, and the launch functions for other commands that create jobs."""
 
 from __future__ import annotations
 
@@ -36,13 +34,13 @@ from trainer.contract.wording import gibibytes, join_words, plural
 
 
 def validate(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the errors and warnings of a job and its memory need; return 1 if it would not run."""
+    """Print a job's errors, warnings and memory need; return 1 if it would not run."""
     look: AnyOutlook | None = None
     measured: PeakMemory | None = None
     job: AnyJob | None = None
     try:
         job, wrong, refusals = examine_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags))
-        # The memory need is unknown while defaults replace refused settings.
+        # The memory need is unknown if defaults replace refused settings.
         is_known = not any(problem.severity == "error" for problem in wrong)
         problems = [*refusals, *wrong]
         if job:
@@ -74,7 +72,7 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
-    """Return the disk space and time that an extraction needs; nothing for a training job."""
+    """Return the disk space and time that an extraction needs; return nothing for a training job."""
     if not isinstance(look, ExtractionOutlook):
         return {}
     return {name: getattr(look, name) for name in ("disk_bytes", "disk_free_bytes", "seconds")}
@@ -94,8 +92,8 @@ def launch(context: CommandContext, flags: argparse.Namespace) -> int:
 def launch_all(
     context: CommandContext, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None
 ) -> int:
-    """Launch all jobs, or none if one of them cannot run; return the exit code."""
-    # A clone keeps its parent's Python, even if that was the app's own.
+    """Launch all jobs; launch none if one of them cannot run. Return the exit code."""
+    # A clone keeps its parent's Python, even if that was the app's Python.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
     context.wants_gpus = not all(job.on_cpu for job in jobs)
     if message := store_warning(context.data):
@@ -131,7 +129,7 @@ def launch_all(
 
 
 def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
-    """Return a message about the state of a job that was just launched, and how to follow it."""
+    """Return a message on the state of a newly launched job, and how to follow it."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
     queued = f"is queued for {_devices(where, job)}"
     others = comes_after(dict.fromkeys(flags.after))
@@ -145,7 +143,7 @@ def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job
 
 
 def _check_or_raise(context: CommandContext, job: AnyJob, promises: Promises) -> Placement:
-    """Return the job's placement and print warnings; raise `JobFileError` with all errors."""
+    """Return the job's placement and print warnings; raise `JobFileError` listing all errors."""
     where, problems = _check(context, job, promises)
     for problem in problems:
         if problem.severity == "warning":
@@ -167,7 +165,7 @@ def _check(
         try:
             return resolve_placement(context, job, promises), problems
         except JobFileError as error:
-            # Skip settings that the checks have reported already, in their own words.
+            # Skip settings that the earlier checks have already reported in their own words.
             paths = {problem.path for problem in problems if problem.severity == "error"}
             return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
@@ -183,7 +181,7 @@ def resolve_placement(context: CommandContext, job: AnyJob, promises: Promises =
 
 
 def _look(context: CommandContext, job: AnyJob, here: Machine) -> AnyOutlook | None:
-    """Return the expected needs of the job; None if its data cannot be read."""
+    """Return the estimated needs of the job; None if its data cannot be read."""
     try:
         return outlook_here(job, here, context.past())
     except JobFileError:
@@ -202,7 +200,7 @@ def _needs(look: AnyOutlook, measured: PeakMemory | None) -> str:
 
 
 def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
-    """Return the overrides, with `--share` and `--priority` as settings of the job."""
+    """Return the overrides, including `--share` and `--priority` as job settings."""
     shares = ["launch.share=true"] if flags.share else []
     return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
 
@@ -216,7 +214,7 @@ def _devices(where: Placement, job: AnyJob) -> str:
 
 
 def _source(context: CommandContext) -> str:
-    """Return the source name that lets a supervisor find these GPUs again."""
+    """Return the name of the GPU source, with which a supervisor finds the same GPUs."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 

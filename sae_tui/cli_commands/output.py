@@ -1,4 +1,4 @@
-"""Printing for commands: JSON for scripts, aligned text for people."""
+"""Prints the output of commands: JSON for scripts, aligned text for people."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ UNKNOWN = "-"
 
 
 def say(text: str = "") -> None:
-    """Print a line to stdout and flush it; make it printable, since texts may come from other users and logs."""
+    """Print a line to stdout and flush it; make text from logs and other users printable first."""
     _write(printable(text))
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print lines that this program generates, as they arrive; there may be millions.
+    """Print lines that this program generates as they arrive; there may be millions.
 
-    Write few at a time, so that Python's buffer never flushes on its own: then only the explicit flush can meet a full
-    disk or a closed pipe.
+    Write only a few at a time, so that Python's buffer never flushes on its own: then only the explicit flush can
+    encounter a full disk or a closed pipe.
     """
     lines = iter(lines)
     while held := list(islice(lines, 30)):
@@ -57,7 +57,7 @@ def _as_utf8(value: Any) -> Any:
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print columns as wide as their content; columns of numbers are right-aligned."""
+    """Print columns as wide as their content, with columns of numbers right-aligned."""
     cells = [[text(value) for value in row] for row in rows]
     lines = [list(headings), *cells]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
@@ -79,7 +79,7 @@ def show_fields(fields: Iterable[tuple[str, object]]) -> None:
 
 
 def text(value: object) -> str:
-    """Return a value as the text of a cell, exactly as it will be printed."""
+    """Return a value as the text of a table cell, exactly as it will be printed."""
     if value is None or value == "":
         return UNKNOWN
     if isinstance(value, bool):
@@ -96,7 +96,7 @@ def clock_time(timestamp: float | None) -> str:
 
 
 def nobody_reads_for(wait_s: float) -> bool:
-    """Wait up to `wait_s` and return whether the reader of standard output is gone; return at once when it goes."""
+    """Return True as soon as the reader of standard output is gone; False if it remains for `wait_s` seconds."""
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)
     gone = select.POLLERR | select.POLLHUP | select.POLLNVAL

@@ -23,7 +23,7 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# Modules whose commands act on jobs or their GPUs; before these run, jobs that crashed are reconciled.
+# Modules whose commands act on jobs or on the jobs' GPUs; before these run, crashed jobs are reconciled.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
 EXAMPLES = f"""\
@@ -158,14 +158,14 @@ ALSO = "Global flags: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; 
 
 
 class CommandParser(output.SafeParser):
-    """Reports bad usage in one line, which would be lost below the usage of all flags."""
+    """Reports incorrect usage in one line, which would be lost below the usage of all flags."""
 
     def sentence_on(self, message: str) -> str:
         return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"
 
 
 class ShowVersion(argparse.Action):
-    """Looks up the version only on request, since the lookup takes a tenth of a command's start time."""
+    """Looks up the version only on request, since the lookup takes a tenth of a command's startup time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -216,7 +216,7 @@ def make_parser(open_app: Command) -> CommandParser:
 
 
 def _load_when_run(function: str) -> Command:
-    """Return a command that imports its module when it runs: all imports take a third of a command's start time."""
+    """Return a command that imports its module when it runs; importing all would take a third of the startup time."""
 
     def run(context: CommandContext, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
@@ -298,7 +298,7 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--self-test", action="store_true", help=trained)
     service = "only install a user service that restarts the queue after a restart of this machine"
     look.add_argument("--install-service", action="store_true", help=service)
-    look.set_defaults(folder_limit_s=10.0)  # doctor continues if the data folder does not answer
+    look.set_defaults(folder_limit_s=10.0)  # doctor continues if the data folder does not respond
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None
@@ -355,7 +355,7 @@ def _add_gpus(command: argparse.ArgumentParser) -> None:
 
 
 def _add_launch_flags(command: argparse.ArgumentParser) -> None:
-    """Add the flags of all commands that create a job."""
+    """Add the flags shared by all commands that create a job."""
     _add_wait(command)
     _complete_ids(
         command.add_argument(
@@ -537,10 +537,7 @@ def _examples(command: str) -> str:
 
 
 def _shared_flags(*, in_help: bool = True) -> CommandParser:
-    """Return the flags allowed before and after the command; defaults would overwrite values given before it.
-
-    If `in_help` is false, `--help` omits them, and the help of a command names them in one line instead.
-    """
+    """Return the flags allowed before and after the command; defaults would overwrite values given before it."""
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="use simulated GPUs, and keep the jobs in DIR/demo")

@@ -1,4 +1,4 @@
-"""The stored history that `sae-tui metrics --since` prints: one GPU, or totals of all GPUs, streamed row by row."""
+"""The stored history for `sae-tui metrics --since`: one GPU, or totals of all GPUs, streamed row by row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from trainer.contract.printable import printable
 from trainer.contract.store.database import StoreMissing
 from trainer.contract.wording import duration, gibibytes
 
-# The most rows that a person reads at a glance, and the possible steps in seconds, each a divisor of the next.
+# The maximum number of rows that a person can read at a glance, and the possible steps in seconds; each divides the
+# next.
 MOST_LINES = 60
 STEPS_S = (5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400, 28 * 86400)
 CARD_LINE = "{:<19}  {:>5}  {:>9}  {:>6}  {:>7}  {:>4}"
@@ -44,12 +45,12 @@ class StoredSamples:
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Yield the samples of one GPU, whichever slot it was in."""
+        """Yield the samples of one GPU, regardless of its slot."""
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
     def of_all(self) -> Iterator[GpuTotals]:
-        """Yield totals over the GPUs present at each time: over the real GPUs, or over the simulated ones."""
+        """Yield totals over the GPUs present at each time, either over real GPUs or over simulated ones."""
         with suppress(StoreMissing):
             rows = stored_samples(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
             yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
@@ -111,7 +112,7 @@ class StoredSamples:
         )
 
     def _gpus_then(self, row: GpuTotals) -> int:
-        """Return the number of GPUs at that time, including GPUs that were removed since."""
+        """Return the number of GPUs at that time, including GPUs that have been removed since."""
         return max(self._count, row.gpus_counted)
 
     def _table(self, whose: str, headings: str, lines: Iterator[str]) -> Iterator[str]:
@@ -127,7 +128,7 @@ class StoredSamples:
 
 
 def past_of(context: CommandContext, flags: argparse.Namespace) -> StoredSamples | None:
-    """Return the history, None if not requested; raise `JobFileError` for `--every` or `--csv` without `--since`."""
+    """Return the history, or None if not requested; raise `JobFileError` for `--every` or `--csv` without `--since`."""
     if flags.since is not None:
         return StoredSamples(context, flags)
     if flags.every is not None:
@@ -139,7 +140,7 @@ def past_of(context: CommandContext, flags: argparse.Namespace) -> StoredSamples
 
 
 def csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a CSV table, header first, as the rows are read; nothing if there are no rows."""
+    """Yield the lines of a CSV table, header first, while the rows are read; yield nothing if there are no rows."""
     for number, row in enumerate(rows):
         if number == 0:
             yield _csv_line(row)
@@ -155,7 +156,7 @@ def _csv_line(values: Iterable[object]) -> str:
 
 
 def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a JSON object whose last field is `history`, one line per row, as the rows are read."""
+    """Yield the lines of a JSON object whose last field is `history`, one line per row, while the rows are read."""
     head = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode().removesuffix("\n}")
     yield from f'{head},\n  "history": ['.split("\n")
     yield from (f"    {line}" for line in comma_separated(msgspec.json.encode(row).decode() for row in history))
@@ -174,7 +175,7 @@ def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def comma_separated(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines with a comma after all but the last; one line is read ahead to find the last."""
+    """Yield the lines with a comma after each but the last, which is found by reading one line ahead."""
     held: str | None = None
     for line in lines:
         if held is not None:
@@ -185,7 +186,7 @@ def comma_separated(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _step(since_s: float, interval_s: float) -> int:
-    """Return the shortest step in seconds that gives at most `MOST_LINES` rows of at least two samples each."""
+    """Return the shortest step in seconds that gives at most `MOST_LINES` rows, each of at least two samples."""
     least = max(since_s / MOST_LINES, 2 * interval_s)
     return next((step for step in STEPS_S if step >= least), STEPS_S[-1])
 

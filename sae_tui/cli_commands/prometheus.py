@@ -1,4 +1,4 @@
-"""Metrics of GPUs and jobs for Prometheus, written by prometheus-client (an optional package)."""
+"""GPU and job metrics for Prometheus, formatted by the optional package prometheus-client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.printable import printable
 from trainer.contract.settings.series import measured_names, title_of
 from trainer.contract.store.states import JobState
 
-# A job is exported for an hour after its end, so that a scrape every few minutes gets its last values.
+# A job is exported for an hour after its end, so that a scrape every few minutes collects its last values.
 ENDED_S = 3600.0
 J_PER_WH = 3600.0
 Labels = Mapping[str, object]
@@ -30,7 +30,7 @@ _NOT_IN_A_NAME = re.compile("[^a-zA-Z0-9_]")
 
 
 class PrometheusText(Collector):
-    """Writes the metrics of GPUs and jobs as text; a lock serialises the threads that ask."""
+    """Writes the metrics of GPUs and jobs as text; a lock serialises requests from several threads."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class PrometheusText(Collector):
 
 
 def gauge(name: str, words: str, values: Labelled) -> Metric:
-    """Return a metric with a sample for each value that is not None; control characters in labels are replaced."""
+    """Return a metric with a sample for each value that is not None; replace control characters in labels."""
     metric = Metric(name, words, "gauge")
     for labels, value in values:
         if value is not None:

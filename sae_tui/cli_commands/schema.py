@@ -1,4 +1,4 @@
-"""`sae-tui schema`: prints the JSON Schemas of the answers."""
+"""`sae-tui schema`: prints the JSON Schemas of the commands' output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERROR = "error"
 
 
 def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the JSON Schema of a command's answer; without a command, list the commands that have one."""
+    """Print the JSON Schema of a command's output; without a command, list the commands that have a schema."""
     known, asked = schemas(), " ".join(flags.words)
     if asked in known:
         say_all(as_text(known[asked]).splitlines())
@@ -32,7 +32,7 @@ def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def schemas() -> dict[str, Schema]:
-    """Return the schemas by command, such as `gpus` or `trainer run`, and the schema of failures as `error`."""
+    """Return the schemas by command, such as `gpus` or `trainer run`; `error` is the schema of failures."""
     own = dict(sorted(own_answers.ANSWERS.items()))
     of_trainer = {f"trainer {name}": schema for name, schema in sorted(commands.ANSWERS.items()) if name != ERROR}
     return {**own, **of_trainer, ERROR: commands.ANSWERS[ERROR]}

@@ -1,4 +1,4 @@
-"""`sae-tui export`: exports the SAE of a job for other tools."""
+"""`sae-tui export`: exports a job's SAE for other tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.progress import Progress
 
 
 def export(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Export the SAE of a job and print where it is."""
+    """Export a job's SAE and print its path."""
     given = {"--best": flags.best, "--force": flags.force}
     arguments = ["--format", flags.format, *(flag for flag, is_given in given.items() if is_given)]
     arguments += [word for label in flags.only for word in ("--only", label)]

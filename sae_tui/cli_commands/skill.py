@@ -1,4 +1,4 @@
-"""`sae-tui skill`: prints a guide for agents that train an SAE with commands that answer in JSON."""
+"""`sae-tui skill`: prints a guide that shows agents how to train an SAE with commands that print JSON."""
 
 from __future__ import annotations
 

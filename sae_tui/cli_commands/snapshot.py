@@ -22,9 +22,10 @@ from trainer.contract.paths import DataDir
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The samples, and whether each GPU is available to a new job.
+    """Samples of all GPUs, and whether each GPU is available to a new job.
 
-    `problem` explains why there are no samples; `is_broken` is true if this needs a repair; `note` reports hidden GPUs.
+    `problem` explains why there are no samples; `is_broken` is true if this requires a repair; `note` reports hidden
+    GPUs.
     """
 
     samples: tuple[GpuSample, ...]
@@ -42,7 +43,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:
-    """Read all GPUs at the same time; call `tell` with a message if the driver is slow."""
+    """Read all GPUs in parallel; call `tell` with a message if the driver is slow."""
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
@@ -55,9 +56,9 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
 
 
 def watch(source: GpuSource, occupancy: Occupancy, data: DataDir, every_s: float) -> Iterator[Snapshot]:
-    """Yield a snapshot every `every_s` seconds until no process reads the output.
+    """Yield a snapshot every `every_s` seconds until the reader of the output is gone.
 
-    Reopen the source after the driver was reloaded. Raise `UserError` if it cannot be opened at first.
+    Reopen the source after the driver is reloaded. Raise `UserError` if the source cannot be opened initially.
     """
     try:
         count = open_source(source)

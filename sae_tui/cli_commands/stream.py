@@ -1,4 +1,4 @@
-"""`sae-tui stream`: sends the GPUs and jobs of this machine to the app on another machine."""
+"""`sae-tui stream`: sends this machine's GPUs and jobs to an app on another machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FIRST_LINES = 2000
 
 
 def stream(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Write messages about GPUs and jobs, or one log, until standard input ends or no process reads the output."""
+    """Write messages about GPUs and jobs, or one log, until standard input ends or the reader of the output is gone."""
     _tell(Hello(PROTOCOL, version("sae-tui")))
     if flags.log is not None:
         return _stream_log(context, flags)
@@ -64,7 +64,7 @@ def stream(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class GpuSide:
-    """The GPUs of this machine, each read by its own thread, and the holder of each GPU."""
+    """The GPUs of this machine, each read by a separate thread, and the holder of each GPU."""
 
     def __init__(self, context: CommandContext) -> None:
         self._data = context.data
@@ -76,7 +76,7 @@ class GpuSide:
         self._has_waited = False
 
     def gpus(self) -> RemoteGpus:
-        """Return the newest sample of every GPU; the first call waits up to `EVERY_S` for the samples."""
+        """Return the latest sample of every GPU; the first call waits up to `EVERY_S` for the samples."""
         if not self._has_waited:
             self._wait_for_all()
         samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]
@@ -122,7 +122,7 @@ def _tell(message: Message) -> None:
 
 
 def _is_over(wait_s: float) -> bool:
-    """Wait up to `wait_s` and return whether standard input has ended, which means that the client is gone."""
+    """Wait up to `wait_s` and return whether standard input has ended, which means that the client has disconnected."""
     deadline = time.monotonic() + max(0.0, wait_s)
     while True:
         ready, _, _ = select.select([sys.stdin], [], [], max(0.0, deadline - time.monotonic()))

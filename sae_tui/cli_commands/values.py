@@ -1,4 +1,4 @@
-"""Parsers of flag values: numbers, shares, prices, times and sizes; a wrong value gives an error of one line."""
+"""Parsers for flag values: numbers, shares, prices, times and sizes. An invalid value gives a one-line error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def positive(text: str) -> int:
 
 
 def job_id_in(text: str) -> int | None:
-    """Return the text as a job id; None if it is not a number, such as the name of a folder."""
+    """Return the text as a job id; None if it is not a number but, for example, the name of a folder."""
     return int(text) if re.fullmatch(r"\d{1,18}", text) else None
 
 
@@ -75,7 +75,7 @@ def seconds(text: str) -> float:
 
 
 def step(text: str) -> int:
-    """Return a whole number of seconds, so that a time divides into steps without a remainder."""
+    """Return a whole number of seconds, so that a period divides into steps without a remainder."""
     value = seconds(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
@@ -83,7 +83,7 @@ def step(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size like `20GiB`, `20G` or `500MB`; only units with a B and no i are powers of 1,000."""
+    """Return the bytes of a size like `20GiB` or `500MB`; only units with a B and no i are powers of 1,000."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not (match[2] or match[3].lower() == "b"):
         raise argparse.ArgumentTypeError(f'takes a size like 20GiB or 500MB, not "{cut(text)}"')

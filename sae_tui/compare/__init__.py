@@ -1,1 +1,1 @@
-"""Comparison of runs without a screen: curves, settings and results, as text, pictures and tables."""
+"""Compares the curves, settings and results of runs, as text, pictures and tables. This package contains no UI code."""

@@ -30,12 +30,12 @@ def write_picture(path: Path, comparison: Comparison, view: CurveView, *, force:
 
 
 def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:
-    """Write every value of a metric, or of all, as a tidy CSV; raise `UserError` as `write_picture` does."""
+    """Write every value of one metric, or of all metrics, as a tidy CSV; raise `UserError` as `write_picture` does."""
     write_new(path, csv_lines(runs.all_values(metric)), force=force)
 
 
 def csv_lines(values: Iterable[tuple[ComparedSae, str, Sample]]) -> Iterator[str]:
-    """Yield a line of titles and one line per value; a value that is not finite is empty."""
+    """Yield a header line and one line per value; non-finite values are left empty."""
     yield _csv_line(COLUMNS)
     for sae, metric, sample in values:
         yield _csv_line(
@@ -63,7 +63,7 @@ def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
 
 def _csv_line(cells: Iterable[object]) -> str:
     line = io.StringIO()
-    # A name may contain a carriage return; the csv module quotes a cell only if it contains a character of the line
+    # A name may contain a carriage return, but the csv module quotes a cell only if it contains a character of the line
     # terminator.
     csv.writer(line, lineterminator="\r\n").writerow(cells)
     return line.getvalue().removesuffix("\r\n") + "\n"

@@ -1,4 +1,4 @@
-"""Turns curves into lines to draw: smoothed, over an axis, on a linear or logarithmic scale."""
+"""Turns curves into lines to draw: smoothed, against an axis, on a linear or logarithmic scale."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from sae_tui.compare.run import Curve, Sample
 from trainer.contract.settings.series import CRITERION, held_out
 
-# The titles of the axes in a picture.
+# The axis titles in a picture.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
 
 class CurveView(msgspec.Struct, frozen=True):
-    """The way curves are shown; `smoothing` is the weight of the past in a moving average, 0 for none."""
+    """How curves are shown; `smoothing` is the weight of the past in a moving average, 0 for none."""
 
     metric: str = held_out(CRITERION)
     axis: str = "step"
@@ -25,7 +25,7 @@ class CurveView(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A curve to draw: points (x, y) sorted by x; on a log scale all y are positive, but not yet logarithms."""
+    """A curve to draw: points (x, y) sorted by x. On a log scale all y are positive, but not yet logarithms."""
 
     label: str
     sae: int
@@ -63,7 +63,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten between two positive numbers; if those are few, also multiples of them."""
+    """Return the powers of ten between two positive numbers, plus multiples of them if there are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
         candidates = [factor * 10.0**power for power in powers for factor in factors]

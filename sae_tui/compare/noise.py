@@ -1,4 +1,4 @@
-"""Decides if the lead of one SAE over another is real: larger than the errors of both and the spread of seeds."""
+"""Decides whether one SAE's lead over another is real: larger than the errors of both and the spread between seeds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sae_tui.compare.run import ComparedSae
 from trainer.contract.runs.row_sums import paired_error
 from trainer.contract.settings.series import CRITERION, held_out
 
-# A lead counts only beyond this number of standard errors.
+# A lead counts only if it exceeds this number of standard errors.
 LEAD = 2.0
-# While too few seeds are compared to measure their spread, a lead in FVU counts only beyond this share. Seeds of a TopK
-# SAE on 131,072 rows differed by 0.5 to 1 %.
+# If too few seeds are compared to measure their spread, a lead in FVU counts only beyond this share. Different seeds of
+# a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
 _FVUS = (held_out(CRITERION), f"card_{CRITERION}")
@@ -37,7 +37,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 class MeasuredSae(msgspec.Struct, frozen=True):
-    """An SAE with its value of a result and the standard error; None if unknown."""
+    """An SAE with its value of a result and the standard error; each is None if unknown."""
 
     sae: ComparedSae
     value: float | None
@@ -45,9 +45,9 @@ class MeasuredSae(msgspec.Struct, frozen=True):
 
 
 def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
-    """Return the lead of the best SAE over another in a result; None if a value or all noise is unknown.
+    """Return the best SAE's lead over another in one result; None if a value or all sources of noise are unknown.
 
-    The spread of seeds is measured on all SAEs in `compared`.
+    The spread between seeds is measured on all SAEs in `compared`.
     """
     if best.value is None or other.value is None:
         return None
@@ -59,14 +59,14 @@ def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence
 
 
 def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float, str] | None:
-    """Return the smallest lead that counts given the errors of both, and the reason."""
+    """Return the smallest lead that counts given both standard errors, and the reason."""
     if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
             degrees = len(best.sae.sums.errors) - 1
             if degrees <= 2:
                 return math.inf, f"the rows come from {degrees + 1} texts, too few to estimate an error"
-            # With few texts the error itself is uncertain; use the standard deviation of Student's t.
+            # With few texts the error itself is uncertain, so multiply it by the standard deviation of Student's t.
             of_few = math.sqrt(degrees / (degrees - 2))
             return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, paired by text"
     if best.error is None or other.error is None:
@@ -75,7 +75,7 @@ def _by_errors(name: str, best: MeasuredSae, other: MeasuredSae) -> tuple[float,
 
 
 def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[float, str] | None:
-    """Return the smallest lead in FVU that counts given the spread of seeds, and the reason."""
+    """Return the smallest lead in FVU that counts given the spread between seeds, and the reason."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)

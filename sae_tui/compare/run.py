@@ -1,4 +1,4 @@
-"""Reads one run of a comparison: its SAEs, its metrics and their values over steps, tokens and time."""
+"""Reads a run for a comparison: its SAEs, and its metrics over steps, tokens and time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Settings = Mapping[str, Any]  # by dotted path
 
 
 class Sample(NamedTuple):
-    """A value of a metric; `time_s` is the time since the run's first value, including pauses."""
+    """A value of a metric. `time_s` is the time since the run's first value, including pauses."""
 
     step: int
     tokens: float
@@ -35,9 +35,10 @@ class Sample(NamedTuple):
 
 
 class ComparedSae(msgspec.Struct, frozen=True):
-    """An SAE to compare: the only one of a run, or one of a sweep.
+    """An SAE to compare: the only SAE of a run, or one of a sweep.
 
-    `latest` holds its newest values by metric and, if it has a report card, the card's figures under `card_` names.
+    `latest` holds its latest values by metric. If it has a report card, the card's values are included under `card_`
+    names.
     """
 
     label: str
@@ -50,7 +51,7 @@ class ComparedSae(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A metric of an SAE, or of a run if its SAEs share it; `sae` is the SAE's index in the comparison."""
+    """A metric of an SAE, or of a run whose SAEs share the metric; `sae` is the SAE's index in the comparison."""
 
     label: str
     sae: int
@@ -58,7 +59,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """Reads the files of one run, and reads again only what has changed."""
+    """Reads the files of a run; later polls read only the changes."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.job_id = job_id
@@ -76,7 +77,7 @@ class Run:
         return {name.partition("@")[0] for name in self._live.latest}
 
     def poll(self, control: Control) -> bool:
-        """Read what has changed; return False if the run no longer exists."""
+        """Read the changes; return False if the run no longer exists."""
         try:
             job = control.job(self.job_id)
         except StoreError:
@@ -97,9 +98,9 @@ class Run:
         return True
 
     def curve(self, metric: str, sae: ComparedSae, place: int) -> Curve | None:
-        """Return the metric over the run in about `MOST_POINTS` points; None if the SAE has none.
+        """Return the metric over the run in about `MOST_POINTS` points; None if the SAE does not have the metric.
 
-        A metric that the SAEs of a sweep share is returned for the first of them only.
+        If the SAEs of a sweep share a metric, it is returned only for the first SAE.
         """
         name = self._name(metric, sae.member)
         if name is None or (name == metric and sae is not self.saes[0]):
@@ -109,12 +110,12 @@ class Run:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
             except StoreError:
-                # A run with a damaged file has no curve; the others are still compared.
+                # If this run has a damaged file, it has no curve, but the other runs are still compared.
                 return None
         return Curve(label, place, self._curves[name, label])
 
     def all_values(self, metric: str, sae: ComparedSae) -> Iterator[Sample]:
-        """Yield every value of a metric, reading lazily; a value that is not finite is None."""
+        """Yield every value of a metric, reading lazily; non-finite values are None."""
         name = self._name(metric, sae.member)
         if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
             return
@@ -133,7 +134,7 @@ class Run:
             yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
-        """Return the newest values by metric: the SAE's own, or the run's if its SAEs share the metric."""
+        """Return the latest values by metric: the SAE's own values, or the run's if its SAEs share the metric."""
         names = {metric: self._name(metric, member) for metric in self.metrics}
         return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
 
@@ -141,7 +142,7 @@ class Run:
         return self._cards[member].values() if member in self._cards else {}
 
     def _name(self, metric: str, member: str) -> str | None:
-        """Return the name of an SAE's metric in the run's store; None if it has none."""
+        """Return the name of an SAE's metric in the run's store; None if the run does not have the metric."""
         own = f"{metric}@{member}"
         if member and own in self._live.latest:
             return own
@@ -158,13 +159,13 @@ class Run:
             yield self._sample(point.step, timestamp or 0.0, point.value)
 
     def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
-        """Return a sample; its tokens are interpolated from the tokens of the newest step."""
+        """Return a sample whose tokens are interpolated from the tokens at the latest step."""
         job, heartbeat = self._job, self._live.heartbeat
         steps, tokens = (heartbeat.step, heartbeat.tokens) if heartbeat else (job.step, job.tokens) if job else (0, 0)
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
 
     def _start(self) -> float:
-        """Return when the run's first value was written; for a resumed run the job row only has a later start."""
+        """Return when the run's first value was written; the job row of a resumed run contains only a later start."""
         if self._began is None and self._live.reader:
             written = [self._live.reader.timestamps(name, [0])[0] for name in self._live.latest]
             starts = [self._job.started] if self._job and self._job.started else []
@@ -174,7 +175,7 @@ class Run:
 
 @functools.lru_cache(maxsize=256)
 def settings_of(config: str) -> Mapping[str, Settings]:
-    """Return the settings, by dotted path, of every SAE of a job file; a job without a sweep has the label ""."""
+    """Return the settings of every SAE in a job file, by dotted path; without a sweep, the only label is ""."""
     raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # a setting of another version

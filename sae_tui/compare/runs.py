@@ -15,7 +15,7 @@ from trainer.contract.store.job_store import Control
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All data that a screen or a command shows of some runs; `curves` are the curves of `metric`."""
+    """All data that a screen or a command shows about several runs; `curves` are the curves of `metric`."""
 
     saes: tuple[ComparedSae, ...] = ()
     metrics: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Runs:
-    """Keeps the files of some runs open; may be called from any thread, and runs one call at a time."""
+    """Keeps the files of several runs open. Calls may come from any thread, and only one runs at a time."""
 
     def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
         self._control = Control(data.control_db, readonly=True)
@@ -32,7 +32,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def read(self, metric: str) -> Comparison:
-        """Return the runs as they are now, with the curves of a metric, or of the first metric if no run has it."""
+        """Return the current state of the runs, with the curves of a metric; if no run has it, use the first metric."""
         with self._lock:
             saes = self._poll()
             metrics = _in_order({name for run, _ in saes for name in run.metrics})
@@ -54,12 +54,12 @@ class Runs:
                 run.close()
 
     def _poll(self) -> list[tuple[Run, ComparedSae]]:
-        """Return the SAEs of all runs, without runs that were deleted meanwhile."""
+        """Return the SAEs of all runs, without runs that have been deleted meanwhile."""
         return [(run, sae) for run in self._runs if run.poll(self._control) for sae in run.saes]
 
 
 def _in_order(metrics: set[str]) -> tuple[str, ...]:
-    """Return the result metrics first, in their usual order; the others follow by name."""
+    """Return the result metrics in their usual order, followed by the others sorted by name."""
     results = [name for metric in result_metrics() for name in with_held_out(metric)]
     first = [*results, "loss", "tokens_per_s", "lr"]
     return (*(name for name in first if name in metrics), *sorted(metrics.difference(first)))

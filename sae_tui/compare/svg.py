@@ -1,4 +1,4 @@
-"""Draws curves as SVG: axes with ticks, a legend, and a colour, a dash and a mark for each curve."""
+"""Draws curves as SVG: axes with ticks, a legend, and a colour, dash pattern and marker for each curve."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainer.contract.printable import printable
 from trainer.contract.settings.series import title_of
 from trainer.contract.wording import number
 
-# Okabe and Ito's colours, which people with any colour vision can distinguish; without the yellow, which is too light
-# on white.
+# Okabe and Ito's colours, which people with any colour vision can distinguish; without yellow, which is too light on
+# white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
 _HEIGHT = 480
 _LEFT, _TOP, _RIGHT, _BOTTOM = 76, 40, 610, 52  # edges of the plot; the last is the space below it
-_LINE, _LETTER = 18, 7  # of the legend
+_LINE, _LETTER = 18, 7  # length of a line and width of a letter in the legend
 _LONGEST_TITLE = 90
 
 
 class PlotArea(NamedTuple):
-    """The lower edge of the plot, and the ranges of its axes."""
+    """The lower edge of the plot, and the ranges of both axes."""
 
     bottom: float
     x: tuple[float, float]
@@ -39,7 +39,7 @@ class PlotArea(NamedTuple):
 
 
 def svg(traces: Sequence[Trace], view: CurveView, title: str) -> str:
-    """Return the whole picture as SVG text; a trace without points only appears in the legend."""
+    """Return the complete picture as SVG text; a trace without points appears only in the legend."""
     height = max(_HEIGHT, _TOP + _LINE * len(traces) + _BOTTOM)
     width = _RIGHT + 56 + _LETTER * max([19, *(len(_label(trace)) for trace in traces)])
     box = _box([point for trace in traces for point in trace.points], view, height - _BOTTOM)
@@ -68,7 +68,7 @@ def _wide(low: float, high: float, *, log: bool = False) -> tuple[float, float]:
 
 
 def _axes(box: PlotArea) -> Iterator[str]:
-    """Draw the frame with ticks, and a faint line at each tick of y."""
+    """Draw the frame with ticks, and a faint line at each y tick."""
     for tick in ticks(*box.x):
         x, _ = box.place(tick, box.y[0])
         yield f'<path d="M{x:.1f},{box.bottom}v5" stroke="black"/>'
@@ -101,7 +101,7 @@ def _curve(trace: Trace, box: PlotArea, style: int) -> Iterator[str]:
 
 
 def _entry(trace: Trace, style: int) -> Iterator[str]:
-    """Draw a trace's line in the legend, with its newest value."""
+    """Draw the line of a trace in the legend, with its latest value."""
     x, y = _RIGHT + 16, _TOP + _LINE * style + 6
     colour, dash, _ = _style(style)
     yield f'<path d="M{x},{y}h24" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"/>'
@@ -114,7 +114,7 @@ def _label(trace: Trace) -> str:
 
 
 def _style(number: int) -> tuple[str, str, str]:
-    """Return colour, dash and mark of a curve; 16 curves differ even without their colour."""
+    """Return the colour, dash pattern and marker of a curve; 16 curves remain distinguishable without colour."""
     mark = number // len(_DASHES) % len(_MARKS)
     return COLOURS[number % len(COLOURS)], _DASHES[number % len(_DASHES)], _MARKS[mark]
 

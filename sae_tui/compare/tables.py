@@ -1,4 +1,4 @@
-"""Tables that compare runs: the settings in which they differ, and their results, with the best marked."""
+"""Tables that compare runs: the settings that differ, and the results with the best ones marked."""
 
 from __future__ import annotations
 
@@ -35,23 +35,22 @@ UNKNOWN = "–"
 BEST = "★"
 SAME = "same"
 UNFINISHED = "unfinished"
-# Other load on the machine affects speeds and times, so a lead up to this share does not count.
+# Other load on the machine affects speeds and times, so a lead of at most this share does not count.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
-# FVUs, and the L0 that belongs to each.
+# FVU metrics, and the L0 metric that belongs to each.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
-# Numbers of tokens count as equal up to this factor, since a run ends with a whole step.
+# Token counts are considered equal up to this factor, since a run always ends with a complete step.
 LIKE = 1.02
-# This is compared like a setting: an automatic batch is smaller in a short run.
+# This result is compared like a setting: an automatic batch is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
-# Settings of training; they are meaningless for an SAE that was not trained here.
+# Training settings, which are meaningless for an SAE that was not trained here.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
 class ComparisonRow(msgspec.Struct, frozen=True):
-    """A row of a table: a title, a value per SAE, and the indices of the best SAEs, or of the SAEs that count as the
-    same.
+    """A table row: a title, one value per SAE, and the indices of the best SAEs, or of the SAEs that count as equal.
 
-    `why` explains why they count as the same, and what else limits the comparison.
+    `why` explains why they count as equal, and what else limits the comparison.
     """
 
     title: str
@@ -60,13 +59,13 @@ class ComparisonRow(msgspec.Struct, frozen=True):
     word: Callable[[Any], str] = str
     same: frozenset[int] = frozenset()
     why: str = ""
-    # Values of runs that have not finished, which are not ranked.
+    # The indices of the values from unfinished runs, which are not ranked.
     unfinished: frozenset[int] = frozenset()
     # Text after the star, by index: the SAE's number of training tokens, if it differs between SAEs.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
-        """Return the values as text; marks show the best, those the same as the best, and unfinished runs."""
+        """Return the values as text, with marks for the best, for values equal to the best, and for unfinished runs."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
         stars = {place: f" {BEST}{self.notes[place] if self.notes else ''}" for place in self.best}
         known = (place for place in self.unfinished if self.values[place] is not None)
@@ -75,7 +74,7 @@ class ComparisonRow(msgspec.Struct, frozen=True):
 
 
 class ComparedFigure(msgspec.Struct, frozen=True):
-    """A figure that is compared between runs, and which values are better; None if neither are."""
+    """A value that is compared between runs, and whether lower or higher is better; None if neither is."""
 
     name: str
     title: str
@@ -88,11 +87,11 @@ def word_of(metric: str) -> Callable[[float], str]:
     return functools.partial(measure, series=series_named(metric))
 
 
-# Results that an imported SAE also has after it is evaluated.
+# Results that an imported SAE also has once it has been evaluated.
 _OF_CARD = (
     ComparedFigure("card_fvu", "report card FVU", "lower", word_of("fvu")),
     ComparedFigure("card_l0", "report card L0", None, word_of("l0")),
-    # With more rows, fewer latents never fire.
+    # With more rows, fewer latents remain that never fire.
     ComparedFigure("card_dead", "report card did not fire", None, word_of("dead_fraction")),
     ComparedFigure("card_ce_score", "report card CE score", "higher", number),
     ComparedFigure("card_kl_score", "report card KL score", "higher", number),
@@ -131,7 +130,7 @@ def _of_metric(name: str, series: Series) -> ComparedFigure:
 
 
 def differences(saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
-    """Return a row for each setting that differs; None for an SAE that does not have the setting."""
+    """Return a row for each setting that differs; a value is None if the SAE does not have the setting."""
     of_saes = [_settings(sae) for sae in saes]
     paths = list(dict.fromkeys(path for settings in of_saes for path in settings))
     lines = []
@@ -140,7 +139,7 @@ def differences(saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
         recorded = [
             one for one, sae in zip(values, saes, strict=True) if not (_is_imported(sae) and _is_of_training(path))
         ]
-        # By repr, since False and 0 are equal in Python.
+        # Compare by repr, since False == 0 in Python.
         if len({repr(value) for value in recorded}) > 1:
             lines.append(ComparisonRow(path, values, word=_value))
     return lines
@@ -156,7 +155,7 @@ def _is_of_training(path: str) -> bool:
 
 
 def _is_imported(sae: ComparedSae) -> bool:
-    """Return True if an SAE comes from another tool and was not trained further here."""
+    """Return True if an SAE comes from another tool and has not been trained further here."""
     return sae.job.state is JobState.IMPORTED
 
 
@@ -172,7 +171,7 @@ def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> li
 
 
 def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonRow]:
-    """Return the price and CO₂ of the energy; no best is marked, since they follow from the energy."""
+    """Return the price and CO₂ of the energy; no best value is marked, since both follow from the energy."""
     energies = [energy_of(sae.job, settings) for sae in saes]
     whole = [energy if is_whole(energy) else Energy() for energy in energies]
     lines = [
@@ -185,9 +184,10 @@ def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonR
 
 
 def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the line with the best marked; for quality results only finished runs compete, and the others get a mark.
+    """Return the line with the best value marked; for quality results, only finished runs are ranked.
 
-    Values of training batches have no best: they are lower than held-out ones, and lowest if a run overfits.
+    Unfinished runs get a mark instead. Values of training batches have no best: they are lower than held-out values,
+    and lowest if a run overfits.
     """
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
@@ -200,13 +200,13 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the line with the best marked, or with all that count as the same as the best."""
+    """Return the line with the best value marked, or with all values that count as equal to the best."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
-    # An SAE between the best and one that is the same is the same too.
+    # An SAE between the best and one that counts as equal also counts as equal.
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
@@ -225,7 +225,7 @@ def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedS
 
 
 def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return a quality line with the tokens of the best SAE, if the SAEs differ in their number of training tokens."""
+    """Return a quality line with the best SAE's number of training tokens, if this number differs between the SAEs."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
     if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
@@ -269,7 +269,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return by index the lead of the best value over every other value with known noise."""
+    """Return the best value's lead over each other value with known noise, by index."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -281,7 +281,7 @@ def leads_of_best(
 
 
 def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict[int, Lead]) -> str:
-    """Return the largest lead that counts as the same, the lead that would count, and the reason."""
+    """Return the largest lead that does not count, the smallest lead that would count, and the reason."""
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
     counts = f"only a lead above {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"
@@ -292,7 +292,7 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
 
 
 def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> frozenset[int]:
-    """Return the indices of values whose text equals that of the best; none if all texts are equal."""
+    """Return the indices of values whose formatted text equals the best value's; return none if all are equal."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.better)}
     if len(set(words) - {None}) < 2:
@@ -301,11 +301,11 @@ def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> fr
 
 
 def value_of(sae: ComparedSae, name: str) -> float | None:
-    """Return a result by name; for an SAE of a sweep its own value, if it has one."""
+    """Return a result by name; for an SAE of a sweep, return its own value if it has one."""
     if name == "duration_s":
         return _duration_s(sae)
     if name == "energy_wh":
-        # Part of the energy would look like a lower consumption.
+        # A partly measured energy would look like a lower consumption.
         energy = energy_of(sae.job, Settings())
         return energy.energy_wh if is_whole(energy) else None
     if name in sae.latest:
@@ -317,7 +317,7 @@ def value_of(sae: ComparedSae, name: str) -> float | None:
 
 def _duration_s(sae: ComparedSae) -> float | None:
     job = sae.job
-    # For a resumed job only the last attempt's times are known.
+    # For a resumed job, only the times of the last attempt are known.
     return None if job.started is None or was_resumed(job) else max(0.0, (job.ended or time.time()) - job.started)
 
 
@@ -327,10 +327,10 @@ def _ran_as(sae: ComparedSae) -> str:
 
 
 def _tokens_per_step(sae: ComparedSae) -> int | None:
-    """Return the tokens per step; with an automatic batch they depend on the length of the run."""
+    """Return the tokens per step; with an automatic batch, they depend on the length of the run."""
     return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 
 
 def _value(value: Any) -> str:
-    """Return a setting as it is in the job file, with strings unquoted."""
+    """Return a setting as it appears in the job file, with strings unquoted."""
     return value if isinstance(value, str) else show(value)

@@ -1,4 +1,4 @@
-"""Recommends how to run a job on this machine, and reports how reliable the estimated times are."""
+"""Recommends how to run a job on this machine, and reports how reliable the time estimates are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
-# The minimum speed-up per device that is worth it (1 is ideal); with less, leave the devices to others.
+# The minimum speed-up per additional device (1 is ideal) for which using it is recommended.
 LEAST_EFFICIENCY = 0.7
 
 
@@ -49,7 +49,7 @@ def job_report(
 
 
 def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Finding:
-    """Report whether the times are estimated from speeds measured here."""
+    """Report whether the time estimates use speeds measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
         return Finding("ok", "speeds", "times use speeds measured on this machine")
@@ -64,7 +64,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
 
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Recommend the fewest devices that fit the job now, and more if they are worth it; otherwise report a remedy."""
+    """Recommend the fewest devices on which the job fits now, and how many more are worthwhile, or else a remedy."""
     best = min(rows, key=_cost_of)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
@@ -88,13 +88,13 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """Return the sort key of a way to run the job: prefer ways that fit and are worth it, then the cheapest."""
+    """Return the sort key of a way to run the job: prefer ways that fit and are worthwhile, then the cheapest."""
     pays = row.efficiency >= LEAST_EFFICIENCY
     return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
 
 
 def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
-    """Yield the largest number of devices that is worth it, or why even the next larger number is not."""
+    """Yield the largest number of devices that is worthwhile, or why not even the next larger number is."""
     others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
     paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
     if paying:
@@ -107,7 +107,7 @@ def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
 
 
 def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Report that the job does not fit in any way, with settings that would make it fit."""
+    """Report that the job does not fit in any configuration, with settings that would make it fit."""
     here = [row for row in rows if row.room_bytes is not None] or list(rows)
     least = min(here, key=lambda row: row.memory_bytes)
     each, capacity = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0

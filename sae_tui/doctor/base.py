@@ -1,4 +1,4 @@
-"""The result of a check, and the machine to check."""
+"""The result of a check, and the machine that is checked."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class GpuReadings(msgspec.Struct, frozen=True):
-    """One reading of all GPUs; `problem` and `remedy` say why there are none. `cuda` is False if they are simulated.
+    """One reading of all GPUs, or the `problem` and its `remedy`. `cuda` is False for simulated GPUs.
 
-    `samples` holds the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
+    `samples` holds only the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
     """
 
     source_name: str
@@ -54,7 +54,7 @@ class GpuReadings(msgspec.Struct, frozen=True):
 
 
 class CheckedMachine:
-    """The machine. Properties are read at most once, when they are first used; system files are read below `root`."""
+    """The checked machine. Properties are read once, when first used; system files are read below `root`."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class CheckedMachine:
         python: str = "",
     ) -> None:
         self.data = data
-        # True if the data folder does not answer, for example because its file server hangs.
+        # True if the data folder does not respond, for example because its file server hangs.
         self.is_silent = False
-        # The Python interpreter that trains, if it is in another environment; "" for this one.
+        # The Python interpreter used for training, if it is in another environment; "" for this one.
         self.python = python
         self.environ = environment_at_start() if environ is None else environ
         self.root = root
@@ -80,7 +80,7 @@ class CheckedMachine:
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
-        """Columns and lines of the terminal, or None."""
+        """The columns and lines of the terminal, or None."""
         for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
             try:
                 terminal_size = os.get_terminal_size(stream.fileno() if stream else -1)
@@ -90,7 +90,7 @@ class CheckedMachine:
         return None
 
     def program(self, name: str) -> str | None:
-        """Return the path of a program, searched in the user's PATH, or None."""
+        """Return the path of a program found in the user's PATH, or None."""
         return shutil.which(name, path=self.environ.get("PATH"))
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
@@ -98,7 +98,7 @@ class CheckedMachine:
         return self._run(command, limit_s, {**self.environ, **environ})
 
     def trainer(self, *words: str, limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """Run the trainer, or the code after "-c", with the Python that trains; return the same as `output`."""
+        """Run the trainer, or the code after "-c", with the training Python; return the same as `output`."""
         if self.python and (why := named_python.refusal(self.python)):
             return "", why
         variables = named_python.variables(self.python, self.environ)
@@ -106,7 +106,7 @@ class CheckedMachine:
 
     @property
     def python_path(self) -> str:
-        """The path of the Python interpreter that trains."""
+        """The path of the Python interpreter used for training."""
         return named_python.whole(self.python) or sys.executable
 
     def _run(self, command: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -125,14 +125,14 @@ class CheckedMachine:
 
 
 def look_at(source: GpuSource, environ: Mapping[str, str]) -> GpuReadings:
-    """Read all GPUs once, with a time limit for the driver; `environ` may hide some of them."""
+    """Read all GPUs once, with a time limit for the driver; variables in `environ` may hide GPUs."""
     try:
         count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:
         return GpuReadings(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
     samples = visible(read_all(source, count), source.name, environ)
     facts = GpuFacts()
-    # Facts are optional: without them the report is shorter, and faults of a GPU are in its sample.
+    # Facts are optional: without them the report is merely shorter, and the samples already contain GPU faults.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
     close_source(source)
@@ -141,7 +141,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> GpuReadings:
 
 
 def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
-    """Return the facts of the visible GPUs only; the positions still match the GPU indices."""
+    """Return the facts about the visible GPUs only; list positions still match the GPU indices."""
     return replace(
         facts,
         capabilities=tuple(one if index in shown else None for index, one in enumerate(facts.capabilities)),
@@ -151,7 +151,7 @@ def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
 
 
 def environment_at_start() -> dict[str, str]:
-    """Return the environment as the shell passed it; under LANG=C, Python itself adds LC_CTYPE."""
+    """Return the environment as passed by the shell, since Python itself adds LC_CTYPE under LANG=C."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:

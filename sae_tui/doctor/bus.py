@@ -1,4 +1,4 @@
-"""Measures how fast the GPUs exchange data, but only while they are idle."""
+"""Measures how fast the GPUs exchange data; runs only while they are idle."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainer.contract.planning.hardware import MeasuredHardware, Speeds, read_bo
 from trainer.contract.runs import nccl
 from trainer.contract.wording import join_words, plural, rate
 
-# Most of this time is for all ranks to import torch from a network disk.
+# Importing torch from a network disk in all ranks takes most of this time.
 LIMIT_S = 120.0
-# The speed that a full PCIe 4.0 slot reaches through the host's memory.
+# The speed that a full PCIe 4.0 slot achieves through host memory.
 LEAST_BYTES_PER_S = 12e9
 BUSY = "probe again when these GPUs are idle"
 
@@ -40,14 +40,14 @@ class Probed(msgspec.Struct, frozen=True):
 
     @property
     def speeds(self) -> Speeds:
-        """The speeds that every rank reaches: the minimum of all ranks."""
+        """The speeds that every rank achieves: the minimum over all ranks."""
         return Speeds(
             min(self.flops_per_s), min(self.memory_bytes_per_s), self.bus_bytes_per_s, self.latency_s, is_measured=True
         )
 
 
 def check_bus(box: CheckedMachine) -> Iterator[Finding]:
-    """Measure the bus if all GPUs are idle; locks keep jobs from starting on them during the measurement.
+    """Measure the bus if all GPUs are idle; locks prevent jobs from starting on them meanwhile.
 
     If packages are missing, return without a finding, since `check_torch` reports them.
     """
@@ -80,7 +80,7 @@ def check_bus(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _measure(box: CheckedMachine, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
-    """Lock the idle GPUs, measure them, store the speeds and judge them."""
+    """Lock the idle GPUs, measure and store their speeds, and report whether these suffice."""
     try:
         box.data.create()
     except UserError as error:
@@ -120,7 +120,7 @@ def _peers_fail(failure: str) -> Finding:
 
 
 def _probe(box: CheckedMachine, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
-    """Measure with rank n on the n-th of these GPUs; return the results, or None and the reason for the failure."""
+    """Measure with rank n on the n-th of these GPUs; return the results, or None and the cause of the failure."""
     visible = VENDORS[idle[0].vendor or box.gpus.source_name].pin(choice.uuid for choice in idle)
     words = ("probe", "--gpus", f"auto:{len(idle)}", "--json")
     answer, failure = box.trainer(*words, limit_s=LIMIT_S, **visible, **environ)
@@ -133,7 +133,7 @@ def _probe(box: CheckedMachine, idle: Sequence[GpuChoice], **environ: str) -> tu
 
 
 def _add_measured(speeds: MeasuredHardware, probed: Probed) -> MeasuredHardware:
-    """Add the measured speeds to the known ones; the speed for two ranks is that of the slowest pair of GPUs."""
+    """Merge the measured speeds into the known ones; the speed for two ranks is that of the slowest pair of GPUs."""
     if probed.ranks > 2 and probed.pairs:
         pair = msgspec.structs.replace(probed.speeds, bus_bytes_per_s=min(probed.pairs.values()))
         speeds = speeds.with_measured(probed.device, probed.precision, 2, pair)

@@ -13,7 +13,7 @@ from trainer.contract.wording import join_words, plural
 
 # PCI device classes: display controllers, which include most GPUs, and accelerators, such as an MI300X.
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
-# A Ryzen's integrated graphics reserve 0.5 to 2 GiB; the smallest GPUs that ROCm supports have 8 GiB.
+# The integrated graphics of a Ryzen reserve 0.5 to 2 GiB; the smallest GPUs that ROCm supports have 8 GiB.
 _SMALLEST_GPU_BYTES = 4 << 30
 
 
@@ -37,7 +37,7 @@ def check_driver(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_visible(box: CheckedMachine) -> Iterator[Finding]:
-    """Report how many GPUs CUDA_VISIBLE_DEVICES or its like leaves visible, and whether its numbering is ambiguous."""
+    """Report how many GPUs the vendor's variables leave visible, and whether their numbering is ambiguous."""
     gpus = box.gpus
     names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
     for vendor in (VENDORS[name] for name in names if name in VENDORS):
@@ -63,7 +63,7 @@ def _finding_of(box: CheckedMachine, vendor: Vendor, limits: Mapping[str, str]) 
 
 
 def check_gpu_count(box: CheckedMachine) -> Iterator[Finding]:
-    """Report each GPU that cannot be used, and all readable GPUs in one finding."""
+    """Report each unusable GPU separately, and all readable GPUs in one finding."""
     for sample in box.gpus.samples:
         if not sample.healthy:
             remedy = "do not use it for jobs until it can be read again"
@@ -83,9 +83,9 @@ def check_gpu_count(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def gpus_on_the_bus(box: CheckedMachine) -> str:
-    """Count the GPUs of all vendors on the PCI bus, with or without a driver, and return the counts in words.
+    """Count the GPUs of all vendors on the PCI bus, with or without a driver, and describe the counts in words.
 
-    Integrated graphics are left out if their driver identifies them, since they are not used for training.
+    Integrated graphics are omitted if their driver identifies them, since they are not used for training.
     """
     vendors = (box.root / "sys/bus/pci/devices").glob("*/vendor")
     ids = [
@@ -104,7 +104,7 @@ def _model_name(name: str) -> str:
 
 
 def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
-    """Report why no GPU can be read; it is an error only if there are GPUs on the PCI bus."""
+    """Report why no GPU can be read; this is an error only if there are GPUs on the PCI bus."""
     if on_the_bus:
         sentence = f"{problem}, although the PCI bus has {on_the_bus}"
         return Finding("error", "driver", sentence, remedy)
@@ -112,7 +112,7 @@ def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
 
 
 def _is_graphics_alone(vendor_file: Path) -> bool:
-    """Return whether amdgpu reports too little memory for a discrete GPU."""
+    """Return whether amdgpu reports too little memory for the GPU to be a discrete one."""
     try:
         return int(vendor_file.with_name("mem_info_vram_total").read_text()) < _SMALLEST_GPU_BYTES
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Reports on the environment of the app, and on the environment of the Python that trains if it is a different one."""
+"""Reports on the app's environment and, if training uses another Python, on the environment of that Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.wording import join_words
 
 
 def check_environments(box: CheckedMachine) -> Iterator[Finding]:
-    """Report which Python runs the app and, if another one trains, what that one has or lacks."""
+    """Report which Python runs the app and, if training uses another one, what that one has or lacks."""
     trains = "" if box.python else ", which also trains"
     yield Finding("ok", "app", f"Python {platform.python_version()}, {PACKAGE} {version(PACKAGE)}{trains}")
     if not box.python:
@@ -31,7 +31,7 @@ def check_environments(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
-    """Report what `import trainer` finds, which packages own its files, and what `python -m trainer` runs here."""
+    """Report what `import trainer` finds, which packages own its files, and which code `python -m trainer` runs."""
     folder = Path(exits.__file__).parents[1]
     others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})
     if others:
@@ -52,12 +52,12 @@ def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
 
 
 def lack_of(box: CheckedMachine) -> str:
-    """Return why the other Python cannot train; "" if it can, or if there is no other Python."""
+    """Return why the other Python cannot train; return "" if it can, or if there is no other Python."""
     return look(box.python).lack() if box.python else ""
 
 
 def both(box: CheckedMachine) -> dict[str, dict[str, Any] | None]:
-    """Return the facts about both environments; "trainer" is None if the app's environment trains."""
+    """Return the facts about both environments; "trainer" is None if training uses the app's environment."""
     app = {"python": sys.executable, "version": platform.python_version(), "sae_tui": version(PACKAGE)}
     if not box.python:
         return {"app": app, "trainer": None}

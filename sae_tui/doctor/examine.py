@@ -1,4 +1,4 @@
-"""Runs all checks one after the other; a new check is a function in this folder and an entry in `CHECKS`."""
+"""Runs all checks in sequence; to add a check, write a function in this folder and list it in `CHECKS`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.contract.store.database import OTHER_FOLDER
 from trainer.contract.wording import join_words, plural
 
 Check = Callable[[CheckedMachine], Iterable[Finding]]
-# Checks of access by other users come first. The slowest check comes last: it imports torch in a new process.
+# Checks for access by other users come first. The slowest check, which imports torch in a new process, comes last.
 CHECKS: tuple[Check, ...] = (
     trust.check_owner,
     trust.check_readers,
@@ -61,12 +61,12 @@ CHECKS: tuple[Check, ...] = (
     environments.check_trainer_code,
     torch_build.check_torch,
 )
-# Checks that run only on request, since they put work on the GPUs.
+# Checks that run only on request, since they use the GPUs.
 PROBES: tuple[Check, ...] = (bus.check_bus,)
 SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
-# Checks that use the data folder. If its disk hangs, the remaining ones are skipped, since each would hang too.
+# Checks that use the data folder. If its disk hangs, the remaining ones are skipped, since each of them would hang too.
 OF_FOLDER: frozenset[Check] = frozenset(
     (
         trust.check_owner, trust.check_readers, trust.check_links, trust.check_hook, storage.check_file_system,
@@ -74,8 +74,8 @@ OF_FOLDER: frozenset[Check] = frozenset(
         storage.check_space,
     )
 )  # fmt: skip
-# Seconds that a check may take for its next finding. GPU reads have their own limits, 37 s in total; checks on request
-# have a limit for each program that they run.
+# The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total; checks on
+# request have a limit for each program that they run.
 LIMIT_S = 60.0
 LIMITS_S: dict[Check, float] = {
     **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),
@@ -101,7 +101,7 @@ def examine(box: CheckedMachine, checks: Iterable[Check] = CHECKS) -> Iterator[F
 
 
 def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
-    """Yield the findings of a check; it runs on its own thread, since a disk may never answer."""
+    """Yield the findings of a check, which runs on a separate thread, since a disk may never respond."""
     found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -141,12 +141,12 @@ def _subject(check: Check) -> str:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """Count the findings by level, like `1 error, 2 warnings, 3 notes, 9 ok`; leave out counts of 0 except "ok"."""
+    """Count the findings by level, like `1 error, 2 warnings, 3 notes, 9 ok`; omit zero counts except "ok"."""
     counts = Counter(finding.level for finding in findings)
     named = [plural(counts[level], level) for level in ("error", "warning", "note") if counts[level]]
     return ", ".join([*named, f"{counts['ok']} ok"])
 
 
 def level_words(finding: Finding) -> str:
-    """Return the level as a sign and a word, so that it does not depend on colour."""
+    """Return the level as a symbol and a word, so that it does not depend on colour."""
     return f"{SIGNS[finding.level]} {finding.level}"

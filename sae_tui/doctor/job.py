@@ -1,4 +1,4 @@
-"""Forecasts memory, time and cost of a job on 1, 2, 4 and 8 GPUs in every mode, or on the CPU."""
+"""Forecasts a job's memory, time and cost on 1, 2, 4 and 8 GPUs in every mode, or on the CPU."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from trainer.contract.settings.sources import DataShape
 
 
 class JobRow(msgspec.Struct, frozen=True):
-    """One way to run the job on `ranks` devices; `n_gpus` is 0 if these are CPU processes.
+    """One way to run the job on `ranks` devices; `n_gpus` is 0 if the devices are CPU processes.
 
-    `chosen` is True for the mode that the job's `parallel.mode` selects. `gpus` are the GPUs with most free memory; if
-    there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not in use and
-    the job fits into their free memory. Speed-up and efficiency compare tokens per second with one device.
+    `chosen` is True for the mode that the job's `parallel.mode` selects. `gpus` lists the GPUs with the most free
+    memory; if there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not
+    in use and the job fits into their free memory. Speed-up and efficiency compare tokens per second with a single
+    device.
     """
 
     n_gpus: int
@@ -122,7 +123,7 @@ def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
-    """Return the numbers of processes to try: one, one per core, and the number that the job requests."""
+    """Return the process counts to try: one, one per core, and the number that the job requests."""
     asked = wanted_devices(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
@@ -156,7 +157,7 @@ def _rows(
 
 
 def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware) -> ModelPlacement | None:
-    """Return the automatic placement of the job's language model; None if there is nothing to place."""
+    """Return the automatic placement of the job's language model; None if it has no model to place."""
     if not devices.are_gpus or model_gpus_of(job) == 0:
         return None
     settings = msgspec.structs.replace(job.data.settings, model_gpus="auto")
@@ -188,7 +189,7 @@ def _as(chosen: Forecast, other: Settled) -> Forecast:
 
 
 def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
-    """Return the modes in which `ranks` devices can share the job."""
+    """Return the modes in which `ranks` devices can run the job together."""
     if ranks == 1:
         return ["single"]
     if not OPTIMIZERS[job.train.optimizer].elementwise or ranks > job.sae.width(data.d_in):
@@ -219,7 +220,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
 
 
 def _fits(devices: Devices, needed: int) -> dict[str, Any]:
-    """Return the memory that each device needs, and whether it fits, as fields of a `JobRow`."""
+    """Return the memory need per device and whether it fits, as fields of a `JobRow`."""
     return {
         "memory_bytes": needed,
         "fits": devices.has(needed, devices.capacity.total_bytes),

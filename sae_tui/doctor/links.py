@@ -9,7 +9,7 @@ from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuPair
 from trainer.contract.wording import join_words, plural
 
-# Paths by their names in `nvidia-smi topo -m`, from shortest to longest.
+# The path names that `nvidia-smi topo -m` uses, from shortest to longest.
 WAYS = {
     "internal": "on one board",
     "PIX": "through one PCIe switch",
@@ -41,7 +41,7 @@ def check_nvlink(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_peers(box: CheckedMachine) -> Iterator[Finding]:
-    """Report whether GPUs can read each other's memory; otherwise all data goes through the host's memory."""
+    """Report whether GPUs can read each other's memory; otherwise all data passes through host memory."""
     pairs = box.gpus.facts.pairs
     apart = [pair for pair in pairs if pair.peer_to_peer is False]
     if apart:

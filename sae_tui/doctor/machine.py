@@ -11,7 +11,7 @@ from trainer.contract.wording import gibibytes
 
 # The size that NVIDIA recommends for containers; Docker's default is 64 MB.
 LEAST_SHARED_BYTES = 1 << 30
-# Python, torch and NCCL keep about 200 files open per rank, and stored activations one per shard.
+# Python, torch and NCCL keep about 200 files open per rank; stored activations keep one open per shard.
 LEAST_FILES = 1024
 LEAST_LOCKED_BYTES = 64 << 20
 
@@ -38,7 +38,7 @@ def check_shared_memory(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
-    """Check the soft limit on open files; a process starts with this limit and may raise it to the hard limit."""
+    """Check the soft limit on open files; a process starts with it and may raise it to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         yield Finding("ok", "open files", f"a process may open {_limit(soft)} files")
@@ -52,7 +52,7 @@ def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_locked_memory(box: CheckedMachine) -> Iterator[Finding]:
-    """Check the limit of locked memory: InfiniBand's memory counts towards it, but the GPU driver's does not."""
+    """Check the limit on locked memory, which applies to InfiniBand memory but not to that of the GPU driver."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = soft == resource.RLIM_INFINITY or soft >= LEAST_LOCKED_BYTES
     infiniband = any((box.root / "sys/class/infiniband").glob("*"))
@@ -66,7 +66,7 @@ def check_locked_memory(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _limit(limit: int, *, of_bytes: bool = False) -> str:
-    """Format a limit, in bytes or as a number."""
+    """Format a limit, in bytes or as a plain number."""
     if limit == resource.RLIM_INFINITY:
         return "any amount of memory" if of_bytes else "any number of"
     return gibibytes(limit) if of_bytes else f"{limit:,}"

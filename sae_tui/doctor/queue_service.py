@@ -1,4 +1,4 @@
-"""Checks whether the queue continues after a restart of the machine, and installs the user service for it."""
+"""Checks whether the queue resumes after a restart of the machine, and installs the user service for this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.paths import DataDir, private_folder
 
 _INSTALL = "`sae-tui doctor --install-service` installs a user service that restarts them"
 _LINGER = "run `loginctl enable-linger` once"
-# KillMode=process: supervisors belong to the service's control group, and must outlive its main process.
+# KillMode=process, since supervisors belong to the service's control group but must outlive its main process.
 _UNIT = """\
 [Unit]
 Description=Restart the queue of sae-tui after a restart of the machine
@@ -48,7 +48,7 @@ def check_queue_service(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def install(box: CheckedMachine) -> None:
-    """Write and enable the user service; raise `UserError` if that fails."""
+    """Write and enable the user service; raise `UserError` on failure."""
     if not _has_systemd(box):
         raise UserError(
             "--install-service: this machine does not run systemd; queued jobs continue with your next command"

@@ -23,7 +23,7 @@ from trainer.contract.wording import plural
 
 SUBJECT = "self-test"
 LIMIT_S = 600.0
-# The maximum number of failed checks that a finding names.
+# The maximum number of failed checks that a finding lists.
 _MOST_NAMED = 3
 
 
@@ -68,14 +68,14 @@ def check_training(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _vendor_of_torch(box: CheckedMachine, vendors: list[str]) -> str:
-    """Return the vendor whose GPUs the training environment's PyTorch is built for."""
+    """Return the vendor for whose GPUs the training environment's PyTorch is built."""
     with judged_by(look(box.python).packages if box.python else None):
         return vendor_of_build(vendors)
 
 
 @contextlib.contextmanager
 def _kept(box: CheckedMachine, choice: GpuChoice) -> Iterator[str]:
-    """Keep jobs off a GPU during the context; yield the reason if that is not possible, otherwise ""."""
+    """Keep jobs off a GPU within the context; yield the reason if this is impossible, otherwise ""."""
     try:
         box.data.create()
     except UserError as error:

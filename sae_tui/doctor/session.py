@@ -1,8 +1,8 @@
-"""Checks whether running jobs survive the logout of their user.
+"""Checks whether running jobs survive the user's logout.
 
-A process can leave its Unix session, but not the control group that logind has put it in. This is either the group of
-the login session, which KillUserProcesses= ends, or the group of the user's service manager, which ends with the last
-login unless linger is enabled for the user.
+A process can leave its Unix session, but not the control group in which logind placed it. This is either the group of
+the login session, which KillUserProcesses= kills, or the group of the user's service manager, which ends with the last
+login unless lingering is enabled for the user.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEEP = "`loginctl enable-linger` once; later jobs then start outside your sessio
 
 
 def check_logout(box: CheckedMachine) -> Iterator[Finding]:
-    """Report whether jobs survive a logout, judged by the control group of this process."""
+    """Report whether jobs survive a logout, based on the control group of this process."""
     user = box.environ.get("USER") or user_name()
     group = _control_group(box)
     if not (box.root / "run/systemd/system").exists():
@@ -36,13 +36,13 @@ def check_logout(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def guarantee(data: DataDir) -> Finding:
-    """Return a finding on whether a job launched now survives the logout of its user."""
+    """Return a finding on whether a job launched now would survive the user's logout."""
     (finding,) = check_logout(CheckedMachine(data, load_source("none")))
     return finding
 
 
 def _of_manager(name: str, *, lingers: bool) -> Finding:
-    """Return the finding for jobs in the user's service manager, whose unit is `name`."""
+    """Return the finding for jobs under the user's service manager, whose unit is `name`."""
     if lingers:
         return Finding("ok", "logout", f"jobs continue after a logout, because of linger; they belong to {name}")
     sentence = f"jobs end some seconds after your last logout, since they belong to {name} and linger is off"
@@ -50,7 +50,7 @@ def _of_manager(name: str, *, lingers: bool) -> Finding:
 
 
 def _of_session(box: CheckedMachine, user: str) -> Finding:
-    """Return the finding for jobs in a login session, judged by logind's settings."""
+    """Return the finding for jobs in a login session, based on logind's settings."""
     answer, failure = box.output(["loginctl", "show-session", *(f"--property={name}" for name in _SETTINGS)])
     settings = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
     if failure or "KillUserProcesses" not in settings:
@@ -68,7 +68,7 @@ def _of_session(box: CheckedMachine, user: str) -> Finding:
 
 
 def _kills(settings: dict[str, str], user: str) -> bool:
-    """Return whether logind kills the processes of this user at logout."""
+    """Return whether logind kills this user's processes at logout."""
     only, exempt = (settings.get(name, "").split() for name in _SETTINGS[1:])
     return settings["KillUserProcesses"] == "yes" and user not in exempt and (not only or user in only)
 

@@ -10,7 +10,7 @@ from trainer.contract.wording import duration
 
 
 def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
-    """Report whether this shell is inside a SLURM allocation, outside one, or without SLURM."""
+    """Report whether this shell is inside or outside a SLURM allocation, or whether there is no SLURM."""
     missing = [name for name in ("sinfo", "squeue") if box.program(name) is None]
     if job := box.environ.get("SLURM_JOB_ID"):
         yield _inside(box, job)
@@ -24,7 +24,7 @@ def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _inside(box: CheckedMachine, job: str) -> Finding:
-    """Report the allocation of this shell; all jobs started here end with it."""
+    """Report the allocation of this shell; all jobs started here end when it does."""
     nodes = box.environ.get("SLURM_JOB_NODELIST", "this machine")
     gpus = box.environ.get("SLURM_JOB_GPUS") or box.environ.get("SLURM_STEP_GPUS")
     end = box.environ.get("SLURM_JOB_END_TIME", "")
@@ -34,7 +34,7 @@ def _inside(box: CheckedMachine, job: str) -> Finding:
 
 
 def _outside(box: CheckedMachine) -> Finding:
-    """Report the cluster that this machine can reach, for a shell outside any allocation."""
+    """Report the cluster reachable from this machine, for a shell outside any allocation."""
     partitions, failure = box.output(["sinfo", "--noheader", "--format=%P"])
     if failure:
         return Finding(

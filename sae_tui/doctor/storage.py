@@ -1,4 +1,4 @@
-"""Checks the disk of the data folder, and SQLite, which stores the jobs' records."""
+"""Checks the disk of the data folder, and SQLite, which stores the job records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_folder(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_space(box: CheckedMachine) -> Iterator[Finding]:
-    """Check the free space, since each checkpoint of a large SAE takes gibibytes."""
+    """Check the free space, since each checkpoint of a large SAE takes several gibibytes."""
     folder = _existing(box)
     disk = shutil.disk_usage(folder)
     sentence = f"{gibibytes(disk.free)} free of {gibibytes(disk.total)} in {folder}"
@@ -73,7 +73,7 @@ def check_file_locks(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_store_lock(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a halted process that holds the lock of the job store, which blocks all other processes."""
+    """Report a stopped process that holds the lock of the job store and so blocks all other processes."""
     pid = holder_of(box.data.control_db)
     if pid and is_halted(pid):
         sentence, _, remedy = describe_holder(pid).partition("; ")
@@ -94,7 +94,7 @@ def check_locks(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_sqlite(_: CheckedMachine) -> Iterator[Finding]:
-    """Check SQLite's version: 3.7.0 to 3.51.2 can corrupt a WAL with several writers, except for two fixed branches."""
+    """Check SQLite's version: in 3.7.0 to 3.51.2, except for two fixed branches, several writers can corrupt a WAL."""
     version = sqlite3.sqlite_version_info
     if not has_wal_reset_bug(version):
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")
@@ -115,6 +115,6 @@ def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
 
 
 def _existing(box: CheckedMachine) -> Path:
-    """Return the data folder or, if it does not exist yet, its nearest parent that does."""
+    """Return the data folder or, if it does not exist yet, its nearest existing parent."""
     root = box.data.root
     return next(folder for folder in (root, *root.parents) if os.path.exists(folder))

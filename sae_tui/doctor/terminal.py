@@ -1,4 +1,4 @@
-"""Checks what the terminal can show; colours and characters are judged by the same rules as in Textual."""
+"""Checks what the terminal can display; colours and characters are judged by Textual's rules."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_size(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_multiplexer(box: CheckedMachine) -> Iterator[Finding]:
-    """Report tmux or screen; jobs do not need it, but it keeps the app open after a disconnect."""
+    """Report tmux or screen; jobs do not need them, but they keep the app open after a disconnect."""
     if box.environ.get("TMUX"):
         yield Finding("ok", "tmux", "inside tmux: you can detach, and attach again from anywhere")
     elif box.environ.get("STY"):

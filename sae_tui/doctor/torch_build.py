@@ -15,12 +15,12 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
 
-# Seconds; the first import from a network disk takes half a minute.
+# In seconds; the first import from a network disk takes half a minute.
 LIMIT_S = 60.0
-# Compute capabilities of GPUs, such as GeForce, that compute fp64 at 1/32 or 1/64 of their fp32 speed.
+# Compute capabilities of GPUs, such as GeForce, whose fp64 speed is 1/32 or 1/64 of their fp32 speed.
 _SLOW_AT_FP64 = {(6, 1), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 _ADAM_IN_FP32 = (2, 8)
-# Garbage collection and the shutdown of torch took a third of the time, and neither is needed here.
+# Skip garbage collection and the shutdown of torch: they took a third of the time and are not needed here.
 _ASK = """
 import gc
 gc.disable()
@@ -42,7 +42,7 @@ os._exit(0)
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """The torch that ranks import. `cuda`, `hip` (ROCm) and `nccl` are the versions that it was built with.
+    """The torch that ranks import. `cuda`, `hip` (ROCm) and `nccl` are the versions it was built with.
 
     `nccl_installed` is the version of the installed package; `amd_archs` are the architectures of AMD GPUs.
     """
@@ -60,12 +60,12 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """The runtime that it was built for, like `Vendor.torch_runtime`; "" for a CPU build."""
+        """The runtime that torch was built for, like `Vendor.torch_runtime`; "" for a CPU build."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
     def built_for(self) -> str:
-        """The runtime and its version in words."""
+        """The runtime that torch was built for, and its version, in words."""
         return (
             f"built for ROCm {self.hip}"
             if self.hip
@@ -108,7 +108,7 @@ def check_torch(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _ask(box: CheckedMachine) -> tuple[TorchBuild | None, str]:
-    """Import torch in a separate process; return its build, or None and the reason for the failure."""
+    """Import torch in a separate process; return its build, or None and the cause of the failure."""
     answer, failure = box.trainer("-c", _ASK, limit_s=LIMIT_S)
     if failure:
         return None, failure
@@ -127,8 +127,8 @@ def _vendors(gpus: GpuReadings) -> list[Vendor]:
 def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, vendor: Vendor | None) -> Finding:
     """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
-    A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor
-    that torch is built for; None if the machine has no GPUs of that vendor.
+    A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor for
+    whose GPUs torch is built; None if the machine has no such GPUs.
     """
     driver = gpus.facts.cuda
     if not build.runtime:
@@ -153,9 +153,9 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
 
 
 def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Report GPUs that torch has no code for: neither for the same major capability nor PTX to compile.
+    """Report GPUs for which torch has neither code with the same major capability nor PTX to compile.
 
-    Code for AMD GPUs runs on only one architecture each.
+    Code for AMD GPUs runs on a single architecture only.
     """
     lacking = dict.fromkeys(arch.partition(":")[0] for arch in build.amd_archs)
     if build.archs and (without_code := [arch for arch in lacking if arch not in build.archs]):
@@ -199,7 +199,7 @@ def _covers(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _exchanges(build: TorchBuild) -> Finding:
-    """Check NCCL, or AMD's RCCL: torch may load another version than the one that it was compiled with."""
+    """Check NCCL, or AMD's RCCL: torch may load a different version from the one it was compiled with."""
     name = "RCCL" if build.hip else "NCCL"
     if build.nccl is None:
         sentence = f"torch {build.version} is built without {name}, which jobs on several GPUs need"

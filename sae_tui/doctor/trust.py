@@ -1,4 +1,4 @@
-"""Checks that no other user can read or write the user's data, or act as the user, as SECURITY.md promises."""
+"""Checks that no other user can read or write the user's data or act as the user, as SECURITY.md promises."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_readers(box: CheckedMachine) -> Iterator[Finding]:
 def _open_to(folder: Path, whom: int) -> Iterator[Path]:
     """Yield the files below a folder that the users in `whom`, a mask of mode bits, may read or write.
 
-    Folders that they may not enter are skipped.
+    Skip folders that these users may not enter.
     """
     with contextlib.suppress(OSError):  # a running job may create and remove files during this check
         if _lets_in(folder, whom):
@@ -76,7 +76,7 @@ def _lets_in(folder: Path, whom: int) -> bool:
 
 
 def check_links(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a symbolic link in place of a folder that sae-tui writes to and deletes from."""
+    """Report a symbolic link in place of a folder in which sae-tui writes and deletes files."""
     runs = box.data.root / "runs"
     ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
     for job_id in (None, *sorted(ids)):
@@ -89,7 +89,7 @@ def check_links(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_hook(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a command in the settings that is not run, since another user may have written it."""
+    """Report a command in the settings that is not run because another user may have written it."""
     file = box.data.settings_file
     for problem in load_settings(file)[1]:
         if problem.path == "on_job_end":

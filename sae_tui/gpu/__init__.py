@@ -1,4 +1,4 @@
-"""GPU monitoring: sources, sampler, ring buffers and history. It contains no UI code."""
+"""Monitors GPUs: sources, sampler, ring buffers and history. This package contains no UI code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _SEVERAL = "sae_tui.gpu.several:Several"
-# Sources without real GPUs. These are strings, so that listing the names imports nothing.
+# Sources without real GPUs. The entries are strings, so that listing the names imports nothing.
 _STAND_INS = {"simulated": "sae_tui.gpu.simulated:Simulated", "none": "sae_tui.gpu.none:NoGpus"}
 
 
@@ -23,7 +23,7 @@ def source_names() -> tuple[str, ...]:
 
 
 def load_source(name: str, **options: Any) -> GpuSource:
-    """Return the named source, not yet opened, with `options` passed to its constructor.
+    """Return the named source, not yet opened; `options` are passed to its constructor.
 
     Raise `UserError` if no source has this name.
     """
@@ -44,7 +44,7 @@ def _load(target: str, *sources: list[GpuSource], **options: Any) -> GpuSource:
 
 
 def resolve(name: str) -> str:
-    """Return the vendor that "auto" stands for, or "auto" if the drivers of several vendors are installed.
+    """Return the vendor for "auto", or "auto" itself if the drivers of several vendors are installed.
 
     Without any driver, return the first vendor; its source then reports what is missing. Return other names unchanged.
     """
@@ -55,5 +55,5 @@ def resolve(name: str) -> str:
 
 
 def vendor_to_name(source_name: str) -> Vendor:
-    """Return the vendor to name in messages about a source's GPUs; for simulated GPUs, the first vendor."""
+    """Return the vendor to mention in messages about a source's GPUs; for simulated GPUs, the first vendor."""
     return VENDORS.get(source_name) or next(iter(VENDORS.values()))

@@ -1,4 +1,4 @@
-"""Combines the current values and the history of all GPUs of a machine."""
+"""Combines the current values and the history of all GPUs on a machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ContributingGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate(GpuSummary):
-    """Totals over the healthy GPUs; `gpu_count` counts all GPUs, and `counted` those behind each quantity."""
+    """Totals over the healthy GPUs; `gpu_count` counts all GPUs, and `counted` the GPUs behind each quantity."""
 
     gpu_count: int
     total_power_limit_w: Annotated[float | None, Sensor("Sum of the power limits", public="total_power_limit")] = None
@@ -61,7 +61,7 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
 class CapacityShares:
     """The share of the total capacity, 0 to 1, that all GPUs together used in each interval.
 
-    The capacity is that of the GPUs with a reading in the interval. None if there is no reading, or if one is missing.
+    The capacity includes only GPUs with a reading in the interval. None if there is no reading, or if one is missing.
     """
 
     memory: Sequence[float | None]

@@ -1,4 +1,4 @@
-"""Reads AMD GPUs through AMD SMI. Only `open` loads its module."""
+"""Reads AMD GPUs through AMD SMI, whose module is loaded only by `open`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from trainer.contract.printable import printable
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# If reading the four main sensors of a GPU takes longer, the other sensors are not read.
+# If reading the four main sensors of a GPU takes longer than this, its other sensors are not read.
 SLOW_S = 0.1
 ENERGY_EVERY = 10
 LARGEST_PID = 1 << 22  # Linux's limit
 MIB = 1 << 20
 PROCESS = "amdsmi_get_gpu_process_info"
-# A larger power limit is in microwatts (ROCm 6 and 7), a smaller one in watts.
+# Above this, a power limit is in microwatts (ROCm 6 and 7); below it, in watts.
 MOST_WATTS = 100_000
 # Partition modes that split a GPU; SPX means that it is not split.
 PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
@@ -36,11 +36,11 @@ _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 class Amd:
-    """All AMD GPUs of this machine, with AMD SMI's indices, which follow the PCI bus order."""
+    """All AMD GPUs of this machine, indexed like AMD SMI, which follows the PCI bus order."""
 
     name = "amdsmi"
     cuda = True
-    # The sources of this process that have the library open. AMD SMI does not count openings: the first close closes
+    # The sources in this process that have the library open. AMD SMI does not count openings: the first close closes
     # the library for all of them.
     _users: ClassVar[set[Amd]] = set()
 
@@ -71,7 +71,7 @@ class Amd:
 
     @property
     def must_reopen(self) -> bool:
-        """True if the driver was reloaded, or its GPUs have changed since it was opened."""
+        """True if the driver was reloaded, or if its GPUs have changed since it was opened."""
         return any(gpu.is_stale for gpu in self._gpus)
 
     def facts(self) -> GpuFacts:
@@ -96,14 +96,14 @@ class Amd:
 
     @property
     def _xgmi(self) -> int | None:
-        """AMD SMI's number for an XGMI link; the number and the name of the constant depend on the version."""
+        """AMD SMI's number for an XGMI link; both the number and the name of the constant depend on the version."""
         for group, name in (("AmdSmiIoLinkType", "XGMI"), ("AmdSmiLinkType", "AMDSMI_LINK_TYPE_XGMI")):
             if found := getattr(getattr(self._smi, group, None), name, None):
                 return int(found)
         return None
 
     def close(self) -> None:
-        """Close the library unless another source uses it. If it must be reopened, close it for all sources."""
+        """Close the library unless another source uses it; if it must be reopened, close it for all sources."""
         self._users.discard(self)
         if self._users and not self.must_reopen:
             return
@@ -112,7 +112,7 @@ class Amd:
 
 
 class _AmdGpu:
-    """One GPU. Constants are read until a read succeeds; the power limit is read as often as the processes."""
+    """One GPU. Constants are read until a read succeeds; the power limit is read whenever the processes are."""
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
         self._smi = smi
@@ -146,7 +146,7 @@ class _AmdGpu:
         return self._details.read()
 
     def _identify(self) -> Mapping[str, Any] | None:
-        """Return the identity of the GPU, which is read until a read succeeds.
+        """Return the identity of the GPU; retry until a read succeeds.
 
         ROCm's runtimes identify a GPU by `GPU-` and the 16 digits of its serial number, not by the longer UUID that
         `amd-smi list` shows.
@@ -160,7 +160,7 @@ class _AmdGpu:
         return self._asic
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a sample, from four calls and up to seven more for values that seldom change."""
+        """Return the fields of a sample, from four calls and up to seven more for values that rarely change."""
         began = time.monotonic()
         busy = self._asking.get("utilization", "amdsmi_get_gpu_activity", self.handle)
         memory = self._asking.get("memory_used_bytes", "amdsmi_get_gpu_vram_usage", self.handle)
@@ -191,7 +191,7 @@ class _AmdGpu:
         if code is None and not self._has_answered:
             return {}
         self._asking.failed = {}
-        # Another GPU may answer next.
+        # Another GPU may respond next.
         self._asic = None
         self.is_stale = self.is_stale or code in faults.STALE
         reason = faults.SILENT if code is None else faults.gpu(code)
@@ -216,7 +216,7 @@ class _AmdGpu:
         return faults.SPLIT % self._partition if self._partition in PARTITIONS else ""
 
     def _energy(self) -> float | None:
-        """Return the energy counter in joules with every `ENERGY_EVERY`th list of processes, otherwise None.
+        """Return the energy counter in joules with every `ENERGY_EVERY`th process list, otherwise None.
 
         No energy is lost in between, since the counter accumulates.
         """
@@ -230,7 +230,7 @@ class _AmdGpu:
             return None
         found: dict[int, int | None] = {}
         for one in listed:
-            # ROCm 6.0 lists process handles, and each needs a separate call.
+            # ROCm 6.0 lists process handles, each of which requires a separate call.
             each = one if isinstance(one, Mapping) else self._asking.ask(PROCESS, self.handle, one) or {}
             pid = int(each.get("pid", 0))
             if 0 < pid <= LARGEST_PID:
@@ -244,7 +244,7 @@ def _uuid(asic: Mapping[str, Any]) -> str | None:
 
 
 def _name(asic: Mapping[str, Any] | None) -> str:
-    """Return the product name, or one with the chip number if AMD SMI does not know the product."""
+    """Return the product name; if AMD SMI does not know it, a name with the chip number."""
     name = printable(str((asic or {}).get("market_name", "")).strip())
     if not _is_told(name):
         return "AMD GPU"

@@ -1,4 +1,4 @@
-"""Calls AMD SMI. In its answers, which are dicts, "N/A" or a number with all bits set means "not supported"."""
+"""Calls AMD SMI. In the dicts that it returns, "N/A" or a number with all bits set means "not supported"."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from sae_tui.gpu import amd_faults as faults
 
-# All bits of a field set: ROCm 6.0 returns these numbers, later versions "N/A".
+# Numbers with all bits set, which ROCm 6.0 returns instead of "N/A".
 _UNSUPPORTED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
 class Asking:
-    """Calls functions of the module by name; records the fields that failed since `begin`, and the last error code."""
+    """Calls functions of the module by name; records the fields that failed since `begin`, and the last error."""
 
     def __init__(self, smi: ModuleType) -> None:
         self._smi: Any = smi
@@ -26,7 +26,7 @@ class Asking:
         self.failed, self.code = {}, None
 
     def get(self, field: str, function: str, *arguments: Any) -> Any:
-        """Return the answer; None if it is not supported or fails. A failure is recorded for `field`."""
+        """Return a function's result; None if it is not supported or fails. A failure is recorded for `field`."""
         try:
             return getattr(self._smi, function)(*arguments)
         except self._smi.AmdSmiLibraryException as error:
@@ -40,7 +40,7 @@ class Asking:
         return None
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Return the answer, or None."""
+        """Return a function's result, or None."""
         return self.get(function, function, *arguments)
 
 

@@ -1,4 +1,4 @@
-"""The details of an AMD GPU: four calls with each list of processes, a dozen while its page is open."""
+"""The details of an AMD GPU: four calls with each process list, a dozen while the GPU's page is open."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FAN_MOST = 255
 # The Python module reports only whether a limit throttles the GPU, not which one.
 LIMITED = "power, current or temperature limit reached"
-# The fields that MI300 and later report instead.
+# The fields that an MI300 or later chip reports instead.
 VIOLATIONS = {
     "active_ppt_pwr": "power limit reached",
     "active_socket_thrm": THROTTLING[1],
@@ -30,7 +30,7 @@ _GENERATIONS = {2500: 1, 5000: 2, 8000: 3, 16000: 4, 32000: 5, 64000: 6}
 
 
 class AmdDetails:
-    """Reads one GPU, in that GPU's thread."""
+    """Reads the details of one GPU, on that GPU's thread."""
 
     def __init__(self, smi: ModuleType, handle: Any) -> None:
         self._smi: Any = smi
@@ -40,7 +40,7 @@ class AmdDetails:
         self._slowdown_c: int | None = None
 
     def temperature_c(self, asking: Asking) -> float | None:
-        """Return the hot-spot temperature, which the driver throttles by; if unsupported, the edge temperature."""
+        """Return the hot-spot temperature, by which the driver throttles, or else the edge temperature."""
         smi = self._smi
         current = smi.AmdSmiTemperatureMetric.CURRENT
         answer = asking.get("temperature_c", "amdsmi_get_temp_metric", self._handle, self._hottest, current)
@@ -51,9 +51,9 @@ class AmdDetails:
         return number({"temperature": answer}, "temperature", least=-273)
 
     def condition(self, *, whole: bool = True) -> Condition:
-        """Return the GPU's errors and, if `whole`, its clocks, with up to four calls.
+        """Return the GPU's errors and, if `whole`, its clocks, using up to four calls.
 
-        The first whole call also reads the slowdown temperature.
+        The first call with `whole` also reads the slowdown temperature.
         """
         if not whole:
             return Condition(ecc_uncorrected=self._uncorrected())
@@ -69,7 +69,7 @@ class AmdDetails:
         )
 
     def _uncorrected(self) -> int | None:
-        """Return the number of memory errors that could not be corrected."""
+        """Return the number of uncorrectable memory errors."""
         return _whole(number(self._asking.ask("amdsmi_get_gpu_total_ecc_count", self._handle), "uncorrectable_count"))
 
     def energy_j(self) -> float | None:
@@ -79,7 +79,7 @@ class AmdDetails:
         return None if counted is None or step is None else counted * step / 1e6
 
     def read(self) -> GpuDetails:
-        """Return the details of the GPU; None for each sensor that does not answer."""
+        """Return the details of the GPU; a sensor that does not respond is None."""
         from sae_tui.gpu.details import GpuDetails
 
         ask, handle = self._asking.ask, self._handle

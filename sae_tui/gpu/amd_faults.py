@@ -1,4 +1,4 @@
-"""Messages for faults of an AMD GPU, its sensors, the driver or its library, by AMD SMI's error codes.
+"""Messages for faults of an AMD GPU, its sensors, the driver or its library, by AMD SMI error code.
 
 The codes are the same in ROCm 6 and 7.
 """
@@ -9,7 +9,7 @@ import os
 
 from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
-# Codes for a value that the GPU, the driver or this version of the library lacks; other codes are failures.
+# Codes for a value that the GPU, the driver or this library version does not provide; other codes are failures.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
 DRIVER_NOT_LOADED = 34
@@ -45,7 +45,7 @@ SENSOR = {
     31: "GPU lost",
     43: "unexpected answer",
 }
-# Programs compute through this device file; AMD SMI can read most values without it.
+# Programs compute through this device file, but AMD SMI can read most values without it.
 COMPUTE_FILE = "/dev/kfd"
 JOIN_GROUPS = "join its groups with `sudo usermod -aG render,video $USER`, and log in again"
 SOURCE = {
@@ -73,7 +73,7 @@ def source(code: int) -> SourceUnavailable:
 
 
 def no_gpus() -> SourceUnavailable:
-    """Return the error for a driver that sees no GPUs, or shows none to this user."""
+    """Return the error for a driver that finds no GPUs or shows none to this user."""
     if of_driver():
         return source(NO_PERMISSION)
     remedy = "compare with `amd-smi list`; start a container with --device=/dev/kfd --device=/dev/dri"
@@ -91,7 +91,7 @@ def broken_module(why: str) -> SourceUnavailable:
 
 
 def of_driver() -> tuple[DriverFault, ...]:
-    """Return the faults that keep PyTorch from using GPUs that AMD SMI can read."""
+    """Return faults that prevent PyTorch from using GPUs that AMD SMI can read."""
     if not os.path.exists(COMPUTE_FILE) or os.access(COMPUTE_FILE, os.R_OK | os.W_OK):
         return ()
     sentence = f"no permission to use {COMPUTE_FILE}, without which PyTorch sees no AMD GPU"

@@ -1,4 +1,4 @@
-"""Loads amdsmi, AMD's Python module, which works with only one version of ROCm's library."""
+"""Loads amdsmi, AMD's Python module, which works only with the matching version of ROCm's library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.gpu import amd_faults as faults
 
 
 def load_amdsmi() -> ModuleType:
-    """Return the module; prefer ROCm's own, since an installed one may use the structures of another version.
+    """Return the module; prefer ROCm's own, since an installed one may use another version's structures.
 
     Raise `SourceUnavailable` if there is no module, or if it does not match the library.
     """
@@ -28,7 +28,7 @@ def load_amdsmi() -> ModuleType:
         raise faults.no_module()
     module = importlib.util.module_from_spec(spec)
     sys.modules["amdsmi"] = module
-    # The module prints why it finds no library, which would corrupt the screen.
+    # The module prints an error if it finds no library, which would corrupt the screen.
     words = _OwnThread(sys.stdout)
     try:
         with contextlib.redirect_stdout(words):
@@ -40,7 +40,7 @@ def load_amdsmi() -> ModuleType:
 
 
 class _OwnThread(io.StringIO):
-    """Captures the output of the thread that created it; other threads write to `others`."""
+    """Captures the output of the thread that created it; output of other threads goes to `others`."""
 
     def __init__(self, others: TextIO) -> None:
         super().__init__()
@@ -77,6 +77,6 @@ def _reason(printed: str, error: Exception) -> str:
 
 
 def _forget() -> None:
-    """Remove a partly loaded module from `sys.modules`, so that loading it can be tried again."""
+    """Remove a partly loaded module from `sys.modules`, so that it can be loaded again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "amdsmi"]:
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""The interface of a GPU source, and its immutable samples, in which `None` means "sensor not supported"."""
+"""The interface of GPU sources, and their immutable samples, in which `None` means "sensor not supported"."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# More than a desktop uses, and more than the 0.3 to 0.9 GB that older drivers count as used on an idle GPU.
+# More memory than a desktop uses, and more than the 0.3 to 0.9 GB that older drivers report as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
-# The minimum memory of a process that computes on a GPU (its CUDA context).
+# The minimum memory of a process that computes on a GPU, which its CUDA context takes.
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
-# A desktop occasionally causes this much utilisation, in percent.
+# A desktop occasionally causes utilisation up to this percentage.
 IDLE_PERCENT = 5
-# Limits for values from files that other users may have written, so that sums and tables stay valid.
+# Limits for values from files that other users may have written, so that sums and tables remain valid.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
@@ -74,7 +74,7 @@ ONE_PROCESS = "one process"
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error that the driver reported for a GPU; after a fatal one the GPU is unusable until it is reset."""
+    """An error that the driver reported for a GPU; after a fatal error, the GPU is unusable until it is reset."""
 
     number: int
     timestamp: float
@@ -84,13 +84,13 @@ class Xid:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The clocks of a GPU, their limits, and the health of the GPU; read together with its processes.
+    """The clocks of a GPU, their limits, and the GPU's health, which are read together with its processes.
 
-    `ecc_uncorrected` counts memory errors since the last reset. `rows_pending`: memory rows wait to be replaced.
-    `rows_failed`: a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is the newest error, or the
-    newest fatal error if there is one, since the program began to listen. `recovery` is the action that the driver
-    requires before the GPU is used again, like `a reset`, also for earlier errors; empty if none is required.
-    Impossible values become None.
+    `ecc_uncorrected` counts memory errors since the last reset. `rows_pending` is True if memory rows await
+    replacement, and `rows_failed` if a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is the
+    latest error since the program began to listen, or the latest fatal error if there was one. `recovery` is the action
+    that the driver requires before the GPU is used again, such as `a reset`; it also reflects earlier errors, and is
+    empty if no action is required. Impossible values become None.
     """
 
     sm_clock_mhz: Annotated[int | None, Sensor("Core clock", MHZ)] = None
@@ -112,7 +112,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """The worst reason why no job should run on the GPU, in full and in a few words; both empty if none."""
+        """The most serious reason not to run jobs on the GPU, in full and in a few words; both empty if none."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
@@ -132,17 +132,17 @@ class Condition:
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
-        """The reasons for involuntary throttling, without limits that a user has set; None if unknown."""
+        """The reasons for involuntary throttling, excluding limits set by a user; None if unknown."""
         return None if self.slowed_by is None else tuple(words for words in self.slowed_by if words in THROTTLING)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One reading of one GPU. `timestamp` is seconds since the epoch.
+    """One reading of one GPU. `timestamp` is in seconds since the epoch.
 
-    `healthy` is False for a GPU that cannot be read; `reason` gives the cause in one clause. `unusable` says why jobs
-    cannot run on a GPU that can be read. `failed` names each field whose sensor raised an error or returned an
-    impossible value (which becomes None); a sensor that the GPU lacks is not listed.
+    `healthy` is False for a GPU that cannot be read; `reason` gives the cause in one clause. `unusable` explains why
+    jobs cannot run on a GPU that can be read. `failed` names each field whose sensor raised an error or returned an
+    impossible value (which becomes None); it does not list sensors that the GPU lacks.
     """
 
     index: FewAtOnce
@@ -152,7 +152,8 @@ class GpuSample:
     _: KW_ONLY
     memory_total_bytes: Annotated[Count | None, Sensor("Memory capacity", (1, BYTES[1]), public="memory_total")] = None
     memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
-    # The driver's own value, which excludes the memory that it reserves for itself; if unknown, total minus used.
+    # The driver's own value, which excludes the memory that it reserves for itself; if unknown, total minus used
+    # memory.
     memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
     utilization: Annotated[Count | None, Sensor("Share of time in which a kernel ran", PERCENT)] = None
     temperature_c: Annotated[
@@ -162,7 +163,7 @@ class GpuSample:
         Measured | None, Sensor("Power draw", WATTS, public="power_draw", heading="POWER", drop=1)
     ] = None  # fmt: skip
     power_limit_w: Annotated[Measured | None, Sensor("Power limit", (0.5, WATTS[1]), public="power_limit")] = None
-    # Energy since the driver was loaded; only some samples have it.
+    # Energy since the driver was loaded; only some samples include it.
     energy_j: Annotated[float | None, Sensor(limits=JOULES)] = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True
@@ -172,11 +173,11 @@ class GpuSample:
     condition: Condition | None = None
     # The vendor's name in `VENDORS`, if the source has GPUs of several vendors.
     vendor: str = ""
-    # True if it cannot be read because only other users may use it.
+    # True if the GPU cannot be read because only other users may use it.
     withheld: bool = False
-    # When a GPU that could be read before became unreadable.
+    # When the GPU, which was readable before, became unreadable.
     unread_since: Time | None = None
-    # True if the GPU uses the host's memory, as do other programs and the page cache.
+    # True if the GPU uses host memory, as do other programs and the page cache.
     is_memory_shared: bool = False
 
     def __post_init__(self) -> None:
@@ -194,17 +195,17 @@ class GpuSample:
             object.__setattr__(self, "memory_free_bytes", max(0, total - used))
 
     def value(self, name: str) -> Any:
-        """Return the value of a sensor of the sample or of its condition."""
+        """Return the value of a sensor in the sample or its condition."""
         return getattr(self if name in sensors_of(GpuSample) else self.condition, name, None)
 
     @property
     def obstacle(self) -> str:
-        """The reason why no job can run on a GPU that can be read; empty if a job can."""
+        """The reason why no job can run on a GPU that can be read; empty if jobs can run."""
         return self.unusable or (self.condition.trouble[0] if self.condition else "")
 
     @property
     def is_latched(self) -> bool:
-        """True if it reports full utilisation although no process uses its memory, as Blackwell does after a kill.
+        """True if the GPU reports full utilisation although no process uses its memory, as Blackwell does after a kill.
 
         The reading stays at 100 % until a process creates a CUDA context.
         """
@@ -225,9 +226,9 @@ class GpuSample:
 
     @property
     def is_used_unseen(self) -> bool:
-        """True if the GPU is clearly in use by processes that are not listed.
+        """True if unlisted processes are clearly using the GPU.
 
-        Utilisation alone is no proof: it is high on an idle GPU that the driver has just initialised.
+        Utilisation alone is no proof: it is also high on an idle GPU that the driver has just initialised.
         """
         unexplained = self.unexplained_bytes
         if unexplained is not None and unexplained > UNSEEN_BYTES:
@@ -238,7 +239,7 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSummary:
-    """Sums and means over GPUs; None if no GPU has the sensor. Used and total memory are those of the same GPUs."""
+    """Sums and means over GPUs; None if no GPU has the sensor. Used and total memory cover the same GPUs."""
 
     total_memory_used_bytes: Annotated[
         int | None, Sensor("Memory in use on all GPUs", public="total_memory_used")
@@ -251,7 +252,7 @@ class GpuSummary:
     total_power_w: Annotated[float | None, Sensor("Power draw of all GPUs", public="total_power_draw")] = None
 
 
-# The name of each sensor of a sample or its condition in JSON answers, by field.
+# The name in JSON of each sensor of a sample or its condition, by field.
 PUBLIC = {name: one.public for kind in (GpuSample, Condition) for name, one in exported(kind).items()}
 
 
@@ -261,7 +262,7 @@ def columns() -> tuple[Sensor, ...]:
 
 
 def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
-    """Decode printed samples; leave out a GPU that cannot be decoded, and keep the others."""
+    """Decode printed samples; skip GPUs that cannot be decoded."""
     samples = []
     for one in output:
         with contextlib.suppress(ValueError):
@@ -270,15 +271,16 @@ def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
 
 
 def is_identified(sample: GpuSample) -> bool:
-    """Return whether the UUID has been read, or is known to be missing; until then it is a placeholder."""
+    """Return whether the UUID has been read or is known to be missing; until then it is a placeholder."""
     return sample.failed.get("uuid") != "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPair:
-    """The connection of two GPUs: `path` as nvidia-smi names it (PIX, PXB, PHB, NODE, SYS), None if unknown.
+    """The connection between two GPUs: `path` as nvidia-smi calls it (PIX, PXB, PHB, NODE, SYS), None if unknown.
 
-    `obstacle` says why they cannot read each other's memory; `peer_to_peer` is None if the driver does not report it.
+    `obstacle` explains why they cannot read each other's memory; `peer_to_peer` is None if the driver does not report
+    it.
     """
 
     first: int
@@ -290,7 +292,7 @@ class GpuPair:
 
 
 class DriverFault(NamedTuple):
-    """A fault of a vendor's driver although its GPUs can be read, and its remedy."""
+    """A fault of a vendor's driver that exists although its GPUs can be read, and the remedy."""
 
     sentence: str
     remedy: str
@@ -298,10 +300,10 @@ class DriverFault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Facts that do not change while the machine runs; `cuda` is the newest CUDA that the driver supports.
+    """Facts that do not change while the machine runs; `cuda` is the latest CUDA version that the driver supports.
 
-    `capabilities` and `nvlinks` (the number of active links) have one entry per GPU; `pairs` holds all pairs of GPUs
-    that can be read.
+    `capabilities` and `nvlinks` (the number of active links) have one entry per GPU; `pairs` holds all pairs of
+    readable GPUs.
     """
 
     driver: str | None = None
@@ -313,9 +315,9 @@ class GpuFacts:
 
 
 class SourceUnavailable(Exception):
-    """No GPU can be read at all: `reason` says why, `remedy` how to fix it.
+    """No GPU can be read at all: `reason` explains why, and `remedy` how to fix it.
 
-    `is_broken` is True if something needs a repair, False for a machine without GPUs.
+    `is_broken` is True if something needs a repair, and False for a machine without GPUs.
     """
 
     def __init__(self, reason: str, remedy: str, *, is_broken: bool = False) -> None:
@@ -332,15 +334,15 @@ class GpuSource(Protocol):
     cuda: bool  # True if PyTorch runs on these GPUs as "cuda"; False if CPU processes stand in for them
 
     def open(self) -> int:
-        """Connect and return the number of GPUs; raise `SourceUnavailable`."""
+        """Connect and return the number of GPUs; raise `SourceUnavailable` on failure."""
         ...
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        """Read one GPU, with its processes if `processes`; never raise, but return an unhealthy sample on a fault."""
+        """Read one GPU, including its processes if `processes`; on a fault return an unhealthy sample, never raise."""
         ...
 
     def facts(self) -> GpuFacts:
-        """Return versions and the connections of the GPUs; unknown facts are left out."""
+        """Return versions and GPU connections; omit unknown facts."""
         ...
 
     def close(self) -> None: ...

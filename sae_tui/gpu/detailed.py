@@ -1,4 +1,4 @@
-"""Optional interfaces of GPU sources that offer more than samples."""
+"""Optional interfaces of GPU sources that provide more than samples."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DetailedSource(Protocol):
-    """A source that can also read the details of a GPU, from the GPU's own thread."""
+    """A source that can also read the details of a GPU, on the GPU's own thread."""
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
-        """Return the details of a GPU, given its newest sample; may block like `sample`."""
+        """Return the details of a GPU, given its latest sample; may block like `sample`."""
         ...
 
 
 @runtime_checkable
 class SharesSource(Protocol):
-    """A source that can also read the utilisation of a GPU by each process, from the GPU's own thread."""
+    """A source that can also read the GPU utilisation of each process, on the GPU's own thread."""
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return the percentage of multiprocessors that each process uses, by pid, given the GPU's newest sample."""
+        """Return the percentage of multiprocessors that each process uses, by pid, given the GPU's latest sample."""
         ...
 
 
@@ -35,7 +35,7 @@ class MixedSource(Protocol):
     """A source with GPUs of several vendors."""
 
     def vendor(self, index: int) -> str:
-        """Return the vendor's name in `VENDORS`, without reading the GPU."""
+        """Return the name in `VENDORS` of a GPU's vendor, without reading the GPU."""
         ...
 
 
@@ -49,13 +49,13 @@ class RememberingSource(Protocol):
     """A source whose driver buffers readings from before the first read."""
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
-        """Return the buffered readings of a GPU that was read before, oldest first; may block like `sample`."""
+        """Return the buffered readings of a GPU that has been read before, oldest first; may block like `sample`."""
         ...
 
 
 @runtime_checkable
 class HurriedSource(Protocol):
-    """A source that can shorten the current reads, because it will be closed."""
+    """A source that can cut short the current reads before it is closed."""
 
     def hurry(self) -> None:
         """Make reads return without processes and condition; may be called from any thread."""
@@ -64,9 +64,9 @@ class HurriedSource(Protocol):
 
 @runtime_checkable
 class ReopeningSource(Protocol):
-    """A source that notices when its driver must be reopened to see the current GPUs."""
+    """A source that detects when its driver must be reopened to see the current GPUs."""
 
     @property
     def must_reopen(self) -> bool:
-        """True if the driver was reloaded, or its GPUs or slices have changed since it was opened."""
+        """True if the driver was reloaded, or if its GPUs or slices have changed since it was opened."""
         ...

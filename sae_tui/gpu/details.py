@@ -1,6 +1,6 @@
-"""The values that are read only while the page of a GPU is open: clocks, links and faults.
+"""Values that are read only while the page of a GPU is open: clocks, links and faults.
 
-A supervisor that waits does not need this module, so it is imported only on demand.
+A waiting supervisor does not need this module, so it is imported only on demand.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """One reading of a GPU's details and its condition; `None` means "sensor not supported".
+    """A reading of a GPU's details and condition; `None` means "sensor not supported".
 
-    `energy_j` counts since the driver was loaded, and corrected memory errors count since the last reset. Percentages
-    of the multiprocessors are means since the previous reading. `failed` lists the fields with impossible values, each
-    with the reason.
+    `energy_j` counts from the loading of the driver, and corrected memory errors count from the last reset. Percentages
+    of multiprocessors are means since the previous reading. `failed` lists the fields with impossible values, with the
+    reason for each.
     """
 
     timestamp: float

@@ -1,4 +1,4 @@
-"""Computes the energy that a GPU uses from its stored power readings, and from the energy counter if it has one."""
+"""Computes a GPU's energy use from its stored power readings, and from its energy counter if it has one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 # A power reading is valid for at most this long before and after it; a longer interval is a gap without data.
 LONGEST_GAP_S = 10.0
-# The largest GPU draws 1.2 kW; if a counter implies more than this limit, it was reset or is broken.
+# The largest GPU draws 1.2 kW; a counter that implies more than this limit was reset or is broken.
 MOST_W = 5000.0
 
 
 class EnergyReading(NamedTuple):
-    """A stored reading: time in seconds since the epoch, power, and the counter in J since the driver was loaded."""
+    """A stored reading: seconds since the epoch, power, and the energy counter in J since the driver was loaded."""
 
     timestamp: float
     power_w: float | None = None
@@ -31,10 +31,10 @@ class Used(NamedTuple):
 
 
 class GpuMeter:
-    """Measures the energy used by one GPU since `begin`; readings must arrive in chronological order.
+    """Measures the energy that one GPU has used since `begin`; readings must arrive in chronological order.
 
-    Between two counter readings, even across a gap, the energy is their difference. Otherwise it is the integral of
-    the power by the trapezoidal rule, extended to `begin` and to the end if these are within `LONGEST_GAP_S`.
+    Between two counter readings, even across a gap, the energy is their difference. Otherwise it is the power
+    integrated by the trapezoidal rule, extended to `begin` and to the end if these are within `LONGEST_GAP_S`.
     """
 
     def __init__(self, begin: float) -> None:
@@ -49,11 +49,11 @@ class GpuMeter:
 
     @property
     def newest(self) -> float:
-        """The time of the last reading, or of the start before the first reading."""
+        """The time of the last reading; before the first reading, the start time."""
         return self._begin if self._newest is None else self._newest
 
     def add(self, reading: EnergyReading) -> None:
-        """Add a reading; ignore it if it is not later than the last one."""
+        """Add a reading; ignore it unless it is later than the last one."""
         if reading.timestamp < self._begin or (self._newest is not None and reading.timestamp <= self._newest):
             return
         self._newest = reading.timestamp
@@ -64,7 +64,7 @@ class GpuMeter:
             self._count(reading)
 
     def used(self, end: float) -> Used:
-        """Return the energy that the GPU used from the beginning to `end`."""
+        """Return the energy that the GPU has used from `begin` to `end`."""
         tail_s = end - (self._last.timestamp if self._last else self._begin)
         tail = Used()
         if self._last and self._last.power_w is not None and 0 < tail_s <= LONGEST_GAP_S:
@@ -73,7 +73,7 @@ class GpuMeter:
         return total._replace(lasted_s=max(0.0, end - self._begin))
 
     def _area(self, reading: EnergyReading) -> Used:
-        """Return the integral of the power since the last reading; zero for a gap."""
+        """Return the power integrated since the last reading; zero for a gap."""
         assert reading.power_w is not None
         seconds = reading.timestamp - (self._last.timestamp if self._last else self._begin)
         if seconds > LONGEST_GAP_S:
@@ -82,7 +82,7 @@ class GpuMeter:
         return Used((before + reading.power_w) / 2 * seconds, 0.0, seconds)
 
     def _count(self, reading: EnergyReading) -> None:
-        """Settle the interval since the last counter reading, by the counter's difference if it is plausible."""
+        """Finalise the interval since the last counter reading, using the counter's difference if it is plausible."""
         last, self._counter = self._counter, reading
         if last and last.counter_j is not None and reading.counter_j is not None:
             joules, seconds = reading.counter_j - last.counter_j, reading.timestamp - last.timestamp

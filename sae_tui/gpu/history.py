@@ -1,4 +1,4 @@
-"""Writes `gpu.db`, the history of a host's GPUs. Only the process that holds a file lock writes it."""
+"""Writes `gpu.db`, the GPU history of a host. Only the process that holds a file lock writes it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# A turn takes less than a second, plus up to 5 s to wait for another writer.
+# A turn takes less than a second, plus up to 5 s of waiting for another writer.
 SILENT_AFTER_S = 30.0
-# Computed from the stored rows, so that a minute that two processes wrote, or one wrote twice, counts once.
+# Computed from the stored rows, so that a minute counts once even if two processes wrote it, or one wrote it twice.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"
@@ -41,10 +41,10 @@ HAS_OTHERS = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host < ?1 OR host > 
 
 
 class Recorder:
-    """Stores the samples of the sampler's rings, if this process is the elected writer of its host.
+    """Stores the samples from the sampler's rings, if this process is the elected writer of its host.
 
-    It starts the sampler when it is elected, so that a process on standby does not read the GPUs. If the store cannot
-    be written, sampling continues, `problem` says why, and the rings are stored later.
+    It starts the sampler when elected, so that a standby process does not read the GPUs. If the store cannot be
+    written, sampling continues, `problem` explains why, and the rings are stored later.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Recorder:
         every_s: float = 5.0,
     ) -> None:
         self._problem: str | None = None
-        # Start of the current turn (monotonic time).
+        # Start of the current turn, as a monotonic time.
         self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
@@ -68,7 +68,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # Position in the ring after the last stored reading, by index and UUID.
+        # The position in the ring after the last stored reading, by GPU index and UUID.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -77,7 +77,7 @@ class Recorder:
 
     @property
     def problem(self) -> str | None:
-        """The reason why nothing can be stored, or how long the disk has not answered; None without a problem."""
+        """Why nothing can be stored, or how long the disk has not responded; None if there is no problem."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
             return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
@@ -162,7 +162,7 @@ class Recorder:
             self._begun = None
 
     def _give_up(self, problem: str) -> None:
-        """Close the store; the next turn reopens it."""
+        """Close the store after a problem; the next turn reopens it."""
         self._problem = problem
         with contextlib.suppress(Exception):
             self._file.close()
@@ -172,7 +172,7 @@ class Recorder:
         jobs = self._jobs_by_uuid()
         with explain_errors(self._path):
             with transaction(db):
-                # Readings stay in the ring until the GPU's UUID is known.
+                # Leave the readings in the ring until the GPU's UUID is known.
                 for sample in filter(is_identified, self._sampler.latest()):
                     rows = self._rows(db, sample)
                     self._insert(db, sample, rows, jobs.get(sample.uuid))
@@ -180,7 +180,7 @@ class Recorder:
                 self._upkeep.turn(db, now)
 
     def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[RingReading]:
-        """Return the readings in the ring that neither this process nor an earlier one has stored."""
+        """Return the readings in the ring that no process has stored yet."""
         key = sample.index, sample.uuid
         rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
         if rows and key not in self._stored:
@@ -189,9 +189,9 @@ class Recorder:
         return rows
 
     def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[RingReading]) -> list[RingReading]:
-        """Return the readings after the last stored one; if none is stored, all that are newer than the stored rows."""
+        """Return the readings after the last stored one; if none is stored, all readings later than the stored rows."""
         times = [row.timestamp for row in rows]
-        # The GPU may have had another index.
+        # The GPU may have had another index before.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
         stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
         known = [place for place, time_ in enumerate(times) if time_ in stored]
@@ -209,17 +209,17 @@ class Recorder:
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
               sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
-        # If the clock was set back, readings are not in order.
+        # If the clock was set back, the readings are not in order.
         begin = min(row.timestamp for row in measured) // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
 
     def _open(self) -> sqlite3.Connection:
-        """Open the store, and forget which readings it holds, so that the next turn looks this up."""
+        """Open the store and forget which readings it contains, so that the next turn looks this up again."""
         self._stored = {}
         return open_writer(self._path, "gpu")
 
     def _leave_file_of_others(self) -> None:
-        """Switch to a separate file for this host if the shared file of earlier versions holds rows of other hosts.
+        """Switch to a separate file for this host if the shared file of earlier versions contains rows of other hosts.
 
         Hosts that write to the same file block each other, and damage it if locks do not work across hosts.
         """

@@ -24,11 +24,11 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# Seconds until another process has stored all samples that it took before this process began.
+# After this many seconds, another process has stored all samples that it took before this process began.
 STORED_BY_S = 6.0
 # Without a persistence daemon, the driver first initialises every GPU, which takes seconds each.
 OPENING_S = 15.0
-# A hanging driver or disk must not prevent the app from being suspended.
+# Limits in seconds, so that a hanging driver or disk does not prevent the suspension of the app.
 _PAUSE_LIMIT_S = 3.0
 
 
@@ -53,13 +53,13 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # For the first and the final read of the store: the UUID, by index, of each GPU whose ring was filled.
+        # For the first and the final read of the store: the UUID, by index, of each GPU whose ring has been filled.
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
     @property
     def problem(self) -> str:
-        """The reason why there are no GPUs, or why their history is not stored; empty without a problem."""
+        """Why there are no GPUs, or why their history is not stored; empty if there is no problem."""
         if self._sampler.problem:
             return str(self._sampler.problem)
         if self.opening and time.monotonic() - self._started > OPENING_S:
@@ -87,7 +87,7 @@ class Monitor:
         self._recorder.start()
 
     def stop(self) -> None:
-        """End sampling and storing within 0.5 s; `stuck` is then True if a thread hangs in the driver or on a disk."""
+        """Stop sampling and storing within 0.5 s; `stuck` is then True if a thread hangs in the driver or on a disk."""
         self._stopped.set()
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
@@ -110,11 +110,11 @@ class Monitor:
         self._recorder.retain(retention)
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the newest sample of each visible GPU, by index."""
+        """Return the latest sample of each visible GPU, by index."""
         return visible(self._sampler.latest(), self.source_name)
 
     def readings_s(self) -> dict[int, float]:
-        """Return how long the last read of each GPU took, in seconds."""
+        """Return the duration of each GPU's last read, in seconds."""
         return self._sampler.readings_s()
 
     def want_shares(self, wanted: bool) -> None:
@@ -130,7 +130,7 @@ class Monitor:
         self._sampler.look_at(index)
 
     def details(self, index: int) -> GpuDetails | None:
-        """Return the newest details of the GPU chosen by `look_at`; None if there are none yet, or for another GPU."""
+        """Return the latest details of the GPU selected by `look_at`; None for another GPU, or if not yet read."""
         return self._sampler.details(index)
 
     def past(self, n: int) -> RecentHistory:
@@ -139,10 +139,10 @@ class Monitor:
         return past(rings, n, interval_s=self.interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
-        """Fill each ring from the store as soon as the UUID of its GPU is known, since the history outlives the app.
+        """Fill each ring from the store as soon as its GPU's UUID is known, since the history outlives the app.
 
         Read the store again after `STORED_BY_S`, to close the gap between the last batch of another process and the
-        first sample of this one. A GPU may appear much later, or replace another one.
+        first sample of this one. A GPU may appear much later or replace another one.
         """
         begun, final = time.monotonic(), False
         while not self._stopped.wait(1.0 if final else 0.05):
@@ -151,7 +151,7 @@ class Monitor:
                 self._fill_new(final)
                 self._past_problem = ""
             except Exception as error:
-                # This thread must survive any content of the store.
+                # This thread must survive any store content.
                 self._past_problem = f"the stored history of the GPUs cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:

@@ -1,4 +1,4 @@
-"""The JSON answers about GPUs: `gpus`, `metrics`, `select`, `recommend`."""
+"""The JSON output about GPUs: `gpus`, `metrics`, `select`, `recommend`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _XID = typed(
         "is_fatal": "Whether jobs cannot start on the GPU before a reset.",
     },
 )
-# Schemas of the sensors that msgspec does not describe as needed, by field.
+# Schemas of the sensors that msgspec does not describe as required, by field name.
 _KINDS = {"slowed_by": or_null(list_of(str)), "xid": or_null(_XID)}
 
 
 def _sensors(kind: type) -> dict[str, tuple[object, str]]:
-    """Return the type and the meaning of each exported sensor of a kind of reading, by its public name."""
+    """Return the type and description of each exported sensor of a class of readings, by its public name."""
     hints = get_type_hints(kind)
     return {one.public: (_KINDS.get(name, hints[name]), one.meaning) for name, one in exported(kind).items()}
 

@@ -1,4 +1,4 @@
-"""The JSON answers about jobs: their state, their results, and what a command did to them."""
+"""The JSON output about jobs: their states, their results, and the effects of commands on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON answers about the program itself, and the table of all answers of `sae-tui`."""
+"""The JSON output about the program itself, and the table of all output schemas of `sae-tui`."""
 
 from __future__ import annotations
 
